@@ -1,0 +1,1 @@
+"""What every concept shares: errors, argument checks, the version."""

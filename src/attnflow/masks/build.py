@@ -1,0 +1,102 @@
+"""Masks from what a user has: a dense tensor, a `mask_mod`, intervals, edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow.masks.flex import MaskMod
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+
+
+def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
+    """The mask of a bool tensor [queries, keys]; True lets the query attend to the key.
+
+    Raises:
+        TypeError: not bool. Additive masks (0 / -inf) and 0/1 masks mean opposite things at 0, so the caller
+            must say which it is: `additive == 0` or `zero_one.bool()`.
+        ValueError: not two-dimensional, or without data (a meta tensor).
+
+    >>> from_dense(torch.tensor([[True, False], [True, True]])) == from_edges([(0, 0), (1, 0), (1, 1)], 2)
+    True
+    """
+    if not isinstance(allow, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a bool tensor [queries, keys], got {type(allow).__name__}; use torch.as_tensor(...)")
+    if allow.dtype != torch.bool:
+        nan = " It holds NaN." if allow.is_floating_point() and not allow.is_meta and bool(allow.isnan().any()) else ""
+        raise TypeError(
+            f"expected a bool tensor, got {allow.dtype}.{nan} For an additive mask (0 = allowed) pass `mask == 0`, "
+            "for a 0/1 mask (1 = allowed) pass `mask.bool()`."
+        )
+    if allow.ndim != 2:
+        raise ValueError(f"expected shape [queries, keys], got {tuple(allow.shape)}; index one batch element and head")
+    if allow.is_meta:
+        raise ValueError("expected a tensor with data, got one on the meta device")
+    table = allow.detach().cpu().numpy()
+    chunk = max(1, (1 << 23) // max(1, table.shape[1]))
+    parts = [IntervalRows.from_bool(table[i : i + chunk]) for i in range(0, len(table), chunk)]
+    return Mask(IntervalRows.stack(parts, table.shape[1]), name)
+
+
+def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask:
+    """The mask of a FlexAttention `mask_mod(b, h, q, k)`, evaluated at batch 0 and head 0 in row chunks.
+
+    Args:
+        mask_mod: vectorised over its arguments, as FlexAttention requires.
+        num_queries: number of queries.
+        num_keys: number of keys, by default as many as queries.
+
+    >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
+    0.625
+    """
+    checks.integer("num_queries", num_queries)
+    num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
+    zero, key = torch.zeros((), dtype=torch.int64), torch.arange(num_keys)[None, :]
+    chunk = max(1, (1 << 22) // max(1, num_keys))
+    parts: list[IntervalRows] = []
+    for start in range(0, num_queries, chunk):
+        query = torch.arange(start, min(start + chunk, num_queries))[:, None]
+        allowed = mask_mod(zero, zero, query, key)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = getattr(allowed, "dtype", type(allowed).__name__)
+            raise TypeError(f"mask_mod must return a bool tensor, got {got}")
+        parts.append(IntervalRows.from_bool(allowed.cpu().expand(len(query), num_keys).numpy()))
+    return Mask(IntervalRows.stack(parts, num_keys), "from_mask_mod")
+
+
+def from_intervals(
+    rows: Sequence[Iterable[tuple[int, int]]], num_keys: int | None = None, name: str = "from_intervals"
+) -> Mask:
+    """The mask whose query q attends to the half-open key intervals `rows[q]`; they may overlap.
+
+    >>> from_intervals([[(0, 1)], [(0, 2)], [(0, 1), (2, 3)]]).keys(2).tolist()
+    [0, 2]
+    """
+    num_keys = len(rows) if num_keys is None else checks.integer("num_keys", num_keys)
+    flat = [(q, int(start), int(end)) for q, row in enumerate(rows) for start, end in row]
+    for q, start, end in flat:
+        if not 0 <= start <= end <= num_keys:
+            raise ValueError(f"row {q}: expected 0 <= start <= end <= {num_keys}, got the interval ({start}, {end})")
+    table = np.array(flat, dtype=np.int64).reshape(-1, 3)
+    return Mask(IntervalRows.build(table[:, 0], table[:, 1], table[:, 2], len(rows), num_keys), name)
+
+
+def from_edges(
+    edges: Iterable[tuple[int, int]], num_queries: int, num_keys: int | None = None, name: str = "from_edges"
+) -> Mask:
+    """The mask that allows exactly the pairs (query, key) listed.
+
+    >>> from_edges([(1, 0)], 2).dense().tolist()
+    [[False, False], [True, False]]
+    """
+    checks.integer("num_queries", num_queries)
+    num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
+    table = np.array([(int(q), int(k)) for q, k in edges], dtype=np.int64).reshape(-1, 2)
+    query = checks.index_array("queries of edges", table[:, 0], num_queries)
+    key = checks.index_array("keys of edges", table[:, 1], num_keys)
+    return Mask(IntervalRows.build(query, key, key + 1, num_queries, num_keys), name)

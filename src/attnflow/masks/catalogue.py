@@ -1,0 +1,290 @@
+"""Masks over one sequence, each stated as a relation with its source. q is the query, k the key, counted from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from attnflow._core.checks import IntArray, index_array, integer
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+
+
+def full(n: int, num_keys: int | None = None) -> Mask:
+    """Every query attends to every key (BERT, arXiv:1810.04805).
+
+    >>> full(3).density
+    1.0
+    """
+    integer("n", n)
+    num_keys = n if num_keys is None else integer("num_keys", num_keys)
+    return _mask(np.arange(n), 0, num_keys, n, num_keys, "full", n=n, num_keys=num_keys)
+
+
+def causal(n: int) -> Mask:
+    """k <= q (GPT; hasse, eq. 31 and 39).
+
+    >>> causal(3).dense().int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    q = np.arange(integer("n", n))
+    return _mask(q, 0, q + 1, n, n, "causal", n=n)
+
+
+def sliding_window(n: int, window: int, causal: bool = True) -> Mask:
+    """Causal: q - window < k <= q, so `window` keys with the query's own (Mistral). Otherwise |q - k| < window.
+
+    >>> sliding_window(5, 2).keys(4).tolist()
+    [3, 4]
+    >>> sliding_window(5, 2, causal=False).keys(3).tolist()
+    [2, 3, 4]
+    """
+    q = np.arange(integer("n", n))
+    integer("window", window, 1)
+    last = q + 1 if causal else q + window
+    return _mask(q, q - window + 1, last, n, n, "sliding_window", n=n, window=window, causal=causal)
+
+
+def dilated_window(n: int, window: int, dilation: int, causal: bool = True) -> Mask:
+    """q - k is a multiple of `dilation` with 0 <= (q - k) / dilation < window; both directions if not causal.
+
+    Source: Longformer, sec. 3.1 (arXiv:2004.05150).
+
+    >>> dilated_window(8, window=3, dilation=2).keys(7).tolist()
+    [3, 5, 7]
+    """
+    q = np.arange(integer("n", n))
+    integer("window", window, 1)
+    integer("dilation", dilation, 1)
+    # Numbered by residue class, each row is one interval.
+    step, residue = q // dilation, q % dilation
+    offset = np.concatenate([[0], np.cumsum(np.bincount(residue, minlength=dilation))])
+    rank = offset[residue] + step
+    last = np.minimum(step + 1 if causal else step + window, np.diff(offset)[residue])
+    rows = IntervalRows.build(rank, offset[residue] + np.maximum(step - window + 1, 0), offset[residue] + last, n, n)
+    parameters = {"n": n, "window": window, "dilation": dilation, "causal": causal}
+    return Mask(rows, "dilated_window", parameters, query_rank=rank, key_rank=rank)
+
+
+def prefix_lm(n: int, prefix: int) -> Mask:
+    """k < prefix or k <= q: full inside the prefix, causal after it (T5, arXiv:1910.10683, fig. 4).
+
+    >>> prefix_lm(4, 2).dense().int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    q = np.arange(integer("n", n))
+    integer("prefix", prefix, 0, n)
+    return _mask(q, 0, np.maximum(q + 1, prefix), n, n, "prefix_lm", n=n, prefix=prefix)
+
+
+def document(lengths: Sequence[int], inner: Literal["causal", "full"] = "causal") -> Mask:
+    """Packed sequences: q and k lie in the same document, and k <= q if `inner` is "causal".
+
+    Args:
+        lengths: tokens of each document; the mask is over their sum. Empty documents are allowed.
+        inner: what holds inside a document.
+
+    >>> document([2, 1]).dense().int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    if inner not in ("causal", "full"):
+        raise ValueError(f'inner must be "causal" or "full", got {inner!r}')
+    sizes = index_array("lengths", lengths)
+    if len(sizes) and sizes.min() < 0:
+        raise ValueError(f"lengths must not be negative, got {int(sizes.min())}")
+    n = int(sizes.sum())
+    q, ends = np.arange(n), np.cumsum(sizes)
+    last = q + 1 if inner == "causal" else np.repeat(ends, sizes)
+    return _mask(q, np.repeat(ends - sizes, sizes), last, n, n, "document", lengths=tuple(sizes.tolist()), inner=inner)
+
+
+def block_causal(n: int, block: int) -> Mask:
+    """k // block <= q // block: full inside a block, causal between blocks (hasse, sec. 4.2.2).
+
+    >>> block_causal(4, 2).dense().int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    """
+    q = np.arange(integer("n", n))
+    divides("n", n, block)
+    return _mask(q, 0, (q // block + 1) * block, n, n, "block_causal", n=n, block=block)
+
+
+def global_tokens(n: int, indices: Sequence[int]) -> Mask:
+    """q is global, or k is global, or q == k (Longformer and ETC, arXiv:2004.08483).
+
+    >>> global_tokens(4, [1]).dense().int().tolist()
+    [[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 1]]
+    """
+    q = np.arange(integer("n", n))
+    chosen = np.unique(index_array("indices", indices, n))
+    # Numbered with the global tokens first, each row is at most two intervals.
+    order = np.concatenate([chosen, np.setdiff1d(q, chosen)])
+    rank = np.argsort(order)
+    rows = IntervalRows.build(
+        np.concatenate([q, q]),
+        np.concatenate([np.zeros_like(q), q]),
+        np.concatenate([np.where(q < len(chosen), n, len(chosen)), q + 1]),
+        n,
+        n,
+    )
+    return Mask(rows, "global_tokens", {"n": n, "indices": tuple(chosen.tolist())}, query_rank=rank, key_rank=rank)
+
+
+def longformer(n: int, window: int, indices: Sequence[int] = (0,)) -> Mask:
+    """|q - k| < window, or q is global, or k is global (Longformer, arXiv:2004.05150, fig. 2d).
+
+    `window` is one-sided and counts the query's own key; the paper's w is `2 * window - 1`.
+
+    >>> longformer(5, 2, [0]).keys(3).tolist()
+    [0, 2, 3, 4]
+    """
+    mask = sliding_window(n, window, causal=False) | global_tokens(n, indices)
+    chosen = tuple(np.unique(index_array("indices", indices, n)).tolist())
+    return Mask(mask.intervals(), "longformer", {"n": n, "window": window, "indices": chosen})
+
+
+def big_bird(
+    n: int, block: int = 64, num_global: int = 1, num_window: int = 3, num_random: int = 3, seed: int = 0
+) -> Mask:
+    """Block-wise window, global and random attention (BigBird, arXiv:2007.14062, fig. 3; ITC variant).
+
+    With blocks Q = q // block, K = k // block: Q < num_global, or K < num_global, or |Q - K| <= num_window // 2,
+    or K is one of `num_random` blocks drawn for Q without replacement from the blocks not yet allowed.
+
+    Args:
+        n: sequence length, a multiple of `block`.
+        block: tokens per block.
+        num_global: leading blocks that see and are seen by all.
+        num_window: blocks in the window, odd.
+        num_random: random key blocks per query block; fewer where fewer are left.
+        seed: of the draw; the same seed gives the same mask on every machine.
+
+    >>> big_bird(8, block=1, num_random=0).keys(4).tolist()
+    [0, 3, 4, 5]
+    """
+    divides("n", integer("n", n), block)
+    integer("num_global", num_global)
+    integer("num_window", num_window, 1)
+    integer("num_random", num_random)
+    if num_window % 2 == 0:
+        raise ValueError(f"num_window must be odd, to be centred on the query's block, got {num_window}")
+    count, half, generator = n // block, num_window // 2, np.random.default_rng(seed)
+    triples: list[tuple[int, int, int]] = []
+    for row in range(count):
+        allowed = {(0, count)} if row < num_global else {(0, num_global), (row - half, row + half + 1)}
+        taken = {k for first, last in allowed for k in range(max(first, 0), min(last, count))}
+        left = np.setdiff1d(np.arange(count), np.fromiter(taken, np.int64, len(taken)))
+        drawn = generator.choice(left, size=min(num_random, len(left)), replace=False)
+        triples += [(row, first, last) for first, last in allowed]
+        triples += [(row, int(k), int(k) + 1) for k in drawn]
+    table = np.array(triples, dtype=np.int64).reshape(-1, 3)
+    blocks = IntervalRows.build(table[:, 0], table[:, 1], table[:, 2], count, count)
+    return Mask(
+        blow_up(blocks, block),
+        "big_bird",
+        {
+            "n": n,
+            "block": block,
+            "num_global": num_global,
+            "num_window": num_window,
+            "num_random": num_random,
+            "seed": seed,
+        },
+    )
+
+
+def attention_sink(n: int, sinks: int, window: int) -> Mask:
+    """k <= q and (k < sinks or q - k < window) (StreamingLLM, arXiv:2309.17453).
+
+    >>> attention_sink(6, sinks=1, window=2).keys(5).tolist()
+    [0, 4, 5]
+    """
+    q = np.arange(integer("n", n))
+    integer("sinks", sinks)
+    integer("window", window, 1)
+    starts = np.concatenate([np.zeros_like(q), q - window + 1])
+    ends = np.concatenate([np.minimum(sinks, q + 1), q + 1])
+    return _mask(np.concatenate([q, q]), starts, ends, n, n, "attention_sink", n=n, sinks=sinks, window=window)
+
+
+def tree(parents: Sequence[int]) -> Mask:
+    """k is q or an ancestor of q: verification of a draft tree (SpecInfer, arXiv:2305.09781; Medusa, 2401.10774).
+
+    Args:
+        parents: parent of each node; -1 for a root, which `parents[0]` must be.
+
+    Raises:
+        ValueError: `parents[0]` is no root, a parent is out of range, or the parents form a cycle.
+
+    >>> tree([-1, 0, 0, 1]).keys(3).tolist()
+    [0, 1, 3]
+    """
+    parent = index_array("parents", parents)
+    n = len(parent)
+    if n and parent[0] != -1:
+        raise ValueError(f"parents[0] must be -1, the root, got {parent[0]}")
+    if n and (parent.min() < -1 or parent.max() >= n):
+        raise ValueError(f"parents must lie in [-1, {n}), got {parents[int(np.argmax((parent < -1) | (parent >= n)))]}")
+    head, rank = _heavy_paths(parent)
+    # A node's ancestors are one stretch on each of its at most log2(n) + 1 heavy paths.
+    node, here = np.arange(n), np.arange(n)
+    pieces: list[tuple[IntArray, IntArray, IntArray]] = []
+    while len(here):
+        pieces.append((rank[node], rank[head[here]], rank[here] + 1))
+        here = parent[head[here]]
+        node, here = node[here >= 0], here[here >= 0]
+    row, start, end = (np.concatenate(p) for p in zip(*pieces, strict=True)) if pieces else (node, node, node)
+    rows = IntervalRows.build(row, start, end, n, n)
+    return Mask(rows, "tree", {"parents": tuple(parent.tolist())}, query_rank=rank, key_rank=rank)
+
+
+def _heavy_paths(parent: IntArray) -> tuple[IntArray, IntArray]:
+    """(first node of the heavy path of each node, preorder number with heavy children first)."""
+    n = len(parent)
+    children: list[list[int]] = [[] for _ in range(n)]
+    for node, above in enumerate(parent.tolist()):
+        if above >= 0:
+            children[above].append(node)
+    order = [node for node in range(n) if parent[node] < 0]
+    for node in order:  # grows while it is walked: parents before children
+        order += children[node]
+    if len(order) < n:
+        cyclic = sorted(set(range(n)) - set(order))
+        raise ValueError(f"parents must form a forest, but nodes {cyclic[:8]} hang below a cycle")
+    size = np.ones(n, dtype=np.int64)
+    for node in reversed(order):
+        if parent[node] >= 0:
+            size[parent[node]] += size[node]
+    head, rank = np.arange(n), np.zeros(n, dtype=np.int64)
+    stack = [node for node in reversed(range(n)) if parent[node] < 0]
+    for number in range(n):
+        node = stack.pop()
+        rank[node] = number
+        below = sorted(children[node], key=lambda c: size[c])  # the heaviest ends up on top of the stack
+        if below:
+            head[below[-1]] = head[node]
+        stack += below
+    return head, rank
+
+
+def divides(name: str, n: int, block: int) -> int:
+    """The number of blocks in n; an error if a block would be cut."""
+    integer("block", block, 1)
+    if n % block:
+        raise ValueError(f"{name} must be a multiple of block = {block}, got {n}; pad to {-(-n // block) * block}")
+    return n // block
+
+
+def blow_up(blocks: IntervalRows, block: int) -> IntervalRows:
+    """The relation in which every row and key of `blocks` stands for `block` of them."""
+    rows = blocks.take(np.repeat(np.arange(blocks.num_rows), block))
+    starts, ends = rows.starts.astype(np.int64) * block, rows.ends.astype(np.int64) * block
+    return IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, blocks.num_keys * block)
+
+
+def _mask(
+    rows: object, starts: object, ends: object, n: int, num_keys: int, name: str, /, **parameters: object
+) -> Mask:
+    return Mask(IntervalRows.build(rows, starts, ends, n, num_keys), name, parameters)

@@ -1,0 +1,181 @@
+"""Sets of keys per query as sorted, disjoint, half-open intervals: the internal form of every mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core.checks import IntArray
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class IntervalRows:
+    """Row r holds the intervals `[starts[t], ends[t])` for `t` in `[indptr[r], indptr[r + 1])`.
+
+    The intervals of a row are sorted, disjoint and never touch, so that equal relations have equal arrays.
+    Memory is O(rows + intervals). All set operations put the rows end to end on one line (row r at offset
+    `r * (num_keys + 1)`, so that rows never touch) and sweep that line once: O(intervals log intervals).
+    """
+
+    indptr: IntArray
+    starts: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int32]
+    num_keys: int
+
+    @classmethod
+    def build(cls, rows: object, starts: object, ends: object, num_rows: int, num_keys: int) -> IntervalRows:
+        """From any intervals `[starts[t], ends[t])` of row `rows[t]`, clipped to the keys and merged."""
+        row, start, end = (np.ravel(a) for a in np.broadcast_arrays(_int64(rows), _int64(starts), _int64(ends)))
+        start, end = np.maximum(start, 0), np.minimum(end, num_keys)
+        keep = start < end
+        offset = row[keep] * (num_keys + 1)
+        return cls._from_line(*_sweep(start[keep] + offset, end[keep] + offset, 1), num_rows, num_keys)
+
+    @classmethod
+    def from_bool(cls, table: BoolArray) -> IntervalRows:
+        """From a dense table of shape [rows, keys]."""
+        num_rows, num_keys = table.shape
+        edges = np.zeros((num_rows, num_keys + 2), dtype=np.int8)
+        edges[:, 1:-1] = table
+        step = np.diff(edges, axis=1)  # shape [rows, keys + 1]: flat positions are already those of the line
+        return cls._from_line(np.flatnonzero(step == 1), np.flatnonzero(step == -1), num_rows, num_keys)
+
+    @classmethod
+    def stack(cls, parts: Sequence[IntervalRows], num_keys: int) -> IntervalRows:
+        """The rows of all parts, one below the other."""
+        sizes = [np.zeros(1, np.int64)] + [np.diff(part.indptr) for part in parts]
+        empty = np.zeros(0, np.int32)
+        starts, ends = ([empty, *arrays] for arrays in ([p.starts for p in parts], [p.ends for p in parts]))
+        return cls(np.cumsum(np.concatenate(sizes)), np.concatenate(starts), np.concatenate(ends), num_keys)
+
+    @classmethod
+    def _from_line(cls, starts: IntArray, ends: IntArray, num_rows: int, num_keys: int) -> IntervalRows:
+        stride = num_keys + 1
+        indptr = np.searchsorted(starts, np.arange(num_rows + 1, dtype=np.int64) * stride).astype(np.int64)
+        offset = np.repeat(np.arange(num_rows, dtype=np.int64) * stride, np.diff(indptr))
+        arrays = (indptr, (starts - offset).astype(np.int32), (ends - offset).astype(np.int32))
+        for array in arrays:
+            array.setflags(write=False)
+        return cls(*arrays, num_keys)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows (queries)."""
+        return len(self.indptr) - 1
+
+    def row_index(self) -> IntArray:
+        """The row of each interval, int64[intervals]."""
+        return np.repeat(np.arange(self.num_rows, dtype=np.int64), np.diff(self.indptr))
+
+    def counts(self) -> IntArray:
+        """Number of keys in each row, int64[rows]."""
+        total = np.concatenate([[0], np.cumsum(self.ends.astype(np.int64) - self.starts)])
+        return total[self.indptr[1:]] - total[self.indptr[:-1]]
+
+    def row(self, index: int) -> list[tuple[int, int]]:
+        """The intervals of one row."""
+        part = slice(int(self.indptr[index]), int(self.indptr[index + 1]))
+        return list(zip(self.starts[part].tolist(), self.ends[part].tolist(), strict=True))
+
+    def take(self, rows: IntArray) -> IntervalRows:
+        """The given rows, in the given order, repeats allowed."""
+        length = np.diff(self.indptr)[rows]
+        indptr = np.concatenate([[0], np.cumsum(length)]).astype(np.int64)
+        source = np.arange(indptr[-1]) + np.repeat(self.indptr[:-1][rows] - indptr[:-1], length)
+        return IntervalRows(indptr, self.starts[source], self.ends[source], self.num_keys)
+
+    def clip(self, first: int, last: int) -> IntervalRows:
+        """Only the keys in [first, last), renumbered from 0."""
+        starts, ends = self.starts.astype(np.int64) - first, self.ends.astype(np.int64) - first
+        return IntervalRows.build(self.row_index(), starts, ends, self.num_rows, last - first)
+
+    def pieces(self, new_key: IntArray | None, limit: int) -> tuple[IntArray, IntArray, IntArray] | None:
+        """Disjoint (row, start, end) with key k called `new_key[k]` (a permutation); None if there are over `limit`.
+
+        `new_key` is cut into stretches that run up or down by one; an interval becomes a piece per stretch it meets.
+        """
+        starts, ends = self.starts.astype(np.int64), self.ends.astype(np.int64)
+        if new_key is None or self.num_keys == 0:
+            return self.row_index(), starts, ends
+        first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])  # where each begins
+        stretch = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
+        pieces = stretch[1] - stretch[0] + 1
+        if pieces.sum() > limit:
+            return None
+        source = np.repeat(np.arange(len(pieces)), pieces)
+        which = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces - stretch[0], pieces)
+        low = np.maximum(starts[source], first[which])
+        high = np.minimum(ends[source], np.append(first, self.num_keys)[which + 1]) - 1
+        low, high = new_key[low], new_key[high]
+        return self.row_index()[source], np.minimum(low, high), np.maximum(low, high) + 1
+
+    def union(self, other: IntervalRows) -> IntervalRows:
+        """Row by row, the keys in either."""
+        return self._combine(other, 1)
+
+    def intersection(self, other: IntervalRows) -> IntervalRows:
+        """Row by row, the keys in both."""
+        return self._combine(other, 2)
+
+    def complement(self) -> IntervalRows:
+        """Row by row, the keys not in this."""
+        starts, ends = self._line()
+        base = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 1)
+        gap_starts, gap_ends = (
+            np.sort(np.concatenate([base, ends])),
+            np.sort(np.concatenate([starts, base + self.num_keys])),
+        )
+        keep = gap_starts < gap_ends
+        return self._from_line(gap_starts[keep], gap_ends[keep], self.num_rows, self.num_keys)
+
+    def to_bool(self, rows: IntArray | slice | None = None) -> BoolArray:
+        """Dense table [rows, keys] of the chosen rows (default all). Cost: one byte per pair."""
+        part = self if rows is None else self.take(np.arange(self.num_rows)[rows] if isinstance(rows, slice) else rows)
+        step = np.zeros((part.num_rows, part.num_keys + 1), dtype=np.int8)
+        starts, ends = part._line()
+        flat = step.reshape(-1)
+        flat[starts] = 1
+        flat[ends] = -1  # never collides with a start: intervals of a row do not touch, rows lie apart
+        return np.cumsum(step, axis=1, dtype=np.int8)[:, :-1].view(np.bool_)
+
+    def keys_of(self, index: int) -> IntArray:
+        """The keys of one row, ascending."""
+        pieces = [np.arange(s, e, dtype=np.int64) for s, e in self.row(index)]
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+    def expand(self) -> tuple[IntArray, IntArray]:
+        """Every (row, key) pair, sorted. Cost: O(pairs)."""
+        length = (self.ends - self.starts).astype(np.int64)
+        first = np.concatenate([[0], np.cumsum(length)])
+        keys = np.arange(first[-1]) + np.repeat(self.starts - first[:-1], length)
+        return np.repeat(self.row_index(), length), keys
+
+    def _combine(self, other: IntervalRows, threshold: int) -> IntervalRows:
+        (a_start, a_end), (b_start, b_end) = self._line(), other._line()
+        line = _sweep(np.concatenate([a_start, b_start]), np.concatenate([a_end, b_end]), threshold)
+        return self._from_line(*line, self.num_rows, self.num_keys)
+
+    def _line(self) -> tuple[IntArray, IntArray]:
+        offset = self.row_index() * (self.num_keys + 1)
+        return self.starts + offset, self.ends + offset
+
+
+def _sweep(starts: IntArray, ends: IntArray, threshold: int) -> tuple[IntArray, IntArray]:
+    """The maximal stretches of the line covered by at least `threshold` of the intervals."""
+    position = np.concatenate([starts, ends])
+    change = np.concatenate([np.ones(len(starts), np.int64), np.full(len(ends), -1, np.int64)])
+    order = np.argsort(position)
+    position, cover = position[order], np.cumsum(change[order])
+    last = np.flatnonzero(np.diff(position, append=position[-1:] + 1))  # the cover after all changes at a position
+    position, inside = position[last], cover[last] >= threshold
+    turn = np.diff(inside, prepend=False)
+    return position[turn & inside], position[turn & ~inside]
+
+
+def _int64(values: object) -> IntArray:
+    return np.asarray(values, dtype=np.int64)

@@ -1,0 +1,348 @@
+"""`Mask`: an immutable relation between queries and keys, kept as row intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow._core.checks import IntArray
+from attnflow.masks import flex
+from attnflow.masks.flex import MaskMod
+from attnflow.masks.intervals import BoolArray, IntervalRows
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_CHUNK_BYTES: Final = 1 << 23
+
+
+class Mask:
+    """Which query may attend to which key: `allow[q, k]` is True iff q attends to k (information flows k -> q).
+
+    A mask is a relation, nothing more: two masks are equal iff they allow the same pairs, whatever their names.
+    It is immutable and hashable. Make one with the catalogue (`af.masks.causal(n)`, ...) or with `from_dense`,
+    `from_intervals`, `from_edges`, `from_mask_mod`, and combine masks with `&`, `|`, `~`.
+
+    Internally the rows are intervals of *internal* key numbers; an optional relabelling maps queries and keys
+    to internal numbers, so that permuted masks (XLNet orders, trees, dilated windows) stay as small as the mask
+    that they permute.
+
+    Attributes:
+        name: the catalogue name, or an expression for combined masks.
+        parameters: the arguments that made it, for display.
+        num_queries: number of rows.
+        num_keys: number of columns.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_cache",
+        "_key_rank",
+        "_query_rank",
+        "_rows",
+        "name",
+        "num_keys",
+        "num_queries",
+        "parameters",
+    )
+
+    name: str
+    parameters: Mapping[str, object]
+    num_queries: int
+    num_keys: int
+
+    def __init__(
+        self,
+        rows: IntervalRows,
+        name: str = "mask",
+        parameters: Mapping[str, object] | None = None,
+        *,
+        query_rank: IntArray | None = None,
+        key_rank: IntArray | None = None,
+    ) -> None:
+        for rank in (query_rank, key_rank):
+            if rank is not None:
+                rank.setflags(write=False)
+        values: dict[str, object] = {
+            "name": name,
+            "parameters": MappingProxyType(dict(parameters or {})),
+            "num_queries": rows.num_rows,
+            "num_keys": rows.num_keys,
+            "_rows": rows,
+            "_query_rank": query_rank,  # _query_rank[q] is the internal row of query q; None is the identity
+            "_key_rank": key_rank,
+            "_cache": {},
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+
+    def __setattr__(self, key: str, value: object) -> None:
+        raise AttributeError(f"Mask is immutable: cannot set {key!r}; build a new mask instead")
+
+    def __delattr__(self, key: str) -> None:
+        raise AttributeError(f"Mask is immutable: cannot delete {key!r}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(num_queries, num_keys)."""
+        return self.num_queries, self.num_keys
+
+    @property
+    def nnz(self) -> int:
+        """Number of allowed pairs."""
+        return int(self.row_counts().sum())
+
+    @property
+    def density(self) -> float:
+        """Share of all pairs that are allowed, in [0, 1]; 0.0 for a mask without pairs."""
+        pairs = self.num_queries * self.num_keys
+        return self.nnz / pairs if pairs else 0.0
+
+    def row_counts(self) -> IntArray:
+        """Number of keys that each query may attend to, int64[num_queries]. Cost: O(intervals)."""
+        counts = self._rows.counts()
+        return counts if self._query_rank is None else counts[self._query_rank]
+
+    def keys(self, query: int) -> IntArray:
+        """The keys that `query` may attend to, ascending, int64."""
+        checks.integer("query", query, 0, self.num_queries - 1)
+        row = query if self._query_rank is None else int(self._query_rank[query])
+        keys = self._rows.keys_of(row)
+        return keys if self._key_rank is None else np.sort(_invert(self._key_rank)[keys])
+
+    def allows(self, query: int, key: int) -> bool:
+        """Whether `query` may attend to `key`."""
+        checks.integer("query", query, 0, self.num_queries - 1)
+        checks.integer("key", key, 0, self.num_keys - 1)
+        row = query if self._query_rank is None else int(self._query_rank[query])
+        column = key if self._key_rank is None else int(self._key_rank[key])
+        return any(start <= column < end for start, end in self._rows.row(row))
+
+    def dense(self, device: torch.device | str | None = None) -> Bool[Tensor, "queries keys"]:
+        """The relation as a bool tensor [num_queries, num_keys] on `device` (default CPU).
+
+        Cost: one byte per pair, filled by row chunks.
+        """
+        table = torch.empty(self.shape, dtype=torch.bool)
+        view = table.numpy()
+        for start, part in self.dense_chunks():
+            view[start : start + len(part)] = part
+        return table if device is None else table.to(device)
+
+    def dense_chunks(self, chunk: int | None = None) -> Iterator[tuple[int, BoolArray]]:
+        """(first query, bool[rows, num_keys]) for consecutive row blocks: the whole relation in little memory."""
+        if chunk is None:
+            chunk = max(1, _CHUNK_BYTES // max(1, self.num_keys))
+        for start in range(0, self.num_queries, checks.integer("chunk", chunk, 1)):
+            queries = np.arange(start, min(start + chunk, self.num_queries))
+            part = self._rows.to_bool(queries if self._query_rank is None else self._query_rank[queries])
+            yield start, part if self._key_rank is None else part[:, self._key_rank]
+
+    def intervals(self) -> IntervalRows:
+        """The allowed keys of each query as sorted disjoint intervals.
+
+        Free for masks that are interval-structured in their own order; a relabelled mask is converted once
+        (O(pairs) time, row chunks in memory) and may have many intervals.
+        """
+        if "intervals" not in self._cache:
+            pieces = self.pieces()
+            if pieces is None:
+                parts = [IntervalRows.from_bool(part) for _, part in self.dense_chunks()]
+                self._cache["intervals"] = IntervalRows.stack(parts, self.num_keys)
+            else:
+                self._cache["intervals"] = IntervalRows.build(*pieces, self.num_queries, self.num_keys)
+        return cast(IntervalRows, self._cache["intervals"])
+
+    def pieces(self) -> tuple[IntArray, IntArray, IntArray] | None:
+        """Disjoint intervals (query, start, end) in no given order; None where relabelling shatters the rows."""
+        rows = self._rows if self._query_rank is None else self._rows.take(self._query_rank)
+        new_key = None if self._key_rank is None else _invert(self._key_rank)
+        return rows.pieces(new_key, limit=max(4 * self.num_queries, self.num_queries * self.num_keys // 64))
+
+    def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
+        """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.
+
+        `rank` is None for the identity. Falls back to `intervals()` when queries and keys are numbered apart.
+        """
+        if self._query_rank is self._key_rank or (
+            self._query_rank is not None
+            and self._key_rank is not None
+            and np.array_equal(self._query_rank, self._key_rank)
+        ):
+            return self._rows, self._query_rank
+        return self.intervals(), None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both allow exactly the same pairs."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self is other:
+            return True
+        if self.shape != other.shape or not np.array_equal(self.row_counts(), other.row_counts()):
+            return False
+        return not self.difference(other, limit=1)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.row_counts().tobytes()))
+
+    def difference(self, other: Mask, limit: int = 10) -> list[tuple[int, int]]:
+        """The first `limit` pairs (query, key), in row order, that one mask allows and the other does not.
+
+        Raises:
+            ValueError: the shapes differ.
+        """
+        self._same_shape(other, "compare")
+        checks.integer("limit", limit, 1)
+        if self._same_labels(other):
+            if _same_rows(self._rows, other._rows):
+                return []
+            if self._query_rank is None and self._key_rank is None:
+                return _first_pairs(_symmetric_difference(self._rows, other._rows), limit)
+        found: list[tuple[int, int]] = []
+        for (start, left), (_, right) in zip(self.dense_chunks(), other.dense_chunks(), strict=True):
+            found += [(int(q) + start, int(k)) for q, k in np.argwhere(left != right)[: limit - len(found)]]
+            if len(found) == limit:
+                break
+        return found
+
+    def __and__(self, other: Mask) -> Mask:
+        """Pairs that both allow."""
+        return self._combined(other, "&")
+
+    def __or__(self, other: Mask) -> Mask:
+        """Pairs that either allows."""
+        return self._combined(other, "|")
+
+    def __invert__(self) -> Mask:
+        """Pairs that this mask forbids."""
+        rows = self._rows.complement()
+        return Mask(rows, f"~{self!r}", query_rank=self._query_rank, key_rank=self._key_rank)
+
+    def permute(self, order: object, keys: object = None) -> Mask:
+        """The mask after reordering: new position i is old position `order[i]`.
+
+        `new.allow[i, j] == old.allow[order[i], keys[j]]`; `keys` defaults to `order` for a square mask and to
+        the identity otherwise. Cost: O(n); nothing is expanded.
+        """
+        queries = checks.permutation("order", order, self.num_queries)
+        if keys is None and self.num_queries == self.num_keys:
+            columns = queries
+        else:
+            columns = np.arange(self.num_keys) if keys is None else checks.permutation("keys", keys, self.num_keys)
+        query_rank = queries if self._query_rank is None else self._query_rank[queries]
+        same = columns is queries and self._query_rank is self._key_rank
+        key_rank = query_rank if same else (columns if self._key_rank is None else self._key_rank[columns])
+        return Mask(self._rows, f"{self!r}.permute(...)", query_rank=query_rank, key_rank=key_rank)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Mask:
+        """The sub-mask of a slice of queries and a slice of keys (steps of 1), e.g. `mask[4:8, :8]`."""
+        queries, keys = index
+        first, last, step = queries.indices(self.num_queries)
+        left, right, key_step = keys.indices(self.num_keys)
+        if step != 1 or key_step != 1:
+            raise ValueError(f"a mask is sliced with step 1, got {step} and {key_step}; use permute to reorder")
+        rows = self.intervals().take(np.arange(first, max(first, last))).clip(left, max(left, right))
+        return Mask(rows, f"{self!r}[{first}:{last}, {left}:{right}]")
+
+    def _combined(self, other: Mask, sign: str) -> Mask:
+        if not isinstance(other, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"a mask combines with a mask, got {type(other).__name__}; wrap it with af.masks.from_dense"
+            )
+        self._same_shape(other, "combine")
+        same = self._same_labels(other)
+        left, right = (self._rows, other._rows) if same else (self.intervals(), other.intervals())
+        return Mask(
+            left.intersection(right) if sign == "&" else left.union(right),
+            f"({self!r} {sign} {other!r})",
+            query_rank=self._query_rank if same else None,
+            key_rank=self._key_rank if same else None,
+        )
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
+
+        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
+        """
+        return self.mask_mod_on("cpu")
+
+    def mask_mod_on(self, device: torch.device | str) -> MaskMod:
+        """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
+        key = ("mask_mod", str(device))
+        if key not in self._cache:
+            self._cache[key] = flex.mask_mod(self, torch.device(device))
+        return cast(MaskMod, self._cache[key])
+
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The mask as torch's `BlockMask`, identical to `create_block_mask(mask.mask_mod, ...)`.
+
+        Args:
+            block_size: queries and keys per block; an int or (query block, key block).
+            device: where the block tables and the captured tensors live.
+
+        Cost: O(rows x intervals + blocks); n x n is never built for masks that are interval-structured.
+        """
+        return flex.block_mask(self, block_size, torch.device(device))
+
+    def __repr__(self) -> str:
+        if not self.parameters:
+            return self.name
+        return f"{self.name}({', '.join(f'{k}={_short(v)}' for k, v in self.parameters.items())})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self._rows, self.name, dict(self.parameters), self._query_rank, self._key_rank)
+
+    def _same_shape(self, other: Mask, verb: str) -> None:
+        if self.shape != other.shape:
+            raise ValueError(f"cannot {verb} masks of different shapes: {self.shape} and {other.shape}")
+
+    def _same_labels(self, other: Mask) -> bool:
+        pairs = ((self._query_rank, other._query_rank), (self._key_rank, other._key_rank))
+        return all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)
+
+
+def _rebuild(
+    rows: IntervalRows,
+    name: str,
+    parameters: dict[str, object],
+    query_rank: IntArray | None,
+    key_rank: IntArray | None,
+) -> Mask:
+    return Mask(rows, name, parameters, query_rank=query_rank, key_rank=key_rank)
+
+
+def _invert(rank: IntArray) -> IntArray:
+    inverse = np.empty_like(rank)
+    inverse[rank] = np.arange(len(rank))
+    return inverse
+
+
+def _same_rows(a: IntervalRows, b: IntervalRows) -> bool:
+    return all(np.array_equal(x, y) for x, y in ((a.indptr, b.indptr), (a.starts, b.starts), (a.ends, b.ends)))
+
+
+def _symmetric_difference(a: IntervalRows, b: IntervalRows) -> IntervalRows:
+    return a.union(b).intersection(a.intersection(b).complement())
+
+
+def _first_pairs(rows: IntervalRows, limit: int) -> list[tuple[int, int]]:
+    pairs: list[tuple[int, int]] = []
+    for row, start, end in zip(rows.row_index().tolist(), rows.starts.tolist(), rows.ends.tolist(), strict=True):
+        pairs += [(row, key) for key in range(start, min(end, start + limit - len(pairs)))]
+        if len(pairs) == limit:
+            break
+    return pairs
+
+
+def _short(value: object) -> str:
+    if isinstance(value, np.ndarray | list | tuple):
+        return checks.preview(cast(list[object], value), 6)
+    return repr(value)

@@ -1,0 +1,153 @@
+"""Masks over several streams of one sequence: training layouts longer than the data that they train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnflow._core.checks import integer, permutation
+from attnflow.masks.catalogue import blow_up
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+
+
+def xlnet_two_stream(permutation: Sequence[int]) -> Mask:
+    """Two-stream attention of XLNet (arXiv:1906.08237, sec. 2.3) as one mask over 2n positions.
+
+    Positions 0..n-1 are the content stream h, n..2n-1 the query stream g. With t(i) the step at which
+    `permutation` factorises position i (`permutation[t(i)] == i`): content i attends content j iff t(j) <= t(i);
+    query i attends content j iff t(j) < t(i), and itself.
+
+    Args:
+        permutation: the factorisation order of the n positions.
+
+    >>> xlnet_two_stream([1, 0]).dense().int().tolist()
+    [[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    """
+    order = _permutation("permutation", permutation)
+    n = len(order)
+    step = np.empty_like(order)
+    step[order] = t = np.arange(n)
+    rank = np.concatenate([step, n + step])  # numbered by step, each row is one or two intervals
+    rows = IntervalRows.build(
+        np.concatenate([t, n + t, n + t]),
+        np.concatenate([np.zeros_like(t), np.zeros_like(t), n + t]),
+        np.concatenate([t + 1, t, n + t + 1]),
+        2 * n,
+        2 * n,
+    )
+    return Mask(rows, "xlnet_two_stream", {"permutation": tuple(order.tolist())}, query_rank=rank, key_rank=rank)
+
+
+def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -> Mask:
+    """Block two-stream attention (hasse, eq. 45, which is correct): block generation without approximation.
+
+    With N = num_blocks and p = N - 1: p content blocks, then p mask blocks of which the t-th (from 0) predicts
+    content block t + 1. Content block i attends content j <= i; mask block t attends content j <= t and itself.
+    `predict_first` adds the mask block that predicts block 0 from nothing (it attends itself alone), which the
+    paper leaves out; the mask blocks are then t = 0..p, and block t attends content j < t and itself.
+
+    Positions of the tokens: `[0..p*block-1] ++ [block..N*block-1]`, with `predict_first` `[0..] ++ [0..]`.
+
+    >>> block_two_stream(3, 1).dense().int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    >>> block_two_stream(2, 1, predict_first=True).dense().int().tolist()
+    [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
+    """
+    integer("num_blocks", num_blocks, 1)
+    integer("block", block, 1)
+    p = num_blocks - 1
+    content, ahead = np.arange(p), np.arange(p + predict_first)
+    below = ahead if predict_first else ahead + 1  # content blocks that a mask block sees
+    blocks = IntervalRows.build(
+        np.concatenate([content, p + ahead, p + ahead]),
+        np.concatenate([np.zeros_like(content), np.zeros_like(ahead), p + ahead]),
+        np.concatenate([content + 1, below, p + ahead + 1]),
+        p + len(ahead),
+        p + len(ahead),
+    )
+    parameters = {"num_blocks": num_blocks, "block": block, "predict_first": predict_first}
+    return Mask(blow_up(blocks, block), "block_two_stream", parameters)
+
+
+def block_diffusion(num_blocks: int, block: int) -> Mask:
+    """Training mask of block diffusion (BD3-LM, arXiv:2503.09573, sec. B.6): noised blocks, then clean blocks.
+
+    Noised block i attends itself and clean blocks j < i; clean block i attends clean j <= i. The clean last
+    block is read by no prediction: `af.tasks.check` reports it dead (order.md).
+
+    >>> block_diffusion(2, 1).dense().int().tolist()
+    [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+    n = integer("num_blocks", num_blocks, 1)
+    integer("block", block, 1)
+    i = np.arange(n)
+    blocks = IntervalRows.build(
+        np.concatenate([i, i, n + i]),
+        np.concatenate([i, np.full_like(i, n), np.full_like(i, n)]),
+        np.concatenate([i + 1, n + i, n + i + 1]),
+        2 * n,
+        2 * n,
+    )
+    return Mask(blow_up(blocks, block), "block_diffusion", {"num_blocks": num_blocks, "block": block})
+
+
+def butterfly(n: int) -> Mask:
+    """Butterfly attention over 3n - 2 positions: bidirectional context for every prediction, no leak.
+
+    Hasse, eq. 58, *corrected*: the printed form drops the right neighbour of every centre (`i-n+1 < j` must be
+    `i-n+1 <= j`), after which n - 1 of the n subtasks are not embedded. With a = n - 1, q and k from 0:
+    forward stream q < a: k <= q; backward stream a <= q < 2a: q <= k < 2a; centre q = 2a + s: k < s, or
+    a + s <= k < 2a, or k == q. It allows n(2n - 1) pairs.
+
+    Positions of the tokens: `[0..n-2] ++ [1..n-1] ++ [0..n-1]`.
+
+    >>> butterfly(2).dense().int().tolist()
+    [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
+    >>> butterfly(5).nnz == 5 * (2 * 5 - 1)
+    True
+    """
+    integer("n", n)
+    a = max(n - 1, 0)
+    t, s = np.arange(a), np.arange(n)
+    size = 2 * a + n
+    # Numbered with the backward stream reversed, information flows upwards only.
+    rank = np.concatenate([t, 2 * a - 1 - t, 2 * a + s])
+    rows = IntervalRows.build(
+        np.concatenate([t, a + t, 2 * a + s, 2 * a + s, 2 * a + s]),
+        np.concatenate([0 * t, 0 * t + a, 0 * s, 0 * s + a, 2 * a + s]),
+        np.concatenate([t + 1, a + t + 1, s, 2 * a - s, 2 * a + s + 1]),
+        size,
+        size,
+    )
+    return Mask(rows, "butterfly", {"n": n}, query_rank=rank, key_rank=rank)
+
+
+def multi_token_prediction(n: int, horizon: int) -> Mask:
+    """Look-ahead mask tokens after every position (MuToR, arXiv:2505.10518; Samragh et al., 2507.11851).
+
+    n content positions, then for content i its `horizon - 1` mask tokens d = 1..horizon-1, at n + i * (horizon - 1)
+    + d - 1; token d of i predicts i + d + 1. Content attends causally; a mask token attends content k <= i and the
+    mask tokens 1..d of the same i. `horizon=1` is `causal(n)`. For the variant with one label set per position and
+    no extra tokens (Gloeckle et al., 2404.19737) see `af.tasks.multi_token`, whose mask is causal.
+
+    >>> multi_token_prediction(2, 2).dense().int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    integer("n", n)
+    ahead = integer("horizon", horizon, 1) - 1
+    q, m = np.arange(n), np.arange(n * ahead)
+    i = m // max(ahead, 1)
+    size = n + len(m)
+    rows = IntervalRows.build(
+        np.concatenate([q, n + m, n + m]),
+        np.concatenate([0 * q, 0 * m, n + i * ahead]),
+        np.concatenate([q + 1, i + 1, n + m + 1]),
+        size,
+        size,
+    )
+    return Mask(rows, "multi_token_prediction", {"n": n, "horizon": horizon})
+
+
+_permutation = permutation  # the argument of `xlnet_two_stream` has the check's name
