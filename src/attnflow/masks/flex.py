@@ -89,8 +89,9 @@ def _count_pieces(
     """Allowed pairs per block: the ends of each interval directly, its whole blocks by a difference array."""
     grid = (-(-shape[0] // q_block), -(-shape[1] // k_block) + 1)
 
-    def total(block: IntArray, pairs: IntArray) -> npt.NDArray[np.float64]:
-        return np.bincount(base + block, pairs.astype(np.float64), grid[0] * grid[1]).reshape(grid)
+    def total(block: IntArray, pairs: IntArray) -> IntArray:
+        sums = np.bincount(base + block, pairs.astype(np.float64), grid[0] * grid[1])  # exact below 2**53
+        return sums.astype(np.int64).reshape(grid)
 
     first, last = starts // k_block, (ends - 1) // k_block
     base = query // q_block * grid[1]
@@ -100,7 +101,7 @@ def _count_pieces(
         direct += total(last, np.where(inside, 0, ends - last * k_block))
         whole = np.where(inside, 0, k_block)
         direct += np.cumsum(total(first + ~inside, whole) - total(last, whole), axis=1)
-    return direct[:, :-1].astype(np.int64)
+    return direct[:, :-1]
 
 
 def _count_chunks(mask: Mask, q_block: int, k_block: int) -> IntArray:
