@@ -86,7 +86,7 @@ $(ENV):
 	$(call say,Virtual environment in $(VENV) with $(PYTHON) (once))
 	$(PYTHON) -m venv $(VENV)
 	$(call say,PyTorch (1 of 3))
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 hatchling
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 hatchling editables
 	$(call say,attnflow and its tools (2 of 3))
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
 	$(call say,A small model and texts for the demo and the tests (3 of 3))
