@@ -1,0 +1,6 @@
+"""The order that a mask generates: closure, classes, Hasse diagram, depth, receptive fields, witness paths."""
+
+from attnflow.order.flow import Flow, Sparse, analyze
+from attnflow.order.hasse import Hasse
+
+__all__ = ["Flow", "Hasse", "Sparse", "analyze"]

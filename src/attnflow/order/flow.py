@@ -1,0 +1,298 @@
+"""`analyze`: what a mask, or one mask per layer, lets flow where, and after how many layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, cast, overload
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow._core.checks import IntArray
+from attnflow.masks.build import from_edges
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+from attnflow.order import bits, walk
+from attnflow.order.closure import Order, close
+from attnflow.order.depth import depth_of
+from attnflow.order.hasse import Hasse
+
+
+class Sparse(NamedTuple):
+    """A sparser realisation of an order, with the number of layers that it needs."""
+
+    mask: Mask
+    depth: int
+
+
+def analyze(masks: Mask | Sequence[Mask]) -> Flow:
+    """The information flow of a Transformer under a mask (hasse, sec. 2).
+
+    With the residual connection a layer lets i read A = allow | I; L layers let it read row i of A^L, and with enough
+    layers of R = A*, the reflexive transitive closure. `R[i, j]` says that j <= i: the information of j can reach i.
+    (The paper's eq. 4 transposes A, which reverses the order; we drop the transpose, see order.md.)
+
+    Args:
+        masks: one mask, the same in every layer; or a sequence with the mask of each layer, first layer first. The
+            flow of a sequence is the *product* A_L x ... x A_1, not a closure: it has exactly that many layers.
+
+    Raises:
+        ValueError: a mask is not square, the sequence is empty, or its sizes differ.
+
+    Everything is computed on first use. Cost of closure, classes and Hasse diagram: see `attnflow.order.closure`.
+
+    >>> import attnflow as af
+    >>> flow = af.order.analyze(af.masks.sliding_window(6, window=3))
+    >>> flow.depth, flow.is_dense, flow.path(0, 5)
+    (3, False, [0, 1, 3, 5])
+    """
+    per_layer = None if isinstance(masks, Mask) else tuple(masks)
+    chosen = (cast(Mask, masks),) if per_layer is None else per_layer
+    if not chosen:
+        raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
+    for layer, mask in enumerate(chosen):
+        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"expected a Mask, got {type(mask).__name__}; wrap a tensor with af.masks.from_dense")
+        where = "" if per_layer is None else f" (layer {layer + 1})"
+        if mask.num_queries != mask.num_keys:
+            raise ValueError(f"expected a square mask (queries and keys are the same), got shape {mask.shape}{where}")
+        if mask.shape != chosen[0].shape:
+            raise ValueError(f"expected masks of one size, got {chosen[0].shape} and {mask.shape}{where}")
+    return Flow(chosen, num_layers=None if per_layer is None else len(per_layer))
+
+
+class Flow:
+    """The information flow of a mask or of a stack of masks; made by `analyze`.
+
+    Attributes:
+        masks: the masks, one per layer, or a single one for all layers.
+        num_layers: number of layers of a stack, None for a single mask.
+        size: number of positions n.
+    """
+
+    def __init__(self, masks: tuple[Mask, ...], num_layers: int | None) -> None:
+        self.masks = masks
+        self.num_layers = num_layers
+        self.size = masks[0].num_queries
+
+    def __repr__(self) -> str:
+        return f"Flow({list(self.masks) if self.num_layers else self.masks[0]!r})"
+
+    @cached_property
+    def _step(self) -> tuple[IntervalRows, IntArray | None]:
+        """(relation with its diagonal, rank): the relation whose closure is the order, in compact numbering."""
+        if self.num_layers is None:
+            rows, rank = self.masks[0].relabelled()
+            return _with_diagonal(rows), rank
+        return bits.to_rows(self._products[-1], self.size), None
+
+    @cached_property
+    def _layers(self) -> list[IntervalRows]:
+        """A = allow | I of each layer, in positions; equal masks are converted once."""
+        known: dict[int, IntervalRows] = {id(mask): _with_diagonal(mask.intervals()) for mask in self.masks}
+        return [known[id(mask)] for mask in self.masks]
+
+    @cached_property
+    def _products(self) -> list[bits.Words]:
+        """The products A_l x ... x A_1 of a stack, for l = 0..num_layers; n^2 / 8 bytes each."""
+        products = [bits.from_rows(_with_diagonal(IntervalRows.stack([], self.size), self.size))]
+        for rows in self._layers:
+            products.append(bits.product(rows, products[-1]))
+        return products
+
+    @cached_property
+    def _order(self) -> Order:
+        return close(self._step[0])
+
+    @cached_property
+    def _class_of(self) -> IntArray:
+        rank = self._step[1]
+        return self._order.class_of if rank is None else self._order.class_of[rank]
+
+    @cached_property
+    def _nnz(self) -> int:
+        return self._order.nnz if self.num_layers is None else bits.count(self._products[-1])
+
+    @cached_property
+    def depth(self) -> int:
+        """The smallest L >= 1 with A^L = R; of a stack, the layers after which nothing new flows.
+
+        Cost: O(log depth) Boolean products, see `attnflow.order.bits.product`.
+        """
+        if self.num_layers is not None:
+            counts = [bits.count(words) for words in self._products]
+            return max(1, counts.index(counts[-1]))
+        return depth_of(self._step[0], self._nnz)
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
+        if self.num_layers is not None:
+            return self.depth == 1
+        return int(self._step[0].counts().sum()) == self._nnz
+
+    @property
+    def closure_density(self) -> float:
+        """Share of all pairs (i, j) with j <= i, in [0, 1]."""
+        return self._nnz / self.size**2 if self.size else 0.0
+
+    def reaches(self, source: int, target: int, layers: int | None = None) -> bool:
+        """Whether information of position `source` can be in `target` after `layers` layers (default: all)."""
+        source, target = self._position("source", source), self._position("target", target)
+        if layers is None and self.num_layers is None:
+            lower, upper = int(self._class_of[source]), int(self._class_of[target])
+            return bool(self._order.below[upper] >> lower & 1)
+        return source in self.receptive_field(target, layers).tolist()
+
+    def receptive_field(self, query: int, layers: int | None = None) -> Int[Tensor, " field"]:
+        """The positions whose information can be in `query` after `layers` layers (default: all), ascending int64."""
+        query = self._position("query", query)
+        layers = self._layer_count(layers)
+        if layers is None:
+            row = self._order.table(self._class_of[[query]])[0]
+            return torch.from_numpy(np.flatnonzero(row[self._class_of]))
+        return torch.from_numpy(np.flatnonzero(walk.field(self._stack(layers), query)))
+
+    def path(self, source: int, target: int) -> list[int]:
+        """A shortest way for the information of `source` to `target`, layer by layer.
+
+        Returns:
+            `[p_0 = source, p_1, ..., p_L = target]`: the information is at p_l after layer l. Empty if there is no
+            way, `[source]` if source is target. For a stack there is one entry per layer, with as few moves as
+            possible; in the other layers the residual connection keeps the information where it is.
+
+        Cost: O(intervals + n x positions visited).
+        """
+        source, target = self._position("source", source), self._position("target", target)
+        if self.num_layers is not None:
+            return walk.layered_path(self._layers, source, target)
+        return walk.shortest_path(self._layers[0], source, target) if self.reaches(source, target) else []
+
+    @cached_property
+    def classes(self) -> list[tuple[int, ...]]:
+        """The classes of mutually reachable positions, each sorted, in topological order (lower first).
+
+        For a stack: of the transitive closure of its product, the order that repeating the stack generates.
+        """
+        rank = self._step[1]
+        if rank is None:
+            return [tuple(part) for part in self._order.members]
+        position = np.argsort(rank)
+        return [tuple(sorted(position[part].tolist())) for part in self._order.members]
+
+    def class_of(self, position: int) -> int:
+        """The index in `classes` of a position's class."""
+        return int(self._class_of[self._position("position", position)])
+
+    @cached_property
+    def hasse(self) -> Hasse:
+        """The Hasse diagram of the classes."""
+        return Hasse(self.classes, self._order.covers)
+
+    @overload
+    def reachability(self, layers: int | None = None, chunk: None = None) -> Bool[Tensor, "n n"]: ...
+    @overload
+    def reachability(
+        self, layers: int | None = None, *, chunk: int
+    ) -> Iterator[tuple[int, Bool[Tensor, "rows n"]]]: ...
+    def reachability(
+        self, layers: int | None = None, chunk: int | None = None
+    ) -> Bool[Tensor, "n n"] | Iterator[tuple[int, Bool[Tensor, "rows n"]]]:
+        """R (or A^layers) as bool: entry [i, j] says that j's information can be in i.
+
+        Args:
+            layers: after this many layers; default all.
+            chunk: return an iterator of (first row, bool [rows, n]) with this many rows each, instead of n x n.
+        """
+        layers = self._layer_count(layers)
+        if layers is None:
+            order, class_of = self._order, self._class_of
+
+            def rows(part: slice) -> Tensor:
+                return torch.from_numpy(order.table(class_of[part])[:, class_of])
+        else:
+            words = self._power(layers)
+
+            def rows(part: slice) -> Tensor:
+                return torch.from_numpy(bits.unpack(words[part], self.size))
+
+        if chunk is not None:
+            return _row_chunks(rows, self.size, checks.integer("chunk", chunk, 1))
+        result = torch.empty(self.size, self.size, dtype=torch.bool)
+        for part in bits.chunks(self.size, self.size):
+            result[part] = rows(part)
+        return result
+
+    def growth(self, max_layers: int | None = None) -> Int[Tensor, "layers n"]:
+        """Size of every position's receptive field after l = 0, 1, ... layers, up to the depth or `max_layers`."""
+        last = self.depth if max_layers is None else min(self.depth, checks.integer("max_layers", max_layers))
+        if self.num_layers is not None:
+            sizes = [bits.row_counts(words) for words in self._products[: last + 1]]
+        else:
+            words = self._power(0)
+            sizes = [bits.row_counts(words)]
+            for _ in range(last):
+                words = bits.product(self._layers[0], words)
+                sizes.append(bits.row_counts(words))
+        return torch.from_numpy(np.stack(sizes))
+
+    def sparsify(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Sparse:
+        """A sparser mask with the same Hasse diagram, and its depth (hasse, def. 3.8).
+
+        Same diagram does not mean same values at finite depth (order.md): the depth says how many layers the result
+        needs until everything has flowed. Without arguments the result is the sparsest one: a pair for each cover, a
+        cycle through each class, and the diagonal. Arguments buy depth with pairs of the original mask.
+
+        Args:
+            window: also keep the original pairs with |q - k| < window.
+            anchors: also keep the original pairs whose key is an anchor: a list of positions, or how many of them to
+                spread evenly.
+        """
+        edges: list[tuple[int, int]] = [(i, i) for i in range(self.size)]
+        edges += [(self.classes[upper][0], self.classes[lower][-1]) for lower, upper in self._order.covers]
+        for members in self.classes:
+            edges += [(q, k) for k, q in zip(members, (*members[1:], members[0]), strict=True) if q != k]
+        mask = from_edges(edges, self.size, name="sparse")
+        keep = walk.budget(self.size, window, anchors)
+        if keep is not None:
+            mask = Mask(mask.intervals().union(self._step_in_positions().intersection(keep)), "sparse")
+        return Sparse(mask, analyze(mask).depth)
+
+    def _step_in_positions(self) -> IntervalRows:
+        return self._layers[0] if self.num_layers is None else self._step[0]
+
+    def _power(self, layers: int) -> bits.Words:
+        if self.num_layers is not None:
+            return self._products[layers]
+        words = bits.from_rows(_with_diagonal(IntervalRows.stack([], self.size), self.size))
+        for _ in range(min(layers, self.depth)):
+            words = bits.product(self._layers[0], words)
+        return words
+
+    def _stack(self, layers: int) -> list[IntervalRows]:
+        return self._layers[:layers] if self.num_layers is not None else self._layers * layers
+
+    def _layer_count(self, layers: int | None) -> int | None:
+        """None only for the closure of a single mask."""
+        return self.num_layers if layers is None else checks.integer("layers", layers, 0, self.num_layers)
+
+    def _position(self, name: str, value: int) -> int:
+        if self.size == 0:
+            raise ValueError(f"{name}: the mask has no positions")
+        return checks.integer(name, value, 0, self.size - 1)
+
+
+def _with_diagonal(rows: IntervalRows, size: int | None = None) -> IntervalRows:
+    n = rows.num_rows if size is None else size
+    node = np.arange(n)
+    diagonal = IntervalRows.build(node, node, node + 1, n, n)
+    return diagonal if size is not None else rows.union(diagonal)
+
+
+def _row_chunks(rows: Callable[[slice], Tensor], size: int, chunk: int) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, size, chunk):
+        yield start, rows(slice(start, min(start + chunk, size)))

@@ -1,0 +1,73 @@
+"""The Hasse diagram of an order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(frozen=True)
+class Hasse:
+    """The covering relation between the classes of mutually reachable positions (hasse, def. 2.11).
+
+    Attributes:
+        nodes: the classes, as sorted tuples of positions, in topological order (lower first).
+        edges: (lower, upper) indices into `nodes`: information flows from lower to upper, and through no class
+            between them.
+
+    >>> import attnflow as af
+    >>> af.order.analyze(af.masks.causal(3)).hasse.edges
+    [(0, 1), (1, 2)]
+    """
+
+    nodes: list[tuple[int, ...]]
+    edges: list[tuple[int, int]]
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """For each node the length of the longest chain below it; 0 for the minimal ones."""
+        level = [0] * len(self.nodes)
+        for lower, upper in self.edges:  # sorted by upper: `level[lower]` is final
+            level[upper] = max(level[upper], level[lower] + 1)
+        return level
+
+    def to_networkx(self) -> nx.DiGraph[int]:
+        """A `networkx.DiGraph` over class indices, each with the attribute `positions`."""
+        import networkx
+
+        graph: nx.DiGraph[int] = networkx.DiGraph()
+        graph.add_nodes_from((i, {"positions": node}) for i, node in enumerate(self.nodes))
+        graph.add_edges_from(self.edges)
+        return graph
+
+    def to_dot(self) -> str:
+        """Graphviz source, information flowing upwards."""
+        lines = ["digraph hasse {", "  rankdir=BT;", "  node [shape=box, style=rounded];"]
+        lines += [f'  {i} [label="{label(node)}"];' for i, node in enumerate(self.nodes)]
+        lines += [f"  {lower} -> {upper};" for lower, upper in self.edges]
+        return "\n".join([*lines, "}", ""])
+
+    def svg(self, **options: object) -> str:
+        """The diagram as SVG, layered, lower classes at the bottom; large diagrams are summarised.
+
+        Options are those of `attnflow.order.draw.hasse_svg`.
+        """
+        from attnflow.order.draw import hasse_svg
+
+        return hasse_svg(self, **options)
+
+
+def label(positions: tuple[int, ...], limit: int = 6) -> str:
+    """Positions as text, runs shortened: `0-3, 7`."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and position == runs[-1][1] + 1:
+            runs[-1][1] = position
+        else:
+            runs.append([position, position])
+    parts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:limit]]
+    return ", ".join(parts) + (f", ... ({len(positions)})" if len(runs) > limit else "")

@@ -1,0 +1,95 @@
+"""Walks through a relation from one position: receptive fields, witness paths, budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnflow._core import checks
+from attnflow._core.checks import IntArray
+from attnflow.masks.intervals import BoolArray, IntervalRows
+
+
+def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
+    """bool[n]: where the information in `query` after these layers can have come from."""
+    n = len(layers[0].indptr) - 1 if layers else 0
+    inside = np.zeros(max(n, query + 1), dtype=np.bool_)
+    inside[query] = True
+    for rows in reversed(layers):
+        inside = inside | _keys_of_any(rows, np.flatnonzero(inside))
+    return inside
+
+
+def shortest_path(rows: IntervalRows, source: int, target: int) -> list[int]:
+    """Fewest steps from `source` up to `target`; `source` must be below `target`."""
+    towards = np.full(rows.num_rows, -1)  # the next position on the way up
+    towards[target] = target
+    frontier = [target]
+    while towards[source] < 0:
+        reached: list[int] = []
+        for query in frontier:
+            keys = rows.keys_of(query)
+            fresh = keys[towards[keys] < 0]
+            towards[fresh] = query
+            reached += fresh.tolist()
+        frontier = reached
+    path = [source]
+    while path[-1] != target:
+        path.append(int(towards[path[-1]]))
+    return path
+
+
+def layered_path(layers: Sequence[IntervalRows], source: int, target: int) -> list[int]:
+    """Positions after 0..L layers on the way from `source` to `target` with the fewest moves; [] if there is none."""
+    if source == target:
+        return [source]
+    n = layers[0].num_rows
+    unreachable = len(layers) + 1
+    moves = np.full(n, unreachable)  # fewest moves from each position, at this layer boundary, to the target
+    moves[target] = 0
+    history: list[IntArray] = [moves]
+    for rows in reversed(layers):
+        before = moves.copy()
+        for value in range(int(moves[moves < unreachable].max()) + 1):
+            keys = _keys_of_any(rows, np.flatnonzero(moves == value))
+            before[keys] = np.minimum(before[keys], value + 1)
+        moves = before
+        history.append(moves)
+    if moves[source] == unreachable:
+        return []
+    path = [source]
+    for rows, after in zip(layers, reversed(history[:-1]), strict=True):
+        here = path[-1]
+        readers = rows.row_index()[(rows.starts <= here) & (here < rows.ends)]  # with `here` itself: the residual
+        nearest = int(readers[np.argmin(after[readers])])
+        path.append(nearest if after[nearest] + 1 < after[here] else here)
+    return path
+
+
+def budget(n: int, window: int | None, anchors: int | Sequence[int] | None) -> IntervalRows | None:
+    """The pairs with |q - k| < window or k an anchor; None if neither is asked for."""
+    node = np.arange(n)
+    keep: IntervalRows | None = None
+    if window is not None:
+        checks.integer("window", window, 1)
+        keep = IntervalRows.build(node, node - window + 1, node + window, n, n)
+    if anchors is not None:
+        if isinstance(anchors, int):
+            count = checks.integer("anchors", anchors, 1, n)
+            chosen = np.linspace(0, n - 1, count).round().astype(np.int64)
+        else:
+            chosen = checks.index_array("anchors", anchors, n)
+        row, key = np.repeat(node, len(chosen)), np.tile(chosen, n)
+        anchored = IntervalRows.build(row, key, key + 1, n, n)
+        keep = anchored if keep is None else keep.union(anchored)
+    return keep
+
+
+def _keys_of_any(rows: IntervalRows, queries: IntArray) -> BoolArray:
+    """bool[n]: the keys that any of the queries may attend to."""
+    part = rows.take(queries)
+    step = np.zeros(rows.num_keys + 1, dtype=np.int64)
+    np.add.at(step, part.starts, 1)
+    np.add.at(step, part.ends, -1)
+    return np.cumsum(step)[:-1] > 0
