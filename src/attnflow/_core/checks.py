@@ -8,8 +8,10 @@ from typing import SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
+Indices = Sequence[int] | npt.NDArray[np.integer] | Tensor  # what a caller may give where positions are listed
 
 
 def integer(name: str, value: object, minimum: int = 0, maximum: int | None = None) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from attnflow._core.checks import IntArray, index_array, integer
+from attnflow._core.checks import Indices, IntArray, index_array, integer
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
@@ -79,7 +78,7 @@ def prefix_lm(n: int, prefix: int) -> Mask:
     return _mask(q, 0, np.maximum(q + 1, prefix), n, n, "prefix_lm", n=n, prefix=prefix)
 
 
-def document(lengths: Sequence[int], inner: Literal["causal", "full"] = "causal") -> Mask:
+def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> Mask:
     """Packed sequences: q and k lie in the same document, and k <= q if `inner` is "causal".
 
     Args:
@@ -111,7 +110,7 @@ def block_causal(n: int, block: int) -> Mask:
     return _mask(q, 0, (q // block + 1) * block, n, n, "block_causal", n=n, block=block)
 
 
-def global_tokens(n: int, indices: Sequence[int]) -> Mask:
+def global_tokens(n: int, indices: Indices) -> Mask:
     """q is global, or k is global, or q == k (Longformer and ETC, arXiv:2004.08483).
 
     >>> global_tokens(4, [1]).dense().int().tolist()
@@ -132,7 +131,7 @@ def global_tokens(n: int, indices: Sequence[int]) -> Mask:
     return Mask(rows, "global_tokens", {"n": n, "indices": tuple(chosen.tolist())}, query_rank=rank, key_rank=rank)
 
 
-def longformer(n: int, window: int, indices: Sequence[int] = (0,)) -> Mask:
+def longformer(n: int, window: int, indices: Indices = (0,)) -> Mask:
     """|q - k| < window, or q is global, or k is global (Longformer, arXiv:2004.05150, fig. 2d).
 
     `window` is one-sided and counts the query's own key; the paper's w is `2 * window - 1`.
@@ -209,7 +208,7 @@ def attention_sink(n: int, sinks: int, window: int) -> Mask:
     return _mask(np.concatenate([q, q]), starts, ends, n, n, "attention_sink", n=n, sinks=sinks, window=window)
 
 
-def tree(parents: Sequence[int]) -> Mask:
+def tree(parents: Indices) -> Mask:
     """k is q or an ancestor of q: verification of a draft tree (SpecInfer, arXiv:2305.09781; Medusa, 2401.10774).
 
     Args:

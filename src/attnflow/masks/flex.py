@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MAX_UNROLLED: Final = 16  # intervals per row up to which a mask_mod compares; above, it looks up a dense table
+_MAX_UNROLLED: Final = 16  # intervals per row up to which a mask_mod compares with each; above, it searches
+_EXPANDED: Final = 1 << 22  # keys that are held at a time while the blocks of a relabelled mask are counted
 
 
 def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
@@ -28,12 +29,8 @@ def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
     rows = mask._rows
     width = int(np.diff(rows.indptr).max(initial=0))
     if width > _MAX_UNROLLED:
-        table = mask.dense(device)
-
-        def look_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return table[q, k]
-
-        return look_up
+        dense_is_smaller = mask.num_queries * mask.num_keys <= rows.starts.nbytes + rows.ends.nbytes
+        return _look_up(mask, device) if dense_is_smaller else _search(mask, device, width)
     bounds = np.zeros((2, rows.num_rows, max(width, 1)), dtype=np.int32)
     row = rows.row_index()
     slot = np.arange(len(row)) - rows.indptr[row]
@@ -52,6 +49,35 @@ def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
     return compare
 
 
+def _look_up(mask: Mask, device: torch.device) -> MaskMod:
+    table = mask.dense(device)
+
+    def look_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return table[q, k]
+
+    return look_up
+
+
+def _search(mask: Mask, device: torch.device, width: int) -> MaskMod:
+    """Binary search for the last interval of row q that starts at or before k. Memory: O(intervals)."""
+    rows = mask._rows
+    starts, ends, first = (torch.tensor(part, device=device) for part in (rows.starts, rows.ends, rows.indptr))
+    steps = [1 << bit for bit in reversed(range(int(width).bit_length()))]
+    query_rank, key_rank = (_tensor(rank, device) for rank in (mask._query_rank, mask._key_rank))
+
+    def search(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q if query_rank is None else query_rank[q]
+        k = k if key_rank is None else key_rank[k]
+        last = first[q + 1] - 1
+        found = first[q] - 1  # no interval yet; each step moves ahead while the interval there starts early enough
+        for step in steps:
+            ahead = torch.minimum(found + step, last)
+            found = torch.where((found + step <= last) & (starts[ahead.clamp(min=0)] <= k), ahead, found)
+        return (found >= first[q]) & (k < ends[found.clamp(min=0)])
+
+    return search
+
+
 def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.device) -> BlockMask:
     """The mask's `BlockMask`: a block is full if all its pairs are allowed, partial if some are.
 
@@ -63,9 +89,9 @@ def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.devi
     q_block, k_block = (checks.integer("block_size", size, 1) for size in pair)
     if 0 in mask.shape:
         raise ValueError(f"a BlockMask needs at least one query and one key, got shape {mask.shape}")
-    pieces = mask.pieces()
+    pieces = mask.pieces(limit=4 * (mask.num_queries + len(mask._rows.starts)))
     if pieces is None:
-        counts = _count_chunks(mask, q_block, k_block)
+        counts = _count_shattered(mask, q_block, k_block)
     else:
         counts = _count_pieces(*pieces, mask.shape, q_block, k_block)
     full = counts == q_block * k_block
@@ -104,11 +130,32 @@ def _count_pieces(
     return direct[:, :-1]
 
 
-def _count_chunks(mask: Mask, q_block: int, k_block: int) -> IntArray:
-    """Allowed pairs per block of a relabelled mask, one block row of the dense relation at a time."""
-    blocks = np.arange(0, mask.num_keys, k_block)
-    parts = [np.add.reduceat(part.sum(axis=0, dtype=np.int64), blocks) for _, part in mask.dense_chunks(chunk=q_block)]
-    return np.stack(parts)
+def _count_shattered(mask: Mask, q_block: int, k_block: int) -> IntArray:
+    """Allowed pairs per block where relabelling leaves no long intervals: O(keys met by each block of queries).
+
+    The rows of a block of queries are added up while their keys still lie together; only the sum is relabelled.
+    """
+    rows, key_rank = mask._rows, mask._key_rank
+    assert key_rank is not None, "rows in their own order are never shattered"
+    if mask._query_rank is not None:
+        rows = rows.take(mask._query_rank)
+    stride, grid = mask.num_keys + 1, (-(-mask.num_queries // q_block), -(-mask.num_keys // k_block))
+    block_of_key = np.empty(mask.num_keys, dtype=np.int64)
+    block_of_key[key_rank] = np.arange(mask.num_keys) // k_block
+    offset = rows.row_index() // q_block * stride
+    edges = np.concatenate([offset + rows.starts, offset + rows.ends])
+    order = np.argsort(edges, kind="stable")
+    edges, cover = edges[order], np.cumsum(np.where(order < len(offset), 1, -1))
+    length = np.diff(edges, append=edges[-1:])
+    kept = (cover > 0) & (length > 0)
+    start, length, cover = edges[kept], length[kept], cover[kept]
+    total, counts = np.cumsum(length), np.zeros(grid[0] * grid[1])  # float sums are exact below 2**53
+    for part in np.split(np.arange(len(start)), np.searchsorted(total, np.arange(_EXPANDED, total[-1], _EXPANDED))):
+        size = length[part]
+        place = np.arange(size.sum()) + np.repeat(start[part] - (np.cumsum(size) - size), size)
+        block = place // stride * grid[1] + block_of_key[place % stride]
+        counts += np.bincount(block, np.repeat(cover[part], size), len(counts))
+    return counts.astype(np.int64).reshape(grid)
 
 
 def _block_rows(blocks: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -99,8 +99,11 @@ class IntervalRows:
 
         `new_key` is cut into stretches that run up or down by one; an interval becomes a piece per stretch it meets.
         """
+        relabelled = None if self.num_keys == 0 else new_key
+        if relabelled is not None and len(self.starts) > limit:
+            return None
         starts, ends = self.starts.astype(np.int64), self.ends.astype(np.int64)
-        if new_key is None or self.num_keys == 0:
+        if new_key is None or relabelled is None:
             return self.row_index(), starts, ends
         first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])  # where each begins
         stretch = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1

@@ -160,11 +160,13 @@ class Mask:
                 self._cache["intervals"] = IntervalRows.build(*pieces, self.num_queries, self.num_keys)
         return cast(IntervalRows, self._cache["intervals"])
 
-    def pieces(self) -> tuple[IntArray, IntArray, IntArray] | None:
-        """Disjoint intervals (query, start, end) in no given order; None where relabelling shatters the rows."""
+    def pieces(self, limit: int | None = None) -> tuple[IntArray, IntArray, IntArray] | None:
+        """Disjoint intervals (query, start, end) in no given order; None where relabelling makes more than `limit`."""
         rows = self._rows if self._query_rank is None else self._rows.take(self._query_rank)
         new_key = None if self._key_rank is None else _invert(self._key_rank)
-        return rows.pieces(new_key, limit=max(4 * self.num_queries, self.num_queries * self.num_keys // 64))
+        if limit is None:
+            limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
+        return rows.pieces(new_key, limit)
 
     def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
         """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.

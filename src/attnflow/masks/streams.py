@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from attnflow._core.checks import integer, permutation
+from attnflow._core.checks import Indices, integer, permutation
 from attnflow.masks.catalogue import blow_up
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
 
-def xlnet_two_stream(permutation: Sequence[int]) -> Mask:
+def xlnet_two_stream(permutation: Indices) -> Mask:
     """Two-stream attention of XLNet (arXiv:1906.08237, sec. 2.3) as one mask over 2n positions.
 
     Positions 0..n-1 are the content stream h, n..2n-1 the query stream g. With t(i) the step at which
@@ -83,14 +81,17 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
     n = integer("num_blocks", num_blocks, 1)
     integer("block", block, 1)
     i = np.arange(n)
+    # Numbered with the clean blocks first, information flows upwards only.
     blocks = IntervalRows.build(
-        np.concatenate([i, i, n + i]),
-        np.concatenate([i, np.full_like(i, n), np.full_like(i, n)]),
-        np.concatenate([i + 1, n + i, n + i + 1]),
+        np.concatenate([i, n + i, n + i]),
+        np.concatenate([0 * i, 0 * i, n + i]),
+        np.concatenate([i + 1, i, n + i + 1]),
         2 * n,
         2 * n,
     )
-    return Mask(blow_up(blocks, block), "block_diffusion", {"num_blocks": num_blocks, "block": block})
+    rank = np.roll(np.arange(2 * n * block), n * block)
+    parameters = {"num_blocks": num_blocks, "block": block}
+    return Mask(blow_up(blocks, block), "block_diffusion", parameters, query_rank=rank, key_rank=rank)
 
 
 def butterfly(n: int) -> Mask:
