@@ -89,7 +89,7 @@ def close(rows: IntervalRows) -> Order:
         class_of = _topological_classes(rows)
     below: list[int] = []
     covers: list[tuple[int, int]] = []
-    for upper, direct in enumerate(_bit_sets(_quotient(rows, class_of))):
+    for upper, direct in enumerate(_quotient(rows, class_of)):
         down = own = 1 << upper
         rest = direct ^ own
         while rest:
@@ -144,8 +144,8 @@ def _strong_components(rows: IntervalRows) -> tuple[int, IntArray]:
     return len(kept), dense.astype(np.int64)
 
 
-def _quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows:
-    """The direct relation between classes."""
+def _quotient(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
+    """For each class the bit set of the classes that its members may attend to."""
     n, count = rows.num_rows, int(class_of.max()) + 1
     node = np.arange(n)
     order = node if np.array_equal(class_of, node) else np.argsort(class_of, kind="stable")
@@ -155,31 +155,31 @@ def _quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows:
     pieces = rows.take(order).pieces(None if order is node else rank, limit=max(8 * n, n * n // 64))
     if pieces is not None:
         row, start, end = pieces
-        return IntervalRows.build(sorted_class[row], sorted_class[start], sorted_class[end - 1] + 1, count, count)
-    first = np.searchsorted(sorted_class, np.arange(count))
-    parts: list[IntervalRows] = []
-    limit = max(1, (1 << 23) // n)
-    cut = 0
-    while cut < count:  # whole classes, about `limit` rows at a time
-        upto = max(cut + 1, int(np.searchsorted(first, first[cut] + limit, side="right")) - 1)
-        upto = count if first[cut] + limit >= n else upto
-        last = n if upto == count else int(first[upto])
-        table = rows.to_bool(order[first[cut] : last])[:, order]
-        if count < n:
-            table = np.logical_or.reduceat(table, first, axis=1)
-            table = np.logical_or.reduceat(table, first[cut:upto] - first[cut], axis=0)
-        parts.append(IntervalRows.from_bool(table))
-        cut = upto
-    return IntervalRows.stack(parts, count)
+        return _from_intervals(
+            IntervalRows.build(sorted_class[row], sorted_class[start], sorted_class[end - 1] + 1, count, count)
+        )
+    return _from_tables(rows, order, np.searchsorted(sorted_class, np.arange(count + 1)))
 
 
-def _bit_sets(rows: IntervalRows) -> Iterator[int]:
-    """Each row as a Python int."""
-    few = 8
-    if len(rows.starts) > few * rows.num_rows:
+def _from_tables(rows: IntervalRows, order: IntArray, cuts: IntArray) -> Iterator[int]:
+    """Bit sets by dense chunks, for rows that the order of the classes shatters; class c has nodes cuts[c:c+2]."""
+    n = len(order)
+    upto = 0
+    while upto < len(cuts) - 1:  # whole classes, at least one, about 8 MB at a time
+        first = upto
+        upto = max(first + 1, int(np.searchsorted(cuts, cuts[first] + (1 << 23) // n, side="right")) - 1)
+        table = rows.to_bool(order[cuts[first] : cuts[upto]])[:, order]
+        if len(cuts) - 1 < n:
+            table = np.logical_or.reduceat(table, cuts[:-1], axis=1)
+            table = np.logical_or.reduceat(table, cuts[first:upto] - cuts[first], axis=0)
+        yield from _integers(table)
+
+
+def _from_intervals(rows: IntervalRows) -> Iterator[int]:
+    """Bit sets from intervals: each shifted into place, or by dense chunks where rows have many."""
+    if len(rows.starts) > 8 * rows.num_rows:
         for part in bits.chunks(rows.num_rows, rows.num_keys):
-            for packed in np.packbits(rows.to_bool(part), axis=1, bitorder="little"):
-                yield int.from_bytes(packed.tobytes(), "little")
+            yield from _integers(rows.to_bool(part))
         return
     pairs = list(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True))
     for first, last in zip(rows.indptr[:-1].tolist(), rows.indptr[1:].tolist(), strict=True):
@@ -187,3 +187,8 @@ def _bit_sets(rows: IntervalRows) -> Iterator[int]:
         for start, end in pairs[first:last]:
             value |= ((1 << (end - start)) - 1) << start
         yield value
+
+
+def _integers(table: BoolArray) -> Iterator[int]:
+    for packed in np.packbits(table, axis=1, bitorder="little"):
+        yield int.from_bytes(packed.tobytes(), "little")
