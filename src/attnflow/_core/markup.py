@@ -1,0 +1,101 @@
+"""Text for SVG and HTML that is safe whatever it holds: escaping, visible control characters, widths, numbers."""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from typing import Final
+
+# Control characters are illegal in XML, and a bidirectional override would reorder the text around it.
+_VISIBLE: Final = {**{code: chr(0x2400 + code) for code in range(32)}, 0x20: " ", 0x7F: "␡", 0x0A: "↵", 0x09: "⇥"}
+_HIDDEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def visible(text: object) -> str:
+    """`text` on one line with every control, format, surrogate and unassigned character made visible."""
+    return "".join(_glyph(character) for character in str(text))
+
+
+def escape(text: object) -> str:
+    """`text` as the content of an element or of a quoted attribute."""
+    return html.escape(visible(text), quote=True)
+
+
+def shorten(text: object, limit: int) -> str:
+    """`text` made visible and cut to at most `limit` characters, the last one an ellipsis if anything was cut."""
+    shown = visible(text)
+    return shown if len(shown) <= limit else shown[: max(limit - 1, 0)].rstrip() + "…"
+
+
+def element(tag: str, content: str = "", /, **attributes: object) -> str:
+    """`<tag a="...">content</tag>`; attribute values are escaped, `content` is markup already.
+
+    Underscores in attribute names become hyphens and a trailing one is dropped (`class_`); None leaves one out.
+    """
+    parts = [tag]
+    for name, value in attributes.items():
+        if value is not None:
+            shown = number(value) if isinstance(value, float) else value
+            parts.append(f'{name.rstrip("_").replace("_", "-")}="{escape(shown)}"')
+    return f"<{' '.join(parts)}>{content}</{tag}>"
+
+
+def number(value: float) -> str:
+    """A coordinate: at most two decimals, no trailing zeros."""
+    return _trim(f"{value:.2f}") if abs(value) >= 0.005 else "0"
+
+
+def grouped(value: int) -> str:
+    """An integer with thousands separated by a narrow no-break space.
+
+    >>> grouped(16384).split(chr(0x202F))
+    ['16', '384']
+    """
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def percent(share: float) -> str:
+    """A share in [0, 1] as a percentage that never rounds to 0 % or 100 % what is neither.
+
+    >>> percent(0.5), percent(1.0), percent(0.99999), percent(0.00001)
+    ('50 %', '100 %', '> 99.9 %', '< 0.1 %')
+    """
+    if share <= 0 or share >= 1:
+        return f"{share:.0%}".replace("%", " %")
+    if share < 0.001:
+        return "< 0.1 %"
+    if share > 0.999:
+        return "> 99.9 %"
+    return f"{_trim(f'{100 * share:.1f}')} %"
+
+
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """`count` with its noun.
+
+    >>> plural(1, "class", "classes"), plural(2, "layer")
+    ('1 class', '2 layers')
+    """
+    return f"{grouped(count)} {noun if count == 1 else many or noun + 's'}"
+
+
+def columns(text: str) -> float:
+    """Width of `text` in columns of a monospaced font; wide (East Asian, emoji) characters take two."""
+    return sum(_column(character) for character in text)
+
+
+def _column(character: str) -> float:
+    if unicodedata.combining(character):
+        return 0.0
+    wide = unicodedata.east_asian_width(character) in "WF" or ord(character) >= 0x1F000
+    return 2.0 if wide else (1.0 if ord(character) < 0x250 else 1.25)  # a fallback font may be wider than the grid
+
+
+def _trim(text: str) -> str:
+    return text.rstrip("0").rstrip(".")
+
+
+def _glyph(character: str) -> str:
+    code = ord(character)
+    if code in _VISIBLE:
+        return _VISIBLE[code]
+    return "\ufffd" if unicodedata.category(character) in _HIDDEN else character
