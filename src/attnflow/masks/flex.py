@@ -89,11 +89,7 @@ def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.devi
     q_block, k_block = (checks.integer("block_size", size, 1) for size in pair)
     if 0 in mask.shape:
         raise ValueError(f"a BlockMask needs at least one query and one key, got shape {mask.shape}")
-    pieces = mask.pieces(limit=4 * (mask.num_queries + len(mask._rows.starts)))
-    if pieces is None:
-        counts = _count_shattered(mask, q_block, k_block)
-    else:
-        counts = _count_pieces(*pieces, mask.shape, q_block, k_block)
+    counts = block_counts(mask, q_block, k_block)
     full = counts == q_block * k_block
     partial = (counts > 0) & ~full
     tables = [torch.from_numpy(t).to(device)[None, None] for part in (partial, full) for t in _block_rows(part)]
@@ -103,6 +99,14 @@ def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.devi
         mask_mod=mask.mask_mod_on(device),
         seq_lengths=mask.shape,
     )
+
+
+def block_counts(mask: Mask, q_block: int, k_block: int) -> IntArray:
+    """Allowed pairs in each block of q_block queries by k_block keys, int64[query blocks, key blocks]."""
+    pieces = mask.pieces(limit=4 * (mask.num_queries + len(mask._rows.starts)))
+    if pieces is None:
+        return _count_shattered(mask, q_block, k_block)
+    return _count_pieces(*pieces, mask.shape, q_block, k_block)
 
 
 def _tensor(rank: IntArray | None, device: torch.device) -> Tensor | None:
