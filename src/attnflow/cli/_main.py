@@ -1,0 +1,110 @@
+"""The command tree, and the one place where failures become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, cast
+
+import typer
+
+from attnflow._core.errors import AttnflowError
+from attnflow._core.version import __version__
+from attnflow.cli import doctor, mask_list
+from attnflow.cli._output import BadUsage
+
+_OK: Final = 0
+_BAD_USAGE: Final = 2
+_INTERRUPTED: Final = 130
+_BROKEN_PIPE: Final = 141  # as a shell reports a program that SIGPIPE ended
+_EPILOG: Final = "Exit code: 0 nothing found, 1 a finding (such as a leak), 2 bad usage or the command could not run."
+
+app = typer.Typer(
+    name="attnflow",
+    help="Design, prove and look at attention masks and training objectives; audit real models.",
+    epilog=_EPILOG,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+mask = typer.Typer(help="Look at a mask, check a task for leaks, merge a family of tasks.", rich_markup_mode=None)
+app.add_typer(mask, name="mask")
+
+mask.command("list")(mask_list.mask_list)
+app.command("doctor")(doctor.doctor)
+
+
+def _print_version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"attnflow {__version__}")
+        raise typer.Exit
+    return asked
+
+
+# typer vendors click in some versions and depends on it in others; its public exceptions name the base either way.
+_ClickException: Final = cast(
+    type[Exception], next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Design, prove and look at attention masks and training objectives; audit real models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 1 (a finding) or 2 (bad usage, or it could not run).
+
+    Args:
+        arguments: what follows the program's name; by default, those of this process.
+    """
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="attnflow", standalone_mode=False)
+        sys.stdout.flush()
+    except _ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = "attnflow" if context is None else context.command_path
+        return _fail(f"{_message(error)}\nSee `{path} --help`.")
+    except typer.Abort:
+        return _fail("interrupted", _INTERRUPTED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED)
+    except (BrokenPipeError, SystemExit):  # `... | head` has read what it wanted; typer turns the former to the latter
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except (BadUsage, AttnflowError) as error:
+        return _fail(str(error))
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _fail(f"{where}{error.strerror or error}")
+    except Exception as error:  # a traceback would exit with 1, which means "a finding"
+        return _fail(_internal(error))
+    return code if isinstance(code, int) else _OK
+
+
+def _message(error: BaseException) -> str:
+    render = getattr(error, "format_message", None)
+    return str(render()) if callable(render) else str(error)
+
+
+def _fail(message: str, code: int = _BAD_USAGE) -> int:
+    print(f"attnflow: {message}", file=sys.stderr)
+    return code
+
+
+def _internal(error: Exception) -> str:
+    if os.environ.get("ATTNFLOW_TRACEBACK"):
+        traceback.print_exception(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"unexpected {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}). "
+        "This is a defect of attnflow; set ATTNFLOW_TRACEBACK=1 to see where it comes from."
+    )

@@ -1,0 +1,110 @@
+"""What commands print and write: pure JSON or text on stdout, progress on stderr, files whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
+
+
+class BadUsage(Exception):
+    """What the user typed or handed over cannot be used; the message says what to do instead."""
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that follows NO_COLOR, terminal width and redirection; made late, because rich takes time to load."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr if stderr else sys.stdout, highlight=False, emoji=False)
+
+
+def say(screen: Console, text: str, style: str = "") -> None:
+    """Print `text` as it is: no markup, and lines left whole for the terminal, or a pipe, to deal with."""
+    screen.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def print_json(schema: str, payload: Mapping[str, object]) -> None:
+    """One JSON object on stdout; `schema` names its layout, e.g. "attnflow.mask.show/1"."""
+    print(json.dumps({"schema": schema, **plain(payload)}, indent=2, allow_nan=False))
+
+
+def plain(value: object) -> dict[str, object]:
+    """`value` with tuples, paths, numpy scalars and non-finite numbers replaced by what JSON can hold."""
+    return cast(dict[str, object], _plain(value))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bool | str | int | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in cast(Mapping[object, object], value).items()}
+    if isinstance(value, Path):
+        return str(value)
+    tolist = getattr(value, "tolist", None)
+    if callable(tolist):
+        return _plain(tolist())
+    if isinstance(value, Sequence | set | frozenset):
+        return [_plain(v) for v in cast(Sequence[object], value)]
+    raise TypeError(f"no JSON form for {type(value).__name__}")
+
+
+@contextmanager
+def working(message: str) -> Generator[None]:
+    """A spinner on stderr while the body runs; nothing where stderr is not a terminal."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield
+        return
+    with screen.status(message):
+        yield
+
+
+def output_path(path: Path, suffixes: Sequence[str]) -> Path:
+    """`path` if a file of one of the `suffixes` can be written there; checked before the work, not after it.
+
+    Raises:
+        BadUsage: another suffix, no such folder, no permission, or something that is not a plain file.
+    """
+    if path.suffix.lower() not in suffixes:
+        raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
+    target = path.expanduser().resolve()
+    folder = target.parent
+    if not folder.is_dir():
+        raise BadUsage(f"cannot write {path}: there is no folder {folder}")
+    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        raise BadUsage(f"cannot write {path}: it exists and is not a plain file")
+    if not os.access(folder, os.W_OK | os.X_OK) or (target.exists() and not os.access(target, os.W_OK)):
+        raise BadUsage(f"cannot write {path}: no permission")
+    return target
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path` so that a reader, or an interruption, never sees half of it."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
