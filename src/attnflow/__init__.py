@@ -1,7 +1,30 @@
 """attnflow: design, prove, train and read the directed information flow of Transformer attention."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from attnflow import masks, order
-from attnflow._core.errors import AttnflowError, LeakFound, UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
 
-__all__ = ["AttnflowError", "LeakFound", "UnsupportedArchitecture", "__version__", "masks", "order"]
+if TYPE_CHECKING:
+    from attnflow import hf, report
+
+__all__ = [
+    "AttnflowError",
+    "LeakFound",
+    "MissingExtra",
+    "UnsupportedArchitecture",
+    "__version__",
+    "hf",
+    "masks",
+    "order",
+    "report",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import what brings heavy dependencies on first use."""
+    if name in {"hf", "report"}:
+        return import_module(f"attnflow.{name}")
+    raise AttributeError(f"module 'attnflow' has no attribute {name!r}")

@@ -1,0 +1,145 @@
+"""Closure, classes and Hasse diagram, and depth, against graph libraries.
+
+Peers get their graph ready-made (building it is not timed); ours starts from the mask. Peers that lack a step are
+named after what they do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from attnflow import masks, order
+from benchmarks.harness import Case, main
+
+MASKS = {
+    "full": masks.full,
+    "causal": masks.causal,
+    "sliding_window": lambda n: masks.sliding_window(n, 128),
+    "dilated_window": lambda n: masks.dilated_window(n, 64, 4),
+    "prefix_lm": lambda n: masks.prefix_lm(n, n // 4),
+    "document": lambda n: masks.document([n // 8] * 8),
+    "block_causal": lambda n: masks.block_causal(n, 16),
+    "global_tokens": lambda n: masks.global_tokens(n, range(0, n, 100)),
+    "longformer": lambda n: masks.longformer(n, 64, [0, n // 2]),
+    "big_bird": masks.big_bird,
+    "attention_sink": lambda n: masks.attention_sink(n, 4, 64),
+    "tree": lambda n: masks.tree([-1, *(np.random.default_rng(0).random(n - 1) * np.arange(1, n)).astype(int)]),
+    "xlnet_two_stream": lambda n: masks.xlnet_two_stream(np.random.default_rng(0).permutation(n // 2)),
+    "block_two_stream": lambda n: masks.block_two_stream(n // 32 + 1, 16),
+    "block_diffusion": lambda n: masks.block_diffusion(n // 32, 16),
+    "butterfly": lambda n: masks.butterfly((n + 2) // 3),
+    "multi_token_prediction": lambda n: masks.multi_token_prediction(n // 4, 4),
+    "random": lambda n: masks.from_dense(torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.5),
+    "random_sparse": lambda n: masks.from_dense(torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 2 / n),
+    "random_triangular": lambda n: masks.from_dense(
+        (torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.5).tril()
+    ),
+}
+WITH_PEERS = ("causal", "big_bird", "butterfly", "random_sparse")
+
+
+def ours(name: str, n: int) -> Callable[[], object]:
+    mask = MASKS[name](n)
+
+    def run() -> object:
+        flow = order.analyze(mask)
+        return flow.reaches(0, n // 2), flow.classes, flow.hasse
+
+    order.analyze(masks.full(2)).hasse  # noqa: B018  the first call pays imports
+    return run
+
+
+def our_depth(name: str, n: int) -> Callable[[], object]:
+    mask = MASKS[name](n)
+    return lambda: order.analyze(mask).depth
+
+
+def _edges(name: str, n: int) -> list[tuple[int, int]]:
+    return [(int(k), int(q)) for q, k in np.argwhere(MASKS[name](n).dense().numpy()) if q != k]
+
+
+def networkx_reduction(name: str, n: int) -> Callable[[], object]:
+    import networkx
+
+    graph = networkx.DiGraph(_edges(name, n))
+    return lambda: networkx.transitive_reduction(networkx.condensation(graph))
+
+
+def rustworkx_reduction(name: str, n: int) -> Callable[[], object]:
+    import rustworkx
+
+    graph = rustworkx.PyDiGraph()
+    graph.add_nodes_from(range(n))
+    graph.add_edges_from_no_data(_edges(name, n))
+    return lambda: rustworkx.transitive_reduction(rustworkx.condensation(graph))
+
+
+def igraph_closure(name: str, n: int) -> Callable[[], object]:
+    import igraph
+
+    graph = igraph.Graph(n, _edges(name, n), directed=True)
+    return lambda: (graph.connected_components(mode="strong"), graph.neighborhood(order=n, mode="out"))
+
+
+def scipy_distances(name: str, n: int) -> Callable[[], object]:
+    """Depth as the largest finite distance."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import shortest_path
+
+    graph = csr_array(MASKS[name](n).dense().numpy().astype(np.int8))
+
+    def run() -> object:
+        distance = shortest_path(graph, unweighted=True)
+        return distance[np.isfinite(distance)].max()
+
+    return run
+
+
+def torch_powers(name: str, n: int) -> Callable[[], object]:
+    """Depth by multiplying float matrices until nothing changes."""
+    allow = (MASKS[name](n).dense() | torch.eye(n, dtype=torch.bool)).float()
+
+    def run() -> object:
+        power, depth = allow, 1
+        while True:
+            further = ((allow @ power) > 0).float()
+            if torch.equal(further, power):
+                return depth
+            power, depth = further, depth + 1
+
+    return run
+
+
+def cases() -> list[Case]:
+    here = "benchmarks.bench_order"
+    listed: list[Case] = []
+    for name in MASKS:
+        for n in (1024, 4096, 16384):
+            if n > 4096 and name.startswith("random"):
+                continue
+            listed.append(Case(f"order of {name}", "attnflow", n, here, "ours", (name, n)))
+            if name in WITH_PEERS and n <= 4096:
+                listed += [
+                    Case(f"order of {name}", f"{peer} (graph ready-made)", n, here, function, (name, n), note=note)
+                    for peer, function, note in (
+                        ("networkx", "networkx_reduction", ""),
+                        ("rustworkx", "rustworkx_reduction", ""),
+                        ("igraph", "igraph_closure", "classes and closure (neighborhood): it has no reduction"),
+                    )
+                ]
+    for name in MASKS:
+        for n in (1024, 4096):
+            listed.append(Case(f"depth of {name}", "attnflow", n, here, "our_depth", (name, n)))
+            if name in ("causal", "sliding_window", "random", "random_sparse"):
+                listed.append(Case(f"depth of {name}", "scipy shortest_path", n, here, "scipy_distances", (name, n)))
+                listed.append(Case(f"depth of {name}", "torch float32 powers", n, here, "torch_powers", (name, n)))
+    return listed
+
+
+if __name__ == "__main__":
+    sys.setrecursionlimit(100_000)
+    main(cases(), ["torch", "numpy", "scipy", "networkx", "rustworkx", "igraph"])

@@ -1,0 +1,148 @@
+"""Runs every case in a process of its own, with a time limit, and appends the figures to results.csv.
+
+A benchmark file builds a list of `Case`s and calls `main(cases)`. A case names an importable function that prepares
+the inputs and returns the callable to time; what it prepares is not timed. All providers of one `what` and `size` run
+in one go, ours first; `ratio` is the provider's median over ours. A case that takes too long or too much memory is a
+row too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results.csv")
+OURS = "attnflow"
+READY = "ready\n"
+FIELDS = ["what", "provider", "size", "metric", "p20", "p50", "p80", "peak_mb", "ratio", "note"]
+FIELDS += ["device", "versions", "commit", "date"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One timing: `function(*arguments)` in module `module` returns the callable to time."""
+
+    what: str
+    provider: str
+    size: int
+    module: str
+    function: str
+    arguments: tuple[object, ...] = ()
+    repeats: int = 7
+    note: str = ""
+
+
+def main(cases: Sequence[Case], packages: Sequence[str], time_limit: float = 60.0) -> None:
+    """Run the cases and append their rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="run only the cases whose name contains this")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(_measure(Case(**json.loads(options.run)))))
+        return
+    if options.device != "cpu":
+        print("these benchmarks measure CPU code only: nothing to do on a GPU")
+        return
+    common = _environment(packages)
+    medians: dict[tuple[str, int], float] = {}
+    fresh = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        for case in cases:
+            if options.only not in case.what:
+                continue
+            row = _run(case, time_limit)
+            if case.provider == OURS and "p50" in row:
+                medians[case.what, case.size] = float(row["p50"])
+            base = medians.get((case.what, case.size))
+            ratio = f"{float(row['p50']) / base:.2f}" if base and "p50" in row else ""
+            row |= {
+                "what": case.what,
+                "provider": case.provider,
+                "size": case.size,
+                "metric": "seconds",
+                "ratio": ratio,
+            }
+            writer.writerow(common | row)
+            file.flush()
+            print(
+                f"{case.what:34} {case.provider:28} {case.size:7} {row.get('p50', row['note']):>10} {ratio:>9}",
+                flush=True,
+            )
+
+
+def _run(case: Case, time_limit: float) -> dict[str, object]:
+    command = [sys.executable, "-W", "ignore", str(Path(sys.argv[0])), "--run", json.dumps(asdict(case))]
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert child.stdout is not None
+        prepared = child.stdout.readline() == READY  # the limit is on what is timed, not on building inputs
+        try:
+            output, _ = child.communicate(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            return {"note": f"over {time_limit:.0f} s"}
+        if child.returncode or not prepared:
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["killed"])[-1]
+            return {"note": "out of memory" if "MemoryError" in last or child.returncode < 0 else last[:120]}
+    return json.loads(output.splitlines()[-1])
+
+
+def _measure(case: Case) -> dict[str, object]:
+    timed: Callable[[], object] = getattr(importlib.import_module(case.module), case.function)(*case.arguments)
+    print(READY, end="", flush=True)
+    before = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    seconds: list[float] = []
+    spent = 0.0
+    peak = 0.0
+    while len(seconds) < case.repeats and (spent < 10 or not seconds):
+        start = time.perf_counter()
+        result = timed()
+        seconds.append(time.perf_counter() - start)
+        spent += seconds[-1]
+        peak = peak or _peak() - before
+        del result
+    seconds.sort()
+    p20, p50, p80 = (seconds[round(q * (len(seconds) - 1))] for q in (0.2, 0.5, 0.8))
+    return {"p20": f"{p20:.5f}", "p50": f"{p50:.5f}", "p80": f"{p80:.5f}", "peak_mb": f"{peak:.0f}", "note": case.note}
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def _peak() -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 2**10
+
+
+def _environment(packages: Sequence[str]) -> dict[str, object]:
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return {
+        "device": f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": "; ".join([f"python {platform.python_version()}", *versions]),
+        "commit": git.stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
