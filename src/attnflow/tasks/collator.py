@@ -1,0 +1,210 @@
+"""`Collator`: batches of token ids to padded batches of merged tasks, for `Trainer` or a loop of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from attnflow._core.checks import index_array, integer
+from attnflow.masks.mask import Mask
+from attnflow.tasks.embedding import NO_ID, additive, id_table
+from attnflow.tasks.families import BY_LENGTH
+from attnflow.tasks.merging import merge
+from attnflow.tasks.objective import pack_labels
+from attnflow.tasks.task import Label, Task, Token
+
+_SYMBOL: Final = 1 << 40
+"""Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
+
+FamilyFunction = Callable[[list[int]], Sequence[Task]]
+
+
+class _Symbol(int):
+    """A token id that may be put into a `Token`, but not looked at: its value is not yet known."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ValueError(
+            "family_fn looks at the values of tokens, so its tasks do not depend on the length alone: "
+            "use Collator(..., by_length=False)"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = _refuse  # pyright: ignore[reportAssignmentType]
+    __add__ = __sub__ = __mul__ = __mod__ = __floordiv__ = __and__ = __rshift__ = _refuse  # pyright: ignore[reportAssignmentType]
+
+
+@dataclass(frozen=True, eq=False)
+class _Template:
+    """A merged task as tensors, its data tokens by number: what all samples of one structure share."""
+
+    ids: Tensor  # [n, width]
+    position_ids: Tensor  # [n]
+    targets: Tensor  # [n, labels]
+    weights: Tensor  # [n, labels], float64
+    mask: Mask
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, task: Task) -> _Template:
+        by_position: list[list[Label]] = [[] for _ in task.inputs]
+        for label in task.labels:
+            by_position[label.position].append(label)
+        depth = max((len(labels) for labels in by_position), default=0)
+        targets = torch.full((task.size, max(depth, 1)), NO_ID, dtype=torch.int64)
+        weights = torch.zeros(targets.shape, dtype=torch.float64)
+        for position, labels in enumerate(by_position):
+            for slot, label in enumerate(labels):
+                targets[position, slot], weights[position, slot] = label.target_id, label.weight
+        return cls(id_table(task.inputs), task.position_ids, targets, weights, task.mask)
+
+    def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids, targets) with the data tokens of a sample put in."""
+        ids, targets = (
+            torch.where(table >= _SYMBOL, tokens[(table - _SYMBOL).clamp(min=0)], table)
+            for table in (self.ids, self.targets)
+        )
+        return ids, targets
+
+
+class Collator:
+    """Turns samples into a batch of merged tasks (one forward pass trains the whole family of every sample).
+
+    A batch holds
+    - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width] filled with -100: call
+      `af.tasks.average_embeddings(model)` once, so that the model takes their mean (and trains the embedding);
+    - `attention_mask` [batch, 1, n, n], additive, of `dtype`; `position_ids` int64 [batch, n];
+    - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
+
+    Sequences of unequal length are padded at the end: padding attends to itself alone and nothing attends to it, so a
+    sample's values do not depend on what it is batched with.
+
+        af.tasks.average_embeddings(model)  # butterfly has averaged tokens
+        Trainer(model, args, train_dataset=samples, data_collator=af.tasks.Collator(af.tasks.butterfly),
+                compute_loss_func=af.tasks.loss)
+
+    Args:
+        family_fn: from the token ids of a sample to its tasks. `functools.partial` binds further arguments:
+            `Collator(partial(af.tasks.block_generation, block=4, mask_token=tokenizer.mask_token_id))`.
+        by_length: whether the structure of the tasks depends on the number of tokens alone, so that one merge serves
+            all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False,
+            a merge per sample, for any other function, which may look at token values (documents, special tokens).
+            If you say True, it is tested: the function must not compare or compute with tokens, and its tasks for the
+            first sample of each length must be the ones that the shared structure gives.
+        dtype: of the mask; must be the model's.
+        pad_token: id at padded positions; any valid id, nothing reads it.
+        pad_to_multiple_of: pad the merged length up to a multiple.
+    """
+
+    def __init__(
+        self,
+        family_fn: FamilyFunction | partial[Sequence[Task]],
+        by_length: bool | None = None,
+        dtype: torch.dtype = torch.float32,
+        pad_token: int = 0,
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        if not callable(family_fn):
+            raise TypeError(f"family_fn must be a function of token ids, got {type(family_fn).__name__}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be the model's floating-point type, got {dtype}")
+        plain = family_fn
+        while isinstance(plain, partial):
+            plain = plain.func
+        known = plain in BY_LENGTH
+        self.family_fn = family_fn
+        self.by_length = known if by_length is None else by_length
+        self.dtype = dtype
+        self.pad_token = integer("pad_token", pad_token)
+        self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1)
+        self._test_first = not known
+        self._templates: dict[int, _Template] = {}
+
+    def __call__(self, features: Sequence[object]) -> dict[str, Tensor]:
+        """A batch of samples, each a sequence of token ids or a mapping with "input_ids".
+
+        Of a mapping, tokens that its "attention_mask" marks 0 are left out; its other entries are not used.
+
+        Raises:
+            ValueError: no samples, a sample without "input_ids", or one that `family_fn` refuses (which one is said).
+        """
+        if not len(features):
+            raise ValueError("a batch needs at least one sample, got none")
+        samples: list[tuple[_Template, Tensor, Tensor]] = []
+        for number, feature in enumerate(features):
+            try:
+                tokens = _tokens(feature)
+                template = self._template(tokens)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"sample {number} of the batch: {error}") from error
+            samples.append((template, *template.filled(torch.tensor([*tokens, 0]))))
+        return self._padded(samples)
+
+    def _template(self, tokens: list[int]) -> _Template:
+        if not self.by_length:
+            return _Template.of(merge(self.family_fn(tokens)).task)
+        if len(tokens) not in self._templates:
+            family = self.family_fn([_Symbol(_SYMBOL + index) for index in range(len(tokens))])
+            if self._test_first and [_with_tokens(task, tokens) for task in family] != list(self.family_fn(tokens)):
+                raise ValueError(
+                    "family_fn gives other tasks for these tokens than for its length alone: use by_length=False"
+                )
+            self._templates[len(tokens)] = _Template.of(merge(family).task)
+        return self._templates[len(tokens)]
+
+    def _padded(self, samples: list[tuple[_Template, Tensor, Tensor]]) -> dict[str, Tensor]:
+        longest = max(template.size for template, _, _ in samples)
+        n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
+        labels = max(targets.shape[1] for _, _, targets in samples)
+        input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
+        input_ids[:, :, 0] = self.pad_token
+        position_ids = torch.zeros((batch, n), dtype=torch.int64)
+        all_targets = torch.full((batch, n, labels), NO_ID, dtype=torch.int64)
+        all_weights = torch.zeros(all_targets.shape, dtype=torch.float64)
+        allow = torch.eye(n, dtype=torch.bool).repeat(batch, 1, 1)  # padding attends to itself
+        for row, (template, ids, targets) in enumerate(samples):
+            size = template.size
+            input_ids[row, :size, : ids.shape[1]] = ids
+            position_ids[row, :size] = template.position_ids
+            all_targets[row, :size, : targets.shape[1]] = targets
+            all_weights[row, :size, : targets.shape[1]] = template.weights
+            allow[row, :size, :size] = template.mask.dense()
+        return {
+            "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
+            "attention_mask": additive(allow, self.dtype)[:, None],
+            "position_ids": position_ids,
+            "labels": pack_labels(all_targets, all_weights),
+        }
+
+
+def _tokens(feature: object) -> list[int]:
+    if not isinstance(feature, Mapping):
+        return index_array("tokens", feature).tolist()
+    sample = cast(Mapping[str, Any], feature)
+    if "input_ids" not in sample:
+        raise ValueError(f'expected token ids or a mapping with "input_ids", got the keys {sorted(sample)}')
+    tokens = index_array("input_ids", sample["input_ids"])
+    if sample.get("attention_mask") is None:
+        return tokens.tolist()
+    kept = index_array("attention_mask", sample["attention_mask"])
+    if len(kept) != len(tokens):
+        raise ValueError(f"input_ids and attention_mask differ in length: {len(tokens)} and {len(kept)}")
+    return tokens[kept != 0].tolist()
+
+
+def _with_tokens(task: Task, tokens: list[int]) -> Task:
+    """A task over symbols with the data tokens of a sample put in."""
+
+    def real(token: Token) -> Token:
+        ids: Iterable[int] = (tokens[id - _SYMBOL] if id >= _SYMBOL else id for id in token.ids)
+        return Token(list(ids), token.position, token.provenance)
+
+    labels = [Label(e.position, real(e.target), e.task, e.weight) for e in task.labels]
+    return Task([real(token) for token in task.inputs], labels, task.mask)

@@ -1,0 +1,82 @@
+"""From tasks to what a model takes: input embeddings, position ids, an additive mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from attnflow.tasks.task import Token
+
+NO_ID = -100
+"""Fills the places of an id table that hold no id, as everywhere in training code."""
+
+
+def id_table(tokens: Sequence[Token]) -> Int[Tensor, "n width"]:
+    """The vocabulary ids of each token, int64 [n, width], filled with `NO_ID`; width is the most ids of a token.
+
+    >>> id_table([Token(7, 0), Token((5, 9), 1, (0, 2))]).tolist()
+    [[7, -100], [5, 9]]
+    """
+    width = max((len(token.ids) for token in tokens), default=1)
+    rows = [[*token.ids, *[NO_ID] * (width - len(token.ids))] for token in tokens]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(tokens), width)
+
+
+def embed(ids: Int[Tensor, "*batch n width"], embedding: nn.Module) -> Float[Tensor, "*batch n hidden"]:
+    """The mean embedding of the ids of each token (hasse, eq. 46, on token embeddings alone; see order.md).
+
+    Differentiable in the embedding. Places that hold `NO_ID` do not count.
+
+    Args:
+        ids: a table of ids, as `id_table` or the collator makes it.
+        embedding: `model.get_input_embeddings()`.
+
+    Raises:
+        ValueError: an id lies outside the vocabulary.
+    """
+    there = ids >= 0
+    size = getattr(embedding, "num_embeddings", None)
+    if isinstance(size, int) and ids.numel() and int(ids.max()) >= size:
+        raise ValueError(f"token ids must be below the {size} entries of the embedding, got {int(ids.max())}")
+    vectors: Tensor = embedding(ids.clamp(min=0))
+    if ids.shape[-1] == 1:
+        return vectors.squeeze(-2)
+    weight = there.to(vectors.dtype)
+    return (vectors * weight[..., None]).sum(dim=-2) / weight.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def additive(allow: Bool[Tensor, "*batch q k"], dtype: torch.dtype) -> Float[Tensor, "*batch q k"]:
+    """0 where attention is allowed and the most negative number of `dtype` elsewhere: the form all models take.
+
+    A bool mask would not do: eager attention adds it, so True becomes +1 and nothing is masked (order.md).
+    """
+    return torch.zeros(allow.shape, dtype=dtype, device=allow.device).masked_fill_(~allow, torch.finfo(dtype).min)
+
+
+def average_embeddings(model: nn.Module) -> RemovableHandle:
+    """Let a model take averaged tokens: `input_ids` of shape [batch, n, width] become mean embeddings.
+
+    Registers a forward pre-hook that replaces three-dimensional `input_ids` (filled with -100, as `Collator` makes
+    them for families with averaged tokens) by `inputs_embeds`; gradients reach the embedding. Other calls pass
+    unchanged. Call it on the model that you give to `Trainer`. `handle.remove()` takes it off.
+
+    Raises:
+        TypeError: the model has no `get_input_embeddings`.
+    """
+    if not callable(getattr(model, "get_input_embeddings", None)):
+        raise TypeError(f"{type(model).__name__} has no get_input_embeddings(); expected a Hugging Face model")
+
+    def replace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        ids = kwargs.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 3:
+            return args, kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
+        embedding: nn.Module = module.get_input_embeddings()  # pyright: ignore[reportCallIssue, reportAssignmentType]
+        return args, {**rest, "inputs_embeds": embed(ids, embedding)}
+
+    return model.register_forward_pre_hook(replace, with_kwargs=True)

@@ -1,0 +1,212 @@
+"""Families of training tasks on one sample, as sequences of `Task`. Positions and data indices count from 0.
+
+Each function takes the token ids of the sample and gives the subtasks that a user wants to train; `merge` derives
+the one sequence and mask that trains them all. A family of your own is any list of tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from attnflow._core.checks import IntArray, index_array, integer, permutation
+from attnflow.masks.catalogue import block_causal, causal, divides, full
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+from attnflow.tasks.task import Label, Task, Token
+
+Family = tuple[Task, ...]
+TokenIds = Sequence[int] | IntArray | Tensor
+
+MASK_TOKEN: Final = 0
+"""Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""
+
+_permutation = permutation  # the argument of `permutation_lm` has the check's name
+
+
+def causal_lm(tokens: TokenIds) -> Family:
+    """Predict every token from those before it: tau_k reads tokens 0..k and predicts token k + 1 (hasse, eq. 30-31).
+
+    Merged: `af.masks.causal(n - 1)`.
+
+    >>> [task.size for task in causal_lm([5, 6, 7])]
+    [1, 2]
+    """
+    return multi_token(tokens, horizon=1)
+
+
+def multi_token(tokens: TokenIds, horizon: int) -> Family:
+    """Predict the next `horizon` tokens at once (Gloeckle et al., arXiv:2404.19737): causal, several labels each.
+
+    tau_k reads tokens 0..k and predicts tokens k+1..k+horizon at position k, as far as they exist.
+    Merged: `af.masks.causal(n - 1)`; the head of a label is `label.data_index - label.position - 1`.
+
+    >>> [label.data_index for label in multi_token([5, 6, 7, 8], horizon=2)[0].labels]
+    [1, 2]
+    """
+    data = _data(tokens, minimum=2)
+    integer("horizon", horizon, 1)
+    return tuple(
+        Task(data[: k + 1], [Label(k, target, task=k) for target in data[k + 1 : k + 1 + horizon]], causal(k + 1))
+        for k in range(len(data) - 1)
+    )
+
+
+def block_generation(tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int = MASK_TOKEN) -> Family:
+    """Generate block by block: tau_k reads k blocks and `block` [MASK]s in the place of the next (hasse, sec. 4.2).
+
+    The mask of tau_k is `block_causal`; its labels are the tokens of the masked block. The paper gives three
+    different sets of mask tokens; here it is one embedding at the positions of the block to predict (order.md).
+    Merged: `af.masks.block_two_stream(N, block, predict_first)`.
+
+    Args:
+        tokens: N blocks of token ids, N >= 2 (or 1 with `predict_first`).
+        block: tokens per block; must divide their number.
+        predict_first: add the task that predicts block 0 from nothing, which the paper leaves out.
+        mask_token: vocabulary id of [MASK].
+
+    >>> [task.size for task in block_generation([5, 6, 7, 8, 9, 9], 2)]
+    [4, 6]
+    """
+    data = _data(tokens, minimum=1)
+    num_blocks = divides("the number of tokens", len(data), block)
+    if num_blocks < 2 and not predict_first:
+        raise ValueError(
+            f"block_generation needs at least 2 blocks, got {len(data)} tokens in 1 block of {block}; "
+            "pass more tokens, a smaller block, or predict_first=True"
+        )
+    masked = _mask_tokens(len(data), mask_token)
+    return tuple(
+        Task(
+            data[: k * block] + masked[k * block : (k + 1) * block],
+            [Label(i, data[i], task=task) for i in range(k * block, (k + 1) * block)],
+            block_causal((k + 1) * block, block),
+        )
+        for task, k in enumerate(range(0 if predict_first else 1, num_blocks))
+    )
+
+
+def butterfly(tokens: TokenIds) -> Family:
+    """Predict every token from both sides (hasse, sec. 4.3): tau_k replaces token k by the mean of its neighbours.
+
+    The mask of tau_k is j <= i <= k or k <= i <= j: information flows from both ends to the centre k (eq. 50
+    corrected; eq. 48 as printed opens column k too, which makes one class of everything). The averaged token is the
+    mean of *token* embeddings, at position k. Merged: `af.masks.butterfly(n)`.
+
+    >>> butterfly([5, 6, 7])[1].inputs[1]
+    Token(id=(5, 7), position=1, provenance=frozenset({0, 2}))
+    """
+    data = _data(tokens, minimum=2)
+    n = len(data)
+    tasks: list[Task] = []
+    for k in range(n):
+        neighbours = [data[i] for i in (k - 1, k + 1) if 0 <= i < n]
+        average = Token([token.ids[0] for token in neighbours], k, [token.position for token in neighbours])
+        tasks.append(Task((*data[:k], average, *data[k + 1 :]), [Label(k, data[k], task=k)], _towards(n, k)))
+    return tuple(tasks)
+
+
+def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
+    """Predict hidden tokens from all others (BERT, arXiv:1810.04805): one task, full attention.
+
+    Args:
+        tokens: token ids.
+        masked: places that hold [MASK] and carry the labels; at least one, each once.
+        mask_token: vocabulary id of [MASK].
+
+    >>> [label.position for label in masked_lm([5, 6, 7], [1])[0].labels]
+    [1]
+    """
+    data = _data(tokens, minimum=1)
+    hidden = _places("masked", masked, len(data))
+    blank = _mask_tokens(len(data), mask_token)
+    inputs = [blank[i] if i in hidden else token for i, token in enumerate(data)]
+    return (Task(inputs, [Label(i, data[i]) for i in sorted(hidden)], full(len(data))),)
+
+
+def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
+    """Predict in any order (XLNet, arXiv:1906.08237, eq. 3): tau_t predicts token permutation[t] from those before.
+
+    tau_t reads tokens permutation[0..t-1], causally in that order, and one [MASK] at the place to predict, which
+    reads them all. Merged: `af.masks.xlnet_two_stream(permutation)` without the row and column of the content token
+    permutation[n - 1], which nothing reads.
+
+    >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1])]
+    [2, 0, 1]
+    """
+    data = _data(tokens, minimum=1)
+    order = _permutation("permutation", permutation, len(data)).tolist()
+    blank = _mask_tokens(len(data), mask_token)
+    tasks: list[Task] = []
+    for t, place in enumerate(order):
+        kept = np.argsort(order[: t + 1])  # the steps 0..t by place, so that inputs stand in reading order
+        inputs = [blank[place] if order[step] == place else data[order[step]] for step in kept]
+        position = int(np.flatnonzero(kept == t)[0])
+        tasks.append(Task(inputs, [Label(position, data[place], task=t)], causal(t + 1).permute(kept)))
+    return tuple(tasks)
+
+
+def block_diffusion(
+    tokens: TokenIds, block: int, masked: Sequence[int] | None = None, mask_token: int = MASK_TOKEN
+) -> Family:
+    """Denoise block by block (BD3-LM, arXiv:2503.09573): tau_b reads clean blocks 0..b-1 and block b, partly masked.
+
+    The labels are the masked tokens of block b; a block without any makes no task. Merged it is
+    `af.masks.block_diffusion` with the clean blocks first and without the last one, which is dead (order.md).
+
+    Args:
+        tokens: token ids, a whole number of blocks.
+        block: tokens per block.
+        masked: places that hold [MASK]; by default all, which is `block_generation(..., predict_first=True)`.
+        mask_token: vocabulary id of [MASK].
+
+    >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3])]
+    [4]
+    """
+    data = _data(tokens, minimum=1)
+    num_blocks = divides("the number of tokens", len(data), block)
+    hidden = frozenset(range(len(data))) if masked is None else _places("masked", masked, len(data))
+    blank = _mask_tokens(len(data), mask_token)
+    noised = tuple(blank[i] if i in hidden else token for i, token in enumerate(data))
+    tasks: list[Task] = []
+    for b in range(num_blocks):
+        first, last = b * block, (b + 1) * block
+        labels = [Label(i, data[i], task=len(tasks)) for i in range(first, last) if i in hidden]
+        if labels:
+            tasks.append(Task(data[:first] + noised[first:last], labels, block_causal(last, block)))
+    return tuple(tasks)
+
+
+BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
+    {causal_lm, multi_token, block_generation, butterfly, masked_lm, permutation_lm, block_diffusion}
+)
+"""Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
+
+
+def _data(tokens: TokenIds, minimum: int) -> tuple[Token, ...]:
+    """The data tokens of a sample, each at its own place."""
+    ids = index_array("tokens", tokens).tolist()
+    if len(ids) < minimum:
+        raise ValueError(f"this family needs at least {minimum} tokens, got {len(ids)}: there is nothing to predict")
+    return tuple(Token(id, position) for position, id in enumerate(ids))
+
+
+def _mask_tokens(n: int, mask_token: int) -> tuple[Token, ...]:
+    return tuple(Token(mask_token, position, ()) for position in range(n))
+
+
+def _places(name: str, values: Sequence[int], n: int) -> frozenset[int]:
+    places = index_array(name, values, n).tolist()
+    if not places or len(set(places)) < len(places):
+        raise ValueError(f"{name} must name at least one place, and each once, got {places}")
+    return frozenset(places)
+
+
+def _towards(n: int, centre: int) -> Mask:
+    """j <= i <= centre or centre <= i <= j: both sides flow to the centre."""
+    i = np.arange(n)
+    rows = IntervalRows.build(i, np.where(i <= centre, 0, i), np.where(i < centre, i + 1, n), n, n)
+    return Mask(rows, "butterfly_subtask", {"n": n, "centre": centre})

@@ -1,0 +1,211 @@
+"""`check`: a proof that no label of a task can be read off its inputs, or the path by which it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from attnflow._core.checks import IntArray, integer, preview
+from attnflow._core.errors import LeakFound
+from attnflow.masks.intervals import BoolArray
+from attnflow.tasks.task import Label, Task
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SHOWN: Final = 8  # leaks and positions that a text names before it counts the rest
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A label that its own position can read.
+
+    Attributes:
+        position: the labelled position.
+        label: the label.
+        carrier: a position below it (or itself) whose input was made of the label's data token.
+        witness: a shortest path of the information: `witness[0]` is the carrier, `witness[l]` where it has arrived
+            after layer l, the last the labelled position.
+    """
+
+    position: int
+    label: Label
+    carrier: int
+    witness: tuple[int, ...]
+
+    @property
+    def route(self) -> str:
+        """The witness in words: "layer 1: 9 -> 17, layer 2: 17 -> 5"."""
+        if len(self.witness) == 1:
+            return f"position {self.position} holds it before layer 1"
+        steps = zip(self.witness, self.witness[1:], strict=False)
+        return ", ".join(f"layer {layer}: {here} -> {there}" for layer, (here, there) in enumerate(steps, start=1))
+
+    def __str__(self) -> str:
+        what = f"token {self.label.data_index} (id {self.label.target_id})"
+        return (
+            f"the label of position {self.position}, {what}, is in the input of position {self.carrier}: {self.route}"
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The leak as plain data."""
+        from attnflow.tasks.spec import token_to_dict
+
+        return {
+            "position": self.position,
+            "target": token_to_dict(self.label.target),
+            "task": self.label.task,
+            "carrier": self.carrier,
+            "witness": list(self.witness),
+            "route": self.route,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+        leaks: every pair of a label and a position that carries it, by labelled position; empty means proved clean.
+        dead: positions that no labelled position reaches: they cost compute and train nothing.
+        unsupervised: data tokens that occur in the task but that no label asks for.
+        depth: layers until all information has flowed.
+        density: share of allowed pairs.
+        num_positions: length of the sequence.
+        num_labels: number of labels.
+        layers: the number of layers that was checked; None means any number.
+    """
+
+    leaks: tuple[Leak, ...]
+    dead: tuple[int, ...]
+    unsupervised: tuple[int, ...]
+    depth: int
+    density: float
+    num_positions: int
+    num_labels: int
+    layers: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether no label leaks."""
+        return not self.leaks
+
+    def raise_on_leak(self) -> None:
+        """Raise `LeakFound`, with the first leak's witness, if a label leaks."""
+        for leak in self.leaks[:1]:
+            more = f" ({len(self.leaks)} leaks in all)" if len(self.leaks) > 1 else ""
+            raise LeakFound(f"{leak}{more}", witness=leak.witness)
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as plain data for JSON."""
+        return {
+            "ok": self.ok,
+            "leaks": [leak.to_dict() for leak in self.leaks],
+            "dead": list(self.dead),
+            "unsupervised": list(self.unsupervised),
+            "depth": self.depth,
+            "density": self.density,
+            "num_positions": self.num_positions,
+            "num_labels": self.num_labels,
+            "layers": self.layers,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def __rich__(self) -> RenderableType:
+        """The report for `rich`: the verdict coloured, the facts below."""
+        from rich.text import Text
+
+        first, *rest = self._lines()
+        return Text.assemble((first, "bold green" if self.ok else "bold red"), "\n" + "\n".join(rest))
+
+    def _lines(self) -> Iterator[str]:
+        within = "any number of layers" if self.layers is None else f"{self.layers} layers"
+        verdict = "no label leaks" if self.ok else f"{len(self.leaks)} labels leak"
+        yield f"{verdict} within {within}"
+        yield from (f"  {leak}" for leak in self.leaks[:_SHOWN])
+        if len(self.leaks) > _SHOWN:
+            yield f"  ... and {len(self.leaks) - _SHOWN} more"
+        size = f"{self.num_positions} positions, {self.num_labels} labels"
+        yield f"{size}, depth {self.depth}, density {self.density:.3f}"
+        yield f"dead positions: {preview(self.dead, _SHOWN) if self.dead else 'none'}"
+        yield f"unsupervised data tokens: {preview(self.unsupervised, _SHOWN) if self.unsupervised else 'none'}"
+
+
+def check(task: Task, layers: int | None = None) -> Report:
+    """Prove that no label of a task can leak, or show how it does; with its dead positions and missing labels.
+
+    A label leaks iff a position whose provenance holds the label's data token is at or below the labelled position.
+    Provenance counts: an averaged token carries all that it averages. The answer is exact for the mask; a model that
+    mixes positions elsewhere (a scan, a convolution, a normalisation over the sequence) is for `af.audit`.
+
+    Args:
+        task: any task, dense or not.
+        layers: number of layers of the model; by default the closure, which holds for every depth.
+
+    Cost: one row of the closure per labelled position, and a search per leak for its path.
+
+    >>> import attnflow as af
+    >>> tokens = [af.tasks.Token(id, i) for i, id in enumerate([5, 6, 7])]
+    >>> labels = [af.tasks.Label(0, target=tokens[2])]
+    >>> report = af.tasks.check(af.tasks.Task(tokens, labels, af.masks.from_edges([(0, 1), (1, 2)], 3)))
+    >>> report.leaks[0].route
+    'layer 1: 2 -> 1, layer 2: 1 -> 0'
+    >>> af.tasks.check(af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8])).task).ok
+    True
+    """
+    if layers is not None:
+        integer("layers", layers)
+    carried = np.array(
+        [(index, place) for place, token in enumerate(task.inputs) for index in sorted(token.provenance)],
+        dtype=np.int64,
+    ).reshape(-1, 2)
+    carried = carried[np.argsort(carried[:, 0], kind="stable")]
+    supervised = {label.data_index for label in task.labels} - {None}
+    alive = np.zeros(task.size, dtype=np.bool_)
+    leaks: list[Leak] = []
+    for labels, row in _labelled_rows(task, layers):
+        alive |= row
+        for label in labels:
+            first, last = np.searchsorted(carried[:, 0], [_index(label), _index(label) + 1])
+            carriers = carried[first:last, 1]
+            leaks += [_leak(task, label, place, layers) for place in carriers[row[carriers]].tolist()]
+    return Report(
+        tuple(leaks),
+        tuple(np.flatnonzero(~alive).tolist()),
+        tuple(sorted(set(carried[:, 0].tolist()) - supervised)),
+        task.flow.depth,
+        task.mask.density,
+        task.size,
+        len(task.labels),
+        layers,
+    )
+
+
+def _labelled_rows(task: Task, layers: int | None) -> Iterator[tuple[list[Label], BoolArray]]:
+    """(its labels, what it can read) for each labelled position, ascending."""
+    by_position: dict[int, list[Label]] = {}
+    for label in task.labels:
+        by_position.setdefault(label.position, []).append(label)
+    positions: IntArray = np.array(sorted(by_position), dtype=np.int64)
+    if not len(positions):
+        return
+    chunk = max(1, (1 << 23) // task.size)
+    for start, rows in task.flow.reachability(layers, chunk=chunk):
+        table = rows.numpy()
+        for position in positions[(positions >= start) & (positions < start + len(table))].tolist():
+            yield by_position[position], table[position - start]
+
+
+def _index(label: Label) -> int:
+    return -1 if label.data_index is None else label.data_index
+
+
+def _leak(task: Task, label: Label, carrier: int, layers: int | None) -> Leak:
+    witness = task.flow.path(carrier, label.position)
+    assert 0 < len(witness) <= (task.size if layers is None else layers + 1)
+    return Leak(label.position, label, carrier, tuple(witness))

@@ -1,0 +1,244 @@
+"""`Task`: inputs, labels and a mask; `Token` says what an input is made of, `Label` what a position must predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attnflow._core.checks import integer
+from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.mask import Mask
+from attnflow.order.bits import range_reduce
+from attnflow.order.flow import Flow, analyze
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Token:
+    """An input vector: which embedding, at which position, made of which data tokens.
+
+    Two tokens are the same input iff all three agree. Equal vocabulary ids at different places of the data are
+    therefore different tokens: their positions differ, and so does their provenance.
+
+    Attributes:
+        id: a vocabulary id, or a sorted tuple of ids: the mean of their *token* embeddings, to which the encoding of
+            `position` is applied afterwards (hasse, eq. 46; averaging positions in, as the paper does, would make
+            the first and last averaged token equal to a data token, see order.md). A tuple of one id is that id.
+        position: the position id that the model encodes, counted from 0.
+        provenance: indices of the data tokens that this input was made of. A label whose data token is among them
+            can be read off this input; a [MASK] token carries none.
+    """
+
+    id: int | tuple[int, ...]
+    position: int
+    provenance: frozenset[int]
+
+    def __init__(
+        self,
+        id: int | Iterable[int],
+        position: int,
+        provenance: Iterable[int] | None = None,
+    ) -> None:
+        """Make a token.
+
+        Args:
+            id: a vocabulary id, or several to average.
+            position: position id, from 0.
+            provenance: data indices; by default the token's own position, which is right for a data token at its
+                own place, and errs on the side of finding a leak elsewhere. Pass `()` for [MASK].
+
+        >>> Token(7, position=2).provenance
+        frozenset({2})
+        >>> Token((9, 5), position=1, provenance=(0, 2)).id
+        (5, 9)
+        """
+        object.__setattr__(self, "id", _token_id(id))
+        object.__setattr__(self, "position", integer("position", position))
+        chosen = (self.position,) if provenance is None else provenance
+        object.__setattr__(self, "provenance", frozenset(integer("provenance", index) for index in chosen))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The vocabulary ids whose embeddings are averaged; one for an ordinary token."""
+        return self.id if isinstance(self.id, tuple) else (self.id,)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What one position must predict. A position may carry several labels (the paper's def. 3.4 allows one).
+
+    Attributes:
+        position: index into the task's inputs.
+        target: the token to predict: its `id` is the class, its provenance the data token that must not be visible.
+            A target from outside of the data (a class label) has an empty provenance and cannot leak.
+        task: the subtask that it belongs to; `merge` numbers them by their place in the family.
+        weight: its factor in the loss, finite and at least 0.
+    """
+
+    position: int
+    target: Token
+    task: int = 0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.target, Token):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"target must be a Token, got {type(self.target).__name__}; it knows its data index")
+        if isinstance(self.target.id, tuple) or len(self.target.provenance) > 1:
+            raise ValueError(f"a target is one vocabulary id of at most one data token, got {self.target}")
+        object.__setattr__(self, "position", integer("position of a label", self.position))
+        object.__setattr__(self, "task", integer("task of a label", self.task))
+        weight = float(self.weight)
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"weight of a label must be finite and at least 0, got {weight}")
+        object.__setattr__(self, "weight", weight)
+
+    @property
+    def target_id(self) -> int:
+        """The vocabulary id to predict."""
+        return self.target.ids[0]
+
+    @property
+    def data_index(self) -> int | None:
+        """The data token to predict; None for a target that is no token of the data."""
+        return next(iter(self.target.provenance), None)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Task:
+    """A training task tau = (W, V, M): inputs, labels, mask (hasse, def. 3.1, without its bound k <= |C|).
+
+    Attributes:
+        inputs: the input tokens; a token may stand at several places.
+        labels: what is predicted where; several labels per position are allowed.
+        mask: which position may attend to which; square, as long as the inputs.
+
+    >>> import attnflow as af
+    >>> tokens = [Token(id, i) for i, id in enumerate([5, 7, 5])]
+    >>> task = Task(tokens[:2], [Label(1, target=tokens[2])], af.masks.causal(2))
+    >>> task.size, task.is_dense
+    (2, True)
+    """
+
+    inputs: tuple[Token, ...]
+    labels: tuple[Label, ...]
+    mask: Mask
+
+    def __init__(self, inputs: Iterable[Token], labels: Iterable[Label], mask: Mask) -> None:
+        """Make a task.
+
+        Raises:
+            TypeError: the mask is no `Mask`, or an input no `Token`, or a label no `Label`.
+            ValueError: the mask is not square or not as long as the inputs, or a label lies outside the sequence.
+        """
+        tokens, targets = tuple(inputs), tuple(labels)
+        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with af.masks.from_dense")
+        if mask.num_queries != mask.num_keys:
+            raise ValueError(f"mask must be square, got shape {mask.shape}")
+        if mask.num_queries != len(tokens):
+            raise ValueError(f"mask must be as long as the inputs ({len(tokens)}), got shape {mask.shape}")
+        _all_of(Token, tokens)
+        _all_of(Label, targets)
+        for label in targets:
+            if label.position >= len(tokens):
+                raise ValueError(f"labels must lie within the {len(tokens)} inputs, got position {label.position}")
+        object.__setattr__(self, "inputs", tokens)
+        object.__setattr__(self, "labels", targets)
+        object.__setattr__(self, "mask", mask)
+
+    def __repr__(self) -> str:
+        return f"Task({len(self.inputs)} inputs, {len(self.labels)} labels, {self.mask!r})"
+
+    @property
+    def size(self) -> int:
+        """Number of input positions."""
+        return len(self.inputs)
+
+    @property
+    def position_ids(self) -> Int[Tensor, " n"]:
+        """The position id of each input, int64. They may repeat and jump: pass them, and the mask, to the model."""
+        return torch.tensor([token.position for token in self.inputs], dtype=torch.int64)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The information flow of the mask (`af.order.analyze`)."""
+        return analyze(self.mask)
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
+        quick = _is_transitive(self.mask.relabelled()[0])
+        return self.flow.is_dense if quick is None else quick
+
+    @cached_property
+    def attends_itself(self) -> bool:
+        """Whether every position may attend to itself; the residual connection alone is not attention."""
+        return bool(_holds_diagonal(self.mask.relabelled()[0]).all())
+
+    def densified(self) -> Task:
+        """The same task with the mask R: every position attends to all that can ever reach it, and to itself.
+
+        The information flow is the same; what a model computes is not, since it now takes one layer (def. 3.8).
+        """
+        if self.is_dense and self.attends_itself:
+            return self
+        chunks = self.flow.reachability(chunk=max(1, (1 << 23) // max(1, self.size)))
+        parts = [IntervalRows.from_bool(rows.numpy()) for _, rows in chunks]
+        return Task(self.inputs, self.labels, Mask(IntervalRows.stack(parts, self.size), f"densified({self.mask!r})"))
+
+    def to_dict(self) -> dict[str, object]:
+        """The task as plain data for JSON; `from_dict` reads it back."""
+        from attnflow.tasks.spec import task_to_dict
+
+        return task_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, spec: Mapping[str, object]) -> Task:
+        """The task of plain data, as `to_dict` or a person wrote it; see `attnflow.tasks.spec` for the format."""
+        from attnflow.tasks.spec import task_from_dict
+
+        return task_from_dict(spec)
+
+
+def _all_of(kind: type, items: Iterable[object]) -> None:
+    for item in items:
+        if not isinstance(item, kind):
+            raise TypeError(f"expected a {kind.__name__}, got {item!r} of type {type(item).__name__}")
+
+
+def _token_id(value: object) -> int | tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        return integer("id", value)
+    ids = sorted(integer("id", item) for item in cast(Iterable[object], value))
+    if not ids:
+        raise ValueError("id must be a vocabulary id or at least one of them to average, got an empty sequence")
+    return ids[0] if len(ids) == 1 else tuple(ids)
+
+
+def _holds_diagonal(rows: IntervalRows) -> BoolArray:
+    row = rows.row_index()
+    holds = np.zeros(rows.num_rows, dtype=np.bool_)
+    holds[row[(rows.starts <= row) & (row < rows.ends)]] = True
+    return holds
+
+
+def _is_transitive(rows: IntervalRows) -> bool | None:
+    """Whether a relation, with its diagonal, is transitive; None where its rows are not one interval each.
+
+    Row i is closed iff no row that it holds reaches beyond it: range minima and maxima, O(n log n).
+    """
+    node = np.arange(rows.num_rows)
+    with_diagonal = rows.union(IntervalRows.build(node, node, node + 1, rows.num_rows, rows.num_rows))
+    starts, ends = with_diagonal.starts, with_diagonal.ends
+    if len(starts) != rows.num_rows:
+        return None
+    lowest = range_reduce(np.minimum, starts, starts, ends)
+    highest = range_reduce(np.maximum, ends, starts, ends)
+    return bool((lowest >= starts).all() and (highest <= ends).all())

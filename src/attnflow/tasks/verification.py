@@ -1,0 +1,258 @@
+"""`verify`: does one pass over the merged task give what a real model gives on every subtask alone?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.tasks.embedding import additive, embed, id_table
+from attnflow.tasks.merging import MergedTask
+from attnflow.tasks.task import Task
+
+_FLOOR: Final = 1e-3  # of the largest gradient of the model: below it, a parameter's own gradient is rounding
+
+
+@dataclass(frozen=True)
+class TaskDifference:
+    """One subtask: `output_difference` is the largest relative difference at its labelled positions."""
+
+    task: int
+    output_difference: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far a merged task is from its subtasks on one model.
+
+    Attributes:
+        output_difference: over all subtasks and labelled positions, the largest |merged - alone| of the logits,
+            relative to the largest logit of that subtask alone.
+        gradient_difference: over all parameters, the largest difference between the gradient of the merged loss and
+            the sum of the subtasks' gradients, relative to the parameter's largest gradient (or a thousandth of the
+            model's, if that is larger: some gradients, like those of key biases, are zero but for rounding). None if
+            gradients were not asked for.
+        merged_loss: summed weighted cross-entropy of the merged task.
+        tasks: the same for each subtask that has labels; their losses add up to the merged one.
+    """
+
+    output_difference: float
+    gradient_difference: float | None
+    merged_loss: float
+    tasks: tuple[TaskDifference, ...]
+
+    def ok(self, tolerance: float) -> bool:
+        """Whether outputs and, if compared, gradients agree within a relative tolerance (NaN never does)."""
+        return self.output_difference <= tolerance and (
+            self.gradient_difference is None or self.gradient_difference <= tolerance
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The result as plain data for JSON."""
+        return {
+            "output_difference": self.output_difference,
+            "gradient_difference": self.gradient_difference,
+            "merged_loss": self.merged_loss,
+            "tasks": [
+                {"task": each.task, "output_difference": each.output_difference, "loss": each.loss}
+                for each in self.tasks
+            ],
+        }
+
+    def __str__(self) -> str:
+        gradients = "not compared" if self.gradient_difference is None else f"{self.gradient_difference:.1e}"
+        return (
+            f"merged against {len(self.tasks)} subtasks alone: largest relative difference of outputs "
+            f"{self.output_difference:.1e}, of gradients {gradients}"
+        )
+
+
+def verify(family: Sequence[Task], merged: MergedTask, model: nn.Module, gradients: bool = True) -> Verification:
+    """Run a model on every subtask alone and once on the merged task, and compare.
+
+    Every run gets input embeddings (so that averaged tokens work), explicit position ids and a 4D additive mask.
+    The model is put into evaluation mode for the time; its gradients and its mode are left as they were. In a float64
+    model everything runs in float64, also what the model's code would convert to float32.
+
+    Args:
+        family: the subtasks.
+        merged: their merged task. To judge another mask: `dataclasses.replace(merged, task=Task(..., mask))`.
+        model: a Hugging Face model with logits, eager or SDPA attention.
+        gradients: also compare gradients; takes a backward pass per subtask, and memory for the sum.
+
+    Returns:
+        In float64 about 1e-12 or less for a right merge; a wrong one gives 0.1 and more.
+
+    Raises:
+        UnsupportedArchitecture: the model cannot take embeddings, position ids and a 4D mask.
+        ValueError: `merged` is not of this family, nothing is labelled, a row of a mask allows no key (softmax over
+            nothing), a token id is outside of the vocabulary, or no parameter requires a gradient.
+
+    Cost: one forward (and backward) pass per subtask and one for the merged task.
+    """
+    tasks = list(family)
+    _require_same_family(tasks, merged)
+    for task in (*tasks, merged.task):
+        if task.size and int(task.mask.row_counts().min()) == 0:
+            raise ValueError("a position may attend to nothing: its softmax is undefined; allow it to attend to itself")
+    if not any(task.labels for task in tasks):
+        raise ValueError("verify compares labelled positions, but no task of the family has a label")
+    _require_runnable(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad] if gradients else []
+    if gradients and not parameters:
+        raise ValueError("no parameter of the model requires a gradient; pass gradients=False to compare outputs only")
+    double = all(parameter.dtype == torch.float64 for parameter in model.parameters())
+    with _evaluation(model), torch.set_grad_enabled(gradients), _KeepDouble() if double else nullcontext():
+        logits = run(model, merged.task)
+        merged_loss = _loss(logits, merged.task)
+        merged_gradients = _gradients(merged_loss, parameters)
+        logits = logits.detach()
+        details: list[TaskDifference] = []
+        summed = [torch.zeros_like(parameter) for parameter in parameters]
+        for number, (task, place) in enumerate(zip(tasks, merged.position_of, strict=True)):
+            if not task.labels:
+                continue
+            alone = run(model, task)
+            task_loss = _loss(alone, task)
+            for total, gradient in zip(summed, _gradients(task_loss, parameters), strict=True):
+                total += gradient
+            labelled = sorted({label.position for label in task.labels})
+            difference = _relative(logits[[place[position] for position in labelled]], alone.detach()[labelled])
+            details.append(TaskDifference(number, difference, float(task_loss.detach())))
+    return Verification(
+        _largest([each.output_difference for each in details]),
+        _gradient_difference(merged_gradients, summed) if gradients else None,
+        float(merged_loss.detach()),
+        tuple(details),
+    )
+
+
+def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
+    """The logits of a model on a task: embeddings, position ids and a 4D additive mask; no cache."""
+    embedding = _embedding(model)
+    weight = next(embedding.parameters())
+    vectors = embed(id_table(task.inputs).to(weight.device), embedding)
+    arguments: dict[str, Any] = {
+        "inputs_embeds": vectors[None],
+        "attention_mask": additive(task.mask.dense(weight.device), vectors.dtype)[None, None],
+        "position_ids": task.position_ids.to(weight.device)[None],
+    }
+    # Only where it is known: some models pass unknown arguments on, and fail deep inside.
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        arguments["use_cache"] = False
+    logits = getattr(model(**arguments), "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != task.size:
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} gives no logits per position; use a language-model head (ForCausalLM, ForMaskedLM)"
+        )
+    return logits[0]
+
+
+def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
+    same = len(tasks) == len(merged.position_of) and all(
+        len(place) == task.size and [merged.task.inputs[p] for p in place] == list(task.inputs)
+        for task, place in zip(tasks, merged.position_of, strict=True)
+    )
+    if not same:
+        raise ValueError("merged is not made of this family: pass merged = af.tasks.merge(family) of the same tasks")
+
+
+def _require_runnable(model: nn.Module) -> None:
+    name = type(model).__name__
+    _embedding(model)
+    known = inspect.signature(model.forward).parameters
+    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in known]
+    if missing:
+        raise UnsupportedArchitecture(f"the forward pass of {name} takes no {' and no '.join(missing)}")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedArchitecture(f"{name} has an encoder and a decoder; a task has one sequence")
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, "eager", "sdpa"):
+        raise UnsupportedArchitecture(
+            f'{name} runs attention "{implementation}", which takes no 4D additive mask: '
+            'model.set_attn_implementation("sdpa") or "eager"'
+        )
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    get = getattr(model, "get_input_embeddings", None)
+    if not callable(get):
+        raise UnsupportedArchitecture(f"{type(model).__name__} has no get_input_embeddings()")
+    return cast(nn.Module, get())
+
+
+class _KeepDouble(TorchFunctionMode):
+    """Conversions to float32 give float64: HF's norms, softmax and rotary embeddings compute in float32 on purpose.
+
+    In a float64 model they would limit gradients to about 1e-7, which hides whether the tasks agree.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        if func is Tensor.to:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if args and isinstance(args[0], Tensor) and named.get("dtype") is torch.float32:
+            named["dtype"] = torch.float64
+        return func(*args, **named)
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Generator[None]:
+    """Evaluation mode (no dropout), each module put back as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _loss(logits: Tensor, task: Task) -> Tensor:
+    positions = [label.position for label in task.labels]
+    targets = torch.tensor([label.target_id for label in task.labels], device=logits.device)
+    if int(targets.max()) >= logits.shape[-1]:
+        raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
+    weights = torch.tensor([label.weight for label in task.labels], device=logits.device)
+    precise = logits[positions].to(torch.promote_types(logits.dtype, torch.float32))
+    return (F.cross_entropy(precise, targets, reduction="none") * weights.to(precise.dtype)).sum()
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    if not parameters:
+        return []
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+
+
+def _gradient_difference(merged: list[Tensor], summed: list[Tensor]) -> float:
+    scale = [float(gradient.abs().max()) if gradient.numel() else 0.0 for gradient in summed]
+    floor = _FLOOR * max(scale)
+    return _largest([_relative(m, s, max(own, floor)) for m, s, own in zip(merged, summed, scale, strict=True)])
+
+
+def _relative(value: Tensor, reference: Tensor, scale: float | None = None) -> float:
+    if not value.numel():
+        return 0.0
+    difference = float((value - reference).abs().max())
+    size = float(reference.abs().max()) if scale is None else scale
+    return difference / size if size > 0 else (0.0 if difference == 0 else float("inf"))
+
+
+def _largest(values: list[float]) -> float:
+    """The maximum, NaN if any is NaN."""
+    return float(torch.tensor(values, dtype=torch.float64).max())
