@@ -191,7 +191,13 @@ def test_butterfly_hangs_every_centre_below_nothing():
 
 def test_large_masks_agree_with_relabelled_and_dense_forms():
     generator = np.random.default_rng(0)
-    for mask in (masks.butterfly(100), masks.block_diffusion(20, 8), masks.dilated_window(300, 4, 3)):
+    for mask in (
+        masks.butterfly(100),
+        masks.block_diffusion(20, 8),
+        masks.dilated_window(300, 4, 3),
+        masks.block_causal(400, 4),
+        masks.block_two_stream(100, 2),
+    ):
         order = generator.permutation(mask.num_queries)
         plain, shuffled = analyze(mask), analyze(masks.from_dense(mask.permute(order).dense()))
         assert plain.depth == shuffled.depth

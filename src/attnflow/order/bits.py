@@ -43,6 +43,26 @@ def to_rows(words: Words, columns: int) -> IntervalRows:
     return IntervalRows.stack(parts, columns)
 
 
+def integers(rows: IntervalRows) -> Iterator[int]:
+    """Each row as a Python int, bit k for key k: intervals shifted into place, or dense chunks where rows have many."""
+    if len(rows.starts) > 8 * rows.num_rows:
+        for part in chunks(rows.num_rows, rows.num_keys):
+            yield from integers_of(rows.to_bool(part))
+        return
+    pairs = list(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True))
+    for first, last in zip(rows.indptr[:-1].tolist(), rows.indptr[1:].tolist(), strict=True):
+        value = 0
+        for start, end in pairs[first:last]:
+            value |= ((1 << (end - start)) - 1) << start
+        yield value
+
+
+def integers_of(table: BoolArray) -> Iterator[int]:
+    """Each row of a bool table as a Python int."""
+    for packed in np.packbits(table, axis=1, bitorder="little"):
+        yield int.from_bytes(packed.tobytes(), "little")
+
+
 def chunks(num_rows: int, row_bytes: int, limit: int = 1 << 23) -> Iterator[slice]:
     """Consecutive row slices of at most `limit` bytes (at least one row)."""
     step = max(1, limit // max(1, row_bytes))

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.order import bits
+from attnflow.order.components import is_shattered, strong_components
 
 
 @dataclass(frozen=True)
@@ -102,60 +101,36 @@ def close(rows: IntervalRows) -> Order:
 
 
 def _topological_classes(rows: IntervalRows) -> IntArray:
-    """Strong components, numbered by their first node if that is a topological order, else as they were found."""
-    count, label = _strong_components(rows)
-    first = np.full(count, rows.num_rows)
-    np.minimum.at(first, label, np.arange(rows.num_rows))
-    by_first, by_last = np.argsort(np.argsort(first)), np.argsort(np.argsort(-first))
-    found = np.arange(count)
-    for number in (by_first, by_last, found, found[::-1]):
-        if _is_topological(rows, number[label]):
-            return number[label]
-    raise AssertionError("scipy numbers strong components in a topological order or its reverse")
-
-
-def _is_topological(rows: IntervalRows, class_of: IntArray) -> bool:
-    highest = bits.range_reduce(np.maximum, class_of, rows.starts, rows.ends)
-    return bool((highest <= class_of[rows.row_index()]).all())
-
-
-def _strong_components(rows: IntervalRows) -> tuple[int, IntArray]:
-    """Strong components of an interval relation without listing its pairs.
-
-    Helper nodes stand for ranges of a power of two, as in a sparse table: an interval is an edge to each of the two
-    ranges that cover it, a range has edges to its halves. Paths between real nodes are the relation's own.
-    Cost: O(n log n + intervals) edges.
-    """
-    n = rows.num_rows
-    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
-    level = np.frexp((ends - starts).astype(np.float64))[1] - 1
-    levels = int(level.max()) + 1
-    source = [np.repeat(rows.row_index(), 2)]
-    target = [np.stack([level * n + starts, level * n + ends - (1 << level)], axis=1).ravel()]
-    for size in range(1, levels):
-        here = np.arange(n - (1 << size) + 1)
-        source.append(np.repeat(size * n + here, 2))
-        target.append(np.stack([(size - 1) * n + here, (size - 1) * n + here + (1 << (size - 1))], axis=1).ravel())
-    edges = (np.concatenate(source).astype(np.int32), np.concatenate(target).astype(np.int32))
-    graph = csr_array((np.ones(len(edges[0]), np.int8), edges), shape=(levels * n, levels * n))
-    label = connected_components(graph, directed=True, connection="strong")[1][:n]
-    # Components of helper nodes alone leave gaps; ranking the rest keeps their order.
-    kept, dense = np.unique(label, return_inverse=True)
-    return len(kept), dense.astype(np.int64)
+    """Strong components, numbered by their first or last nodes if that is a topological order, else as found."""
+    found = strong_components(rows)
+    if is_shattered(rows):
+        return found
+    first, last = (np.full(int(found.max()) + 1, start) for start in (rows.num_rows, -1))
+    np.minimum.at(first, found, np.arange(rows.num_rows))
+    np.maximum.at(last, found, np.arange(rows.num_rows))
+    for number in (np.argsort(np.argsort(first)), np.argsort(np.argsort(-last))):
+        class_of = number[found]
+        highest = bits.range_reduce(np.maximum, class_of, rows.starts, rows.ends)
+        if (highest <= class_of[rows.row_index()]).all():
+            return class_of
+    return found
 
 
 def _quotient(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
     """For each class the bit set of the classes that its members may attend to."""
     n, count = rows.num_rows, int(class_of.max()) + 1
     node = np.arange(n)
-    order = node if np.array_equal(class_of, node) else np.argsort(class_of, kind="stable")
+    order = np.argsort(class_of, kind="stable")
     sorted_class = class_of[order]
     rank = np.empty(n, dtype=np.int64)
     rank[order] = node
-    pieces = rows.take(order).pieces(None if order is node else rank, limit=max(8 * n, n * n // 64))
+    relabelled = not np.array_equal(order, node)
+    pieces = None
+    if not (relabelled and is_shattered(rows)):
+        pieces = rows.take(order).pieces(rank if relabelled else None, limit=max(8 * n, n * n // 64))
     if pieces is not None:
         row, start, end = pieces
-        return _from_intervals(
+        return bits.integers(
             IntervalRows.build(sorted_class[row], sorted_class[start], sorted_class[end - 1] + 1, count, count)
         )
     return _from_tables(rows, order, np.searchsorted(sorted_class, np.arange(count + 1)))
@@ -172,23 +147,4 @@ def _from_tables(rows: IntervalRows, order: IntArray, cuts: IntArray) -> Iterato
         if len(cuts) - 1 < n:
             table = np.logical_or.reduceat(table, cuts[:-1], axis=1)
             table = np.logical_or.reduceat(table, cuts[first:upto] - cuts[first], axis=0)
-        yield from _integers(table)
-
-
-def _from_intervals(rows: IntervalRows) -> Iterator[int]:
-    """Bit sets from intervals: each shifted into place, or by dense chunks where rows have many."""
-    if len(rows.starts) > 8 * rows.num_rows:
-        for part in bits.chunks(rows.num_rows, rows.num_keys):
-            yield from _integers(rows.to_bool(part))
-        return
-    pairs = list(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True))
-    for first, last in zip(rows.indptr[:-1].tolist(), rows.indptr[1:].tolist(), strict=True):
-        value = 0
-        for start, end in pairs[first:last]:
-            value |= ((1 << (end - start)) - 1) << start
-        yield value
-
-
-def _integers(table: BoolArray) -> Iterator[int]:
-    for packed in np.packbits(table, axis=1, bitorder="little"):
-        yield int.from_bytes(packed.tobytes(), "little")
+        yield from bits.integers_of(table)

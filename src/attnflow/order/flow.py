@@ -87,19 +87,19 @@ class Flow:
         """(relation with its diagonal, rank): the relation whose closure is the order, in compact numbering."""
         if self.num_layers is None:
             rows, rank = self.masks[0].relabelled()
-            return _with_diagonal(rows), rank
+            return rows.with_diagonal(), rank
         return bits.to_rows(self._products[-1], self.size), None
 
     @cached_property
     def _layers(self) -> list[IntervalRows]:
         """A = allow | I of each layer, in positions; equal masks are converted once."""
-        known: dict[int, IntervalRows] = {id(mask): _with_diagonal(mask.intervals()) for mask in self.masks}
+        known: dict[int, IntervalRows] = {id(mask): mask.intervals().with_diagonal() for mask in self.masks}
         return [known[id(mask)] for mask in self.masks]
 
     @cached_property
     def _products(self) -> list[bits.Words]:
         """The products A_l x ... x A_1 of a stack, for l = 0..num_layers; n^2 / 8 bytes each."""
-        products = [bits.from_rows(_with_diagonal(IntervalRows.stack([], self.size), self.size))]
+        products = [bits.from_rows(_diagonal(self.size))]
         for rows in self._layers:
             products.append(bits.product(rows, products[-1]))
         return products
@@ -268,7 +268,7 @@ class Flow:
     def _power(self, layers: int) -> bits.Words:
         if self.num_layers is not None:
             return self._products[layers]
-        words = bits.from_rows(_with_diagonal(IntervalRows.stack([], self.size), self.size))
+        words = bits.from_rows(_diagonal(self.size))
         for _ in range(min(layers, self.depth)):
             words = bits.product(self._layers[0], words)
         return words
@@ -286,11 +286,9 @@ class Flow:
         return checks.integer(name, value, 0, self.size - 1)
 
 
-def _with_diagonal(rows: IntervalRows, size: int | None = None) -> IntervalRows:
-    n = rows.num_rows if size is None else size
+def _diagonal(n: int) -> IntervalRows:
     node = np.arange(n)
-    diagonal = IntervalRows.build(node, node, node + 1, n, n)
-    return diagonal if size is not None else rows.union(diagonal)
+    return IntervalRows.build(node, node, node + 1, n, n)
 
 
 def _row_chunks(rows: Callable[[slice], Tensor], size: int, chunk: int) -> Iterator[tuple[int, Tensor]]:
