@@ -179,7 +179,7 @@ def read_settings(signature: str, known: Mapping[str, Parameter], settings: Mapp
     return {name: known[name].read(text) for name, text in settings.items()}
 
 
-def call(function: Callable[..., Mask], values: Mapping[str, object]) -> Mask:
+def call(function: Callable[..., _T], values: Mapping[str, object]) -> _T:
     """`function(**values)`, with its refusals as bad usage."""
     try:
         return function(**values)

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from attnflow._core.markup import percent
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-
-LARGEST_ORDER: Final = 32_768  # positions above which closure and depth would take gigabytes
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of a mask as FlexAttention sees them: `empty` ones are skipped.
-
-    Attributes:
-        size: queries and keys per block.
-        sparsity: share of empty blocks, in [0, 1].
-    """
-
-    size: int
-    full: int
-    partial: int
-    empty: int
-    sparsity: float
+    from attnflow.order import Flow
+    from attnflow.report import BlockSparsity
 
 
 @dataclass(frozen=True)
@@ -55,14 +41,14 @@ class MaskFacts:
     density: float
     order: OrderFacts | None
     no_order: str | None
-    blocks: Blocks
+    blocks: tuple[BlockSparsity, ...]
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, text) pairs for the terminal."""
-        pairs = f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,} ({self.density:.1%})"
+        pairs = f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,} ({percent(self.density)})"
         found = [("allowed pairs", pairs)]
         if self.order is None:
-            found.append(("order", self.no_order or ""))
+            found.append(("order", f"none: {self.no_order}"))
         else:
             order = self.order
             dense = "yes (one layer lets everything flow)" if order.is_dense else "no"
@@ -73,22 +59,20 @@ class MaskFacts:
                 ("classes", f"{order.num_classes:,}{largest}"),
                 ("Hasse diagram", f"{order.num_hasse_edges:,} edges, {order.num_levels:,} levels"),
             ]
-        blocks = self.blocks
-        counts = f"{blocks.full:,} full, {blocks.partial:,} partial, {blocks.empty:,} empty"
-        found.append((f"blocks of {blocks.size}", f"{counts} ({blocks.sparsity:.1%} skipped)"))
+        for each in self.blocks:
+            counts = f"{each.full:,} full, {each.partial:,} partial, {each.empty:,} empty"
+            share = f" ({percent(each.empty / each.total)} skipped)" if each.total else ""
+            found.append((f"blocks of {each.block}", counts + share))
         return found
 
 
 def mask_facts(mask: Mask, block_size: int | None) -> MaskFacts:
-    """The numbers of `mask`, with `block_size` chosen for its size if None."""
-    order, no_order = None, None
-    if mask.num_queries != mask.num_keys:
-        no_order = "none: the mask is not square"
-    elif mask.num_keys > LARGEST_ORDER:
-        no_order = f"not computed above {LARGEST_ORDER:,} positions"
-    else:
-        order = _order_facts(mask)
-    size = _default_block_size(mask) if block_size is None else block_size
+    """The numbers of `mask`, with a few block sizes that suit it if `block_size` is None."""
+    from attnflow.report.facts import block_sizes, block_sparsity
+    from attnflow.report.subject import order_of
+
+    flow, no_order = order_of([mask], stacked=False)
+    sizes = block_sizes(mask) if block_size is None else [block_size]
     return MaskFacts(
         name=mask.name,
         parameters=dict(mask.parameters),
@@ -96,16 +80,13 @@ def mask_facts(mask: Mask, block_size: int | None) -> MaskFacts:
         num_keys=mask.num_keys,
         allowed_pairs=mask.nnz,
         density=mask.density,
-        order=order,
-        no_order=no_order,
-        blocks=_blocks(mask, size),
+        order=None if flow is None else _order_facts(flow),
+        no_order=no_order or None,
+        blocks=tuple(block_sparsity(mask, size) for size in sizes),
     )
 
 
-def _order_facts(mask: Mask) -> OrderFacts:
-    from attnflow.order import analyze
-
-    flow = analyze(mask)
+def _order_facts(flow: Flow) -> OrderFacts:
     return OrderFacts(
         depth=flow.depth,
         is_dense=flow.is_dense,
@@ -114,20 +95,3 @@ def _order_facts(mask: Mask) -> OrderFacts:
         num_hasse_edges=len(flow.hasse.edges),
         num_levels=max(flow.hasse.levels, default=-1) + 1,
     )
-
-
-def _blocks(mask: Mask, size: int) -> Blocks:
-    queries, keys = (-(-n // size) for n in mask.shape)
-    partial = full = 0
-    if queries and keys:
-        table = mask.block_mask(size)
-        partial = int(table.kv_num_blocks.sum())
-        full = 0 if table.full_kv_num_blocks is None else int(table.full_kv_num_blocks.sum())
-    empty = queries * keys - partial - full
-    return Blocks(size, full, partial, empty, empty / (queries * keys) if queries * keys else 0.0)
-
-
-def _default_block_size(mask: Mask) -> int:
-    """128, the block of FlexAttention; for smaller masks the power of two that makes eight blocks or more."""
-    eighth = max(mask.shape) // 8
-    return min(128, 1 << max(eighth.bit_length() - 1, 0))

@@ -13,7 +13,7 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import doctor, mask_list
+from attnflow.cli import doctor, mask_check, mask_list, mask_merge, mask_show
 from attnflow.cli._output import BadUsage
 
 _OK: Final = 0
@@ -31,10 +31,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-mask = typer.Typer(help="Look at a mask, check a task for leaks, merge a family of tasks.", rich_markup_mode=None)
+mask = typer.Typer(help="Look at masks, check tasks, merge families of tasks.", rich_markup_mode=None)
 app.add_typer(mask, name="mask")
 
 mask.command("list")(mask_list.mask_list)
+mask.command("show")(mask_show.mask_show)
+mask.command("check")(mask_check.mask_check)
+mask.command("merge")(mask_merge.mask_merge)
 app.command("doctor")(doctor.doctor)
 
 
@@ -57,7 +60,7 @@ def root(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Design, prove and look at attention masks and training objectives; audit real models."""
+    """Design, prove and look at attention masks and training objectives; audit models."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

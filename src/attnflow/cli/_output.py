@@ -7,7 +7,6 @@ import math
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,19 +91,3 @@ def output_path(path: Path, suffixes: Sequence[str]) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK) or (target.exists() and not os.access(target, os.W_OK)):
         raise BadUsage(f"cannot write {path}: no permission")
     return target
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` so that a reader, or an interruption, never sees half of it."""
-    data = content.encode() if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

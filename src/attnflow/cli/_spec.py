@@ -13,6 +13,7 @@ from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
+    from attnflow.tasks import Task
 
 _FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not")
 
@@ -224,3 +225,15 @@ def mask_argument(name: str, n: int | None, settings: Sequence[str]) -> Mask:
         raise BadUsage(f"--n and --set belong to masks of the catalogue; {name} is a file that says it all")
     spec = read_json(name)
     return mask_from(spec.get("mask", spec), name)
+
+
+def task_argument(path: str) -> Task:
+    """The task in a JSON file: the format of `attnflow.tasks.spec`, with every form of mask that `mask_from` knows."""
+    from attnflow.tasks import Task
+
+    spec = read_json(path)
+    given = {**spec, "mask": mask_from(spec["mask"], f"{path}: mask")} if "mask" in spec else spec
+    try:
+        return Task.from_dict(given)
+    except (ValueError, TypeError) as error:
+        raise BadUsage(f"{path}: {error}") from error

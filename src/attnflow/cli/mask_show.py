@@ -1,0 +1,55 @@
+"""`attnflow mask show NAME`: a picture of a mask and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, working
+
+
+def mask_show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
+    ],
+    n: Annotated[int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens (default 16).")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter, as in --set window=4.")
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option("--block-size", metavar="N", min=1, help="Block of the block sparsity (default: a few)."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a .svg, .png or .html file.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show a mask as a picture and in numbers.
+
+    In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
+    density, classes and Hasse diagram of the order, block sparsity.
+    """
+    from attnflow.cli import _pictures
+    from attnflow.cli._facts import mask_facts
+    from attnflow.cli._spec import mask_argument
+    from attnflow.report import mask_text
+
+    target = None if output is None else output_path(output, _pictures.SUFFIXES)
+    mask = mask_argument(name, n, settings or [])
+    with working(f"analysing {mask.name}"):
+        facts = mask_facts(mask, block_size)
+        if target is not None:
+            _pictures.write(mask, target)
+    if json_output:
+        print_json("attnflow.mask.show/1", {**asdict(facts), "written": None if output is None else str(output)})
+        return
+    screen = console()
+    say(screen, mask_text(mask, max(20, min(100, screen.width))) + "\n")
+    for label, text in facts.lines():
+        say(screen, f"{label:<16}{text}")
+    if output is not None:
+        say(screen, f"{'written':<16}{output}")

@@ -1,0 +1,119 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import attnflow
+from attnflow.cli import _main, mask_list
+
+
+def attnflow_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "attnflow", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+
+
+def test_version(run: Callable) -> None:
+    assert run("--version") == (0, f"attnflow {attnflow.__version__}\n", "")
+
+
+def commands() -> list[list[str]]:
+    tree = [[command.name] for command in _main.app.registered_commands]
+    return tree + [["mask", command.name] for command in _main.mask.registered_commands]
+
+
+@pytest.mark.parametrize("command", [[], ["mask"], *commands()], ids=" ".join)
+def test_help(run: Callable, command: list[str]) -> None:
+    code, out, err = run(*command, "--help")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert not any(line.rstrip().endswith("...") for line in out.splitlines()[1:]), "a summary was cut"
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_has_json_and_at_most_ten_flags(run: Callable, command: list[str]) -> None:
+    out = run(*command, "--help").out
+    flags = [line for line in out.splitlines() if line.startswith("  -") and "--help" not in line]
+    assert any("--json" in line for line in flags)
+    assert len(flags) <= 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing command"),
+        (["mask"], "Missing command"),
+        (["mask", "lst"], "No such command 'lst'"),
+        (["--bogus"], "No such option: --bogus"),
+        (["mask", "list", "extra"], "extra"),
+        (["mask", "show"], "NAME"),
+        (["mask", "show", "causal", "--n", "x"], "--n"),
+        (["mask", "show", "causal", "--n", "-1"], "--n"),
+        (["mask", "show", "causal", "--n"], "--n"),
+    ],
+)
+def test_bad_usage_is_one_message_on_stderr(run: Callable, arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("attnflow: ")
+    assert message in err
+    assert "--help`" in err
+    assert "Traceback" not in err
+
+
+def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(mask_list, "print_json", explode)
+    code, out, err = run("mask", "list", "--json")
+    assert (code, out) == (2, "")
+    assert "unexpected KeyError: 'planted'" in err
+    assert "defect of attnflow" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("ATTNFLOW_TRACEBACK", "1")
+    assert "Traceback" in run("mask", "list", "--json").err
+
+
+def test_interruption(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mask_list, "print_json", interrupt)
+    code, _, err = run("mask", "list", "--json")
+    assert code == 130
+    assert "Traceback" not in err
+
+
+def test_help_is_cheap() -> None:
+    probe = (
+        "import sys; from attnflow.cli import main; code = main(['mask', 'show', '--help']);"
+        "heavy = {'transformers', 'matplotlib', 'accelerate'} & set(sys.modules);"
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_as_a_process() -> None:
+    done = attnflow_process("mask", "list", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["schema"] == "attnflow.mask.list/1"
+    failed = attnflow_process("mask", "show", "nothing_like_it")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("attnflow: unknown mask 'nothing_like_it'")
+
+
+def test_a_closed_pipe_is_no_finding() -> None:
+    command = f"{sys.executable} -m attnflow mask list | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 141
+    assert done.stderr == ""
