@@ -1,0 +1,167 @@
+"""Allowed receptive fields by layer, and the sets of positions whose perturbation tests most forbidden pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from attnflow._core.errors import UnsupportedArchitecture
+
+_PLAN_WORK: Final = 500_000_000  # multiply-adds that one step of planning may cost
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A declared order as one bool relation [rows, n, n] per layer call, or a single one for all layers.
+
+    `rows` is 1, or the batch size where sequences differ (padding).
+
+    Attributes:
+        layers: the relations; entry [b, i, j] lets i read j.
+        repeat: whether the single relation holds in every layer.
+        name: the order in words.
+    """
+
+    layers: tuple[Tensor, ...]
+    repeat: bool
+    name: str
+
+
+class Fields:
+    """The declared receptive fields F_l = A_l x ... x A_1 with A = allow | I, grown layer by layer on demand."""
+
+    def __init__(self, relation: Relation, batch: int) -> None:
+        self.relation = relation
+        self.batch = batch
+        first = relation.layers[0]
+        self.size = int(first.shape[-1])
+        self._identity = torch.eye(self.size, dtype=torch.bool)[None]
+        self._grown: list[Tensor] = [self._identity.expand(first.shape[0], -1, -1)]
+        self._final = False
+
+    def at(self, depth: int) -> Bool[Tensor, "rows n n"]:
+        """F after `depth` layers; depth -1 stands for arbitrarily many layers of a repeated relation."""
+        while not self._final and (depth < 0 or len(self._grown) <= depth):
+            index = len(self._grown) - 1
+            if not self.relation.repeat and index >= len(self.relation.layers):
+                raise UnsupportedArchitecture(
+                    f"the declared order has {len(self.relation.layers)} layers, but the model runs more; pass order= "
+                    "with one mask per layer call, or a single mask for all layers"
+                )
+            allow = self.relation.layers[0 if self.relation.repeat else index] | self._identity
+            grown = (allow.float() @ self._grown[-1].float()) > 0
+            if torch.equal(grown, self._grown[-1]):
+                grown = self._grown[-1]  # one tensor for all saturated depths
+                self._final = self.relation.repeat
+            self._grown.append(grown)
+        return self._grown[min(depth, len(self._grown) - 1)]
+
+    def clean(self, depth: int, selected: Bool[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
+        """Rows that must not move after `depth` layers when the `selected` positions change."""
+        field = self.at(depth).expand(self.batch, -1, -1)
+        return ~((field.float() @ selected.float()[:, :, None])[:, :, 0] > 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which positions to change in each pass.
+
+    Attributes:
+        passes: bool [batch, n] each.
+        coverage: share of the forbidden pairs that they test.
+        forbidden: number of forbidden pairs.
+    """
+
+    passes: tuple[Tensor, ...]
+    coverage: float
+    forbidden: int
+
+
+def plan(fields: Fields, depth: int, passes: int) -> Plan:
+    """At most `passes` sets of positions that together test as many forbidden pairs (target, source) as possible.
+
+    Changing the set S tests all pairs (i, j) with j in S and F[i] disjoint from S. Sets are taken greedily from
+    complements of receptive fields (cuts, for a causal order), dyadic blocks and single positions; for a causal order
+    of n positions, n - 1 cuts test every pair. Where fields grow (sliding windows), pairs are counted twice: as soon
+    as every position has read what it reads first, and at `depth`, the end of the model.
+    """
+    last, early = fields.at(depth), fields.at(_first_read(fields, depth))
+    chosen: list[list[Tensor]] = []
+    tested = forbidden = 0
+    copies = fields.batch // last.shape[0]
+    for row in range(last.shape[0]):
+        stages = [last[row]] if torch.equal(last[row], early[row]) else [early[row], last[row]]
+        sets, left, total = _greedy(stages, passes)
+        chosen.append(sets)
+        tested += (total - left) * copies
+        forbidden += total * copies
+    count = max(len(sets) for sets in chosen)
+    empty = torch.zeros(fields.size, dtype=torch.bool)
+    per_pass = [torch.stack([sets[p] if p < len(sets) else empty for sets in chosen]) for p in range(count)]
+    full = tuple(selected.expand(fields.batch, -1).clone() for selected in per_pass)
+    return Plan(full, tested / forbidden if forbidden else 1.0, forbidden)
+
+
+def batch_sets(batch: int, size: int) -> list[Tensor]:
+    """Sets of whole sequences: each ordered pair of sequences is told apart by one of 2 ceil(log2 batch) sets."""
+    rows, sets = torch.arange(batch), []
+    for bit in range((batch - 1).bit_length()):
+        for value in (0, 1):
+            side = (rows >> bit & 1) == value
+            sets.append(side[:, None].expand(-1, size).clone())
+    return sets
+
+
+def _first_read(fields: Fields, depth: int) -> int:
+    """The first depth at which every position that ever reads others has read some (a decoder starts late)."""
+    if depth < 0:
+        return depth
+    identity = torch.eye(fields.size, dtype=torch.bool)
+    idle = (fields.at(depth) == identity).all(-1)
+    return next(d for d in range(min(1, depth), depth + 1) if torch.equal((fields.at(d) == identity).all(-1), idle))
+
+
+def _greedy(stages: Sequence[Tensor], passes: int) -> tuple[list[Tensor], int, int]:
+    """(sets, forbidden pairs left untested, all forbidden pairs), summed over the stages."""
+    size = stages[0].shape[0]
+    fields = [field.float() for field in stages]
+    untested = [1 - field for field in fields]
+    totals = [float(left.sum()) for left in untested]
+    pool = _candidates(stages, max(16, _PLAN_WORK // max(1, size * size))).float()
+    chosen: list[Tensor] = []
+    rows_of = [(field @ pool.T == 0).float() for field in fields]
+    while len(chosen) < passes and len(pool):
+        gain = torch.zeros(len(pool))
+        for rows, left, total in zip(rows_of, untested, totals, strict=True):
+            gain += (rows * (left @ pool.T)).sum(0) / max(1.0, total)
+        best = int(gain.argmax())
+        if gain[best] == 0:
+            break
+        chosen.append(pool[best] > 0)
+        for rows, left in zip(rows_of, untested, strict=True):
+            left *= 1 - rows[:, best : best + 1] * pool[best]
+    return chosen, int(sum(float(left.sum()) for left in untested)), int(sum(totals))
+
+
+def _candidates(stages: Sequence[Tensor], limit: int) -> Bool[Tensor, "sets n"]:
+    size = stages[0].shape[0]
+    cuts = [~row for field in reversed(stages) for row in field]
+    singles = list(torch.eye(size, dtype=torch.bool))
+    blocks: list[Tensor] = []
+    width = 2
+    while width < size:
+        for start in range(0, size, width):
+            block = torch.zeros(size, dtype=torch.bool)
+            block[start : start + width] = True
+            blocks.append(block)
+        width *= 2
+    pool = {tuple(candidate.tolist()): candidate for candidate in (*cuts, *singles, *blocks) if candidate.any()}
+    kept = list(pool.values())
+    if len(kept) > limit:
+        kept = [kept[i] for i in torch.linspace(0, len(kept) - 1, limit).long().tolist()]
+    return torch.stack(kept) if kept else torch.zeros(0, size, dtype=torch.bool)

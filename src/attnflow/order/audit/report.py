@@ -1,0 +1,178 @@
+"""`AuditReport` and `Violation`: what an audit found, as data and as a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from attnflow._core.errors import LeakFound
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+Kind = Literal["order", "batch", "cache", "state"]
+
+_MEANING: dict[Kind, str] = {
+    "order": "the target moves with a source that the declared order forbids",
+    "batch": "the target moves with another sequence of the batch",
+    "cache": "prefill and decoding with the cache differ from one full forward",
+    "state": "the output depends on earlier calls of the model",
+}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One place where information flows against the declared order.
+
+    Attributes:
+        kind: "order", "batch" (across sequences of the batch), "cache" (cached decoding differs from the full
+            forward) or "state" (an earlier call of the model leaves a trace).
+        layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
+        module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order.
+        source: the position that is changed; None for kinds "cache" and "state".
+        target: the position that moves and must not.
+        change: largest absolute change of the target's vector there (VJP: largest absolute entry of the gradient).
+        source_row: row of the batch that is changed.
+        target_row: row of the batch that moves.
+        path: "forward", or "cached" when found while prefilling and decoding with a cache.
+        confirmed: whether the change kept its size in the other floating-point precision, as a leak does and
+            rounding does not; None if that run failed or was not needed.
+    """
+
+    kind: Kind
+    layer: int | None
+    module: str
+    source: int | None
+    target: int
+    change: float
+    source_row: int | None = 0
+    target_row: int = 0
+    path: Literal["forward", "cached"] = "forward"
+    confirmed: bool | None = None
+
+    def __str__(self) -> str:
+        where = self.module if self.layer is None else f"{self.module} (layer {self.layer})"
+        rows = "" if self.source_row == self.target_row or self.source_row is None else f" of row {self.source_row}"
+        row = f" of row {self.target_row}" if self.kind == "batch" else ""
+        cause = "" if self.source is None else f" with position {self.source}{rows}"
+        return f"{self.kind}: {where}: position {self.target}{row} moves{cause} by {self.change:.3g} [{self.path}]"
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """What the audit saw of one module's outputs: "clean", "breaks" (a violation starts here) or "carries" one on."""
+
+    module: str
+    layer: int | None
+    status: Literal["clean", "breaks", "carries"]
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit of a model found.
+
+    Attributes:
+        ok: nothing moved that must not.
+        violations: the places where the flow breaks the order, first in the order of execution first.
+        order: the order that was tested, in words.
+        mode: "perturb" or "vjp".
+        layers: number of layer calls in one forward.
+        positions: number of positions (encoder and decoder together).
+        batch: number of sequences.
+        forward_passes: forward passes that were run, all told.
+        backward_passes: backward passes, in mode "vjp".
+        coverage: share of the forbidden pairs (target, source) that were put to the test at the model's output;
+            1.0 if nothing is forbidden.
+        forbidden: number of forbidden pairs, over the whole batch.
+        noise: largest difference between two runs on the same inputs; 0.0 where the model is deterministic.
+        modules: every module whose output has a sequence axis, in order of execution.
+        skipped: modules that could not be watched, each with the reason.
+        notes: remarks that a reader should know before believing the result.
+        seconds: wall time.
+    """
+
+    violations: tuple[Violation, ...]
+    order: str
+    mode: Literal["perturb", "vjp"]
+    layers: int
+    positions: int
+    batch: int
+    forward_passes: int
+    backward_passes: int
+    coverage: float
+    forbidden: int
+    noise: float
+    modules: tuple[ModuleResult, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether no violation was found."""
+        return not self.violations
+
+    def raise_on_leak(self) -> None:
+        """Raise `LeakFound` with the first violation, if there is any."""
+        if self.violations:
+            first = self.violations[0]
+            raise LeakFound(str(first), () if first.source is None else (first.source, first.target))
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything as plain Python values, ready for `json.dumps`."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        Console(file=buffer, width=110, color_system=None, force_terminal=False).print(self)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        verdict = Text("clean", style="bold green") if self.ok else Text("LEAK", style="bold red")
+        head = Text.assemble(
+            verdict, f": {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers"
+        )
+        passes = f"{self.forward_passes} forward" + (
+            f", {self.backward_passes} backward" if self.backward_passes else ""
+        )
+        work = Text(
+            f"mode {self.mode}: {passes} passes in {self.seconds:.1f} s; {len(self.modules)} module outputs watched; "
+            f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested; noise {self.noise:.2g}"
+        )
+        parts: list[Text | Table] = [head, work]
+        if self.violations:
+            parts += [self._table(), *(Text(f"{kind}: {_MEANING[kind]}", style="dim") for kind in self._kinds())]
+            carried = sum(result.status == "carries" for result in self.modules)
+            if carried:
+                parts.append(Text(f"{carried} later module outputs carry it on", style="dim"))
+        if self.skipped:
+            parts.append(Text(f"{len(self.skipped)} modules not watched: {_few([n for n, _ in self.skipped])}", "dim"))
+        return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in self.notes))
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table("kind", "layer", "module", "source", "target", "change", "path")
+        for v in self.violations:
+            source = (
+                "" if v.source is None else f"{v.source}" if v.kind == "order" else f"{v.source} (row {v.source_row})"
+            )
+            target = f"{v.target} (row {v.target_row})" if v.kind == "batch" else str(v.target)
+            layer = "" if v.layer is None else str(v.layer)
+            table.add_row(v.kind, layer, v.module, source, target, f"{v.change:.3g}", v.path)
+        return table
+
+    def _kinds(self) -> list[Kind]:
+        return list(dict.fromkeys(violation.kind for violation in self.violations))
+
+
+def _few(names: Sequence[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

@@ -1,0 +1,189 @@
+"""Hooks on every submodule: what goes in and out of it, as [batch, positions, features], in order of execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+from torch import Tensor, nn
+
+Watch = Literal["modules", "layers"]
+
+
+class Key(NamedTuple):
+    """Names one tensor of one pass: the same in every pass over inputs of the same shape."""
+
+    step: int
+    module: str
+    call: int
+    side: Literal["in", "out"]
+    leaf: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """A tensor with a sequence axis that enters or leaves a module.
+
+    Attributes:
+        key: its name.
+        blame: the module to blame if this is the first tensor that moves: the module itself for its output, the
+            caller for its input (the caller computed it).
+        layer: index of the surrounding layer, None outside of layers.
+        depth: number of layers begun so far.
+        offset: joint position of its first row.
+        values: [batch, positions, features]; [1, positions, features] where the module made one for all sequences.
+        raw: the tensor as the module saw it.
+    """
+
+    key: Key
+    blame: str
+    layer: int | None
+    depth: int
+    offset: int
+    values: Tensor
+    raw: Tensor
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What sequence axes look like: number of sequences, and {length: joint position of the first one}."""
+
+    batch: int
+    batched: bool
+    segments: Mapping[int, int]
+
+
+def layer_names(model: nn.Module) -> dict[str, int]:
+    """{dotted name: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
+
+    A list of leaf modules (projections, norms) is not a stack of layers, nor is an `nn.Sequential` of unlike modules.
+    """
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in found):
+            continue
+        blocks = list(module)
+        alike = isinstance(module, nn.ModuleList) or (len(blocks) > 1 and len({type(block) for block in blocks}) == 1)
+        if blocks and alike and all(any(True for _ in block.children()) for block in blocks):
+            found |= {f"{name}.{index}": index for index in range(len(blocks))}
+    return found
+
+
+def canonical(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | str | None:
+    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it cannot be told."""
+    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
+        return None
+    sizes = list(tensor.shape)
+    if not frame.batched:
+        tensor, sizes = tensor[None], [1, *sizes]
+    if sizes[0] not in (1, frame.batch):
+        seq_first = tensor.ndim >= 3 and sizes[0] in frame.segments and sizes[1] == frame.batch
+        if not seq_first:
+            return None
+        tensor, sizes = tensor.transpose(0, 1), [sizes[1], sizes[0], *sizes[2:]]
+        axes = [1]
+    else:
+        axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
+    if not axes:
+        return None
+    if len(axes) > 1:
+        # [batch, heads, queries, keys]: the rows are the queries
+        if len(sizes) < 4 or axes != [len(sizes) - 2, len(sizes) - 1]:
+            return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
+        axes = axes[:1]
+    values = tensor.movedim(axes[0], 1)
+    return values.reshape(values.shape[0], values.shape[1], -1), frame.segments[sizes[axes[0]]]
+
+
+class Tracer:
+    """Watches one or several forward passes of a model.
+
+    Attributes:
+        frame: set anew for every step of a cached run.
+        depth: layers begun in this pass.
+        skipped: {module: reason} of the modules that could not be watched.
+        layer_calls: how often each layer was called in the last pass.
+    """
+
+    def __init__(self, model: nn.Module, frame: Frame, visit: Callable[[Event], None], watch: Watch) -> None:
+        self.model = model
+        self.frame = frame
+        self.visit = visit
+        self.watch = watch
+        self.layers = layer_names(model)
+        self.skipped: dict[str, str] = {}
+        self.begin(0)
+
+    def begin(self, step: int, depth: int = 0) -> None:
+        """Start a pass, or a step of a cached run that does not run the first `depth` layers (the encoder) again."""
+        self.step = step
+        self.depth = depth
+        self.layer_calls: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._stack: list[tuple[str, int]] = []
+        self._current: list[int | None] = [None]
+
+    @contextmanager
+    def attached(self) -> Generator[Tracer, None, None]:
+        """With hooks on all watched modules; all are removed afterwards."""
+        handles: list[Any] = []
+        try:
+            for name, module in self.model.named_modules():
+                if self.watch == "modules" or name in self.layers or not name:
+                    handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+                    handles.append(module.register_forward_hook(self._leave(name)))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caller = self._stack[-1][0] if self._stack else name
+            call = self._calls[name] = self._calls.get(name, -1) + 1
+            if self._stack:  # the inputs of the model itself are what is perturbed
+                data = {k: v for k, v in kwargs.items() if "past" not in k and "cache" not in k}
+                for leaf, tensor in _leaves((args, data), ""):
+                    self._emit(Key(self.step, name, call, "in", leaf), caller, tensor)
+            self._stack.append((name, call))
+            if name in self.layers:
+                self.depth += 1
+                self.layer_calls[name] = self.layer_calls.get(name, 0) + 1
+                repeated = self.layer_calls[name] > 1
+                self._current.append(self.depth - 1 if repeated else self.layers[name])
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            call = self._stack[-1][1]
+            for leaf, tensor in _leaves(output, ""):
+                self._emit(Key(self.step, name, call, "out", leaf), name, tensor)
+            self._stack.pop()
+            if name in self.layers:
+                self._current.pop()
+
+        return hook
+
+    def _emit(self, key: Key, blame: str, tensor: Tensor) -> None:
+        found = canonical(tensor, self.frame)
+        if isinstance(found, str):
+            self.skipped[key.module] = found
+        elif found is not None:
+            label = blame or type(self.model).__name__
+            self.visit(Event(key, label, self._current[-1], self.depth, found[1], found[0], tensor))
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in nested tuples, lists and mappings, each with its path; caches and other objects are left out."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in cast(Mapping[Any, object], value).items():
+            if "past" not in str(key) and "cache" not in str(key):
+                yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(cast(list[object], value)):
+            yield from _leaves(item, f"{path}.{index}")
