@@ -17,7 +17,7 @@ ifeq ($(origin PY), undefined)
   BENCH_ENV := $(VENV)/installed-bench-$(HASH)
 endif
 
-export PYTHONPATH := src
+export PYTHONPATH := src:.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1

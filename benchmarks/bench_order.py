@@ -114,7 +114,9 @@ def torch_powers(name: str, n: int) -> Callable[[], object]:
     return run
 
 
-def cases() -> list[Case]:
+def cases(device: str) -> list[Case]:
+    if device != "cpu":
+        return []
     here = "benchmarks.bench_order"
     listed: list[Case] = []
     for name in MASKS:
@@ -142,4 +144,4 @@ def cases() -> list[Case]:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(100_000)
-    main(cases(), ["torch", "numpy", "scipy", "networkx", "rustworkx", "igraph"])
+    main(cases, ["torch", "numpy", "scipy", "networkx", "rustworkx", "igraph"])

@@ -1,9 +1,9 @@
 """Runs every case in a process of its own, with a time limit, and appends the figures to results.csv.
 
-A benchmark file builds a list of `Case`s and calls `main(cases)`. A case names an importable function that prepares
-the inputs and returns the callable to time; what it prepares is not timed. All providers of one `what` and `size` run
-in one go, ours first; `ratio` is the provider's median over ours. A case that takes too long or too much memory is a
-row too.
+A benchmark file says which `Case`s it has for a device and calls `main(cases)`. A case names an importable function
+that prepares the inputs, checks them against a reference where there is one, and returns the callable to time; what it
+prepares is not timed. All providers of one `what` and `size` run in one go, ours first; `ratio` is the provider's
+median over ours. A case that takes too long or too much memory is a row too.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Case:
     note: str = ""
 
 
-def main(cases: Sequence[Case], packages: Sequence[str], time_limit: float = 60.0) -> None:
-    """Run the cases and append their rows."""
+def main(cases: Callable[[str], Sequence[Case]], packages: Sequence[str], time_limit: float = 60.0) -> None:
+    """Run the cases of the chosen device ("cpu" or "cuda") and append their rows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="run only the cases whose name contains this")
@@ -55,19 +55,18 @@ def main(cases: Sequence[Case], packages: Sequence[str], time_limit: float = 60.
     if options.run:
         print(json.dumps(_measure(Case(**json.loads(options.run)))))
         return
-    if options.device != "cpu":
-        print("these benchmarks measure CPU code only: nothing to do on a GPU")
+    chosen = [case for case in cases(options.device) if options.only in case.what]
+    if not chosen:
+        print(f"nothing to measure on {options.device}")
         return
-    common = _environment(packages)
+    common = _environment(packages, options.device)
     medians: dict[tuple[str, int], float] = {}
     fresh = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if fresh:
             writer.writeheader()
-        for case in cases:
-            if options.only not in case.what:
-                continue
+        for case in chosen:
             row = _run(case, time_limit)
             if case.provider == OURS and "p50" in row:
                 medians[case.what, case.size] = float(row["p50"])
@@ -112,6 +111,7 @@ def _measure(case: Case) -> dict[str, object]:
     print(READY, end="", flush=True)
     before = _resident()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    on_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
     seconds: list[float] = []
     spent = 0.0
     peak = 0.0
@@ -120,7 +120,7 @@ def _measure(case: Case) -> dict[str, object]:
         result = timed()
         seconds.append(time.perf_counter() - start)
         spent += seconds[-1]
-        peak = peak or _peak() - before
+        peak = peak or (sys.modules["torch"].cuda.max_memory_allocated() / 2**20 if on_gpu else _peak() - before)
         del result
     seconds.sort()
     p20, p50, p80 = (seconds[round(q * (len(seconds) - 1))] for q in (0.2, 0.5, 0.8))
@@ -137,11 +137,18 @@ def _peak() -> float:
     return int(line.split()[1]) / 2**10
 
 
-def _environment(packages: Sequence[str]) -> dict[str, object]:
+def _environment(packages: Sequence[str], device: str) -> dict[str, object]:
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    name = f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SystemExit("no CUDA device: run this on a machine with a GPU, or with --device cpu")
+        name = torch.cuda.get_device_name()
     return {
-        "device": f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores",
+        "device": name,
         "versions": "; ".join([f"python {platform.python_version()}", *versions]),
         "commit": git.stdout.strip(),
         "date": datetime.date.today().isoformat(),

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attnflow import masks, order
+from attnflow import masks, order, tasks
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
 
@@ -20,6 +20,7 @@ __all__ = [
     "masks",
     "order",
     "report",
+    "tasks",
 ]
 
 
