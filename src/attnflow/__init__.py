@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from attnflow import masks, order, tasks
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
+from attnflow.order.audit import audit
 
 if TYPE_CHECKING:
     from attnflow import hf, report
@@ -16,6 +17,7 @@ __all__ = [
     "MissingExtra",
     "UnsupportedArchitecture",
     "__version__",
+    "audit",
     "hf",
     "masks",
     "order",
