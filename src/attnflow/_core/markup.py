@@ -58,15 +58,15 @@ def percent(share: float) -> str:
     """A share in [0, 1] as a percentage that never rounds to 0 % or 100 % what is neither.
 
     >>> percent(0.5), percent(1.0), percent(0.99999), percent(0.00001)
-    ('50 %', '100 %', '> 99.9 %', '< 0.1 %')
+    ('50\xa0%', '100\xa0%', '>\xa099.9\xa0%', '<\xa00.1\xa0%')
     """
-    if share <= 0 or share >= 1:
-        return f"{share:.0%}".replace("%", " %")
-    if share < 0.001:
-        return "< 0.1 %"
-    if share > 0.999:
-        return "> 99.9 %"
-    return f"{_trim(f'{100 * share:.1f}')} %"
+    if 0 < share < 0.001:
+        text = "< 0.1 %"
+    elif 0.999 < share < 1:
+        text = "> 99.9 %"
+    else:
+        text = f"{_trim(f'{100 * share:.1f}')} %"
+    return text.replace(" ", "\xa0")
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:

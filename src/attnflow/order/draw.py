@@ -15,13 +15,13 @@ from attnflow.order.hasse import Hasse
 from attnflow.order.layout import Placement, Point
 from attnflow.order.summary import Band, Box, Grouping
 
-_MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
-_SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
+MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
+SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
 _HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
 _MARGIN: Final = 14.0
 _MAX_WIDTH, _MAX_HEIGHT = 1240.0, 1700.0
 _LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
-_STYLE: Final = (
+STYLE: Final = (
     "<style>.af-page{color:#1c2024;background:#fff}"
     "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
 )
@@ -96,7 +96,8 @@ def _boxes(
     for index, box in enumerate(grouping.boxes):
         parts.append(_box(placement, index, sizes[index], texts[index], len(box.classes) > 1, index in stops))
     parts += [_badge(route, hot[edge]) for edge, route in zip(edges, placement.routes, strict=True) if edge in hot]
-    caption = _caption(hasse, grouping, highlight)
+    inside = sum(a == b for a, b in pairwise(stops))
+    caption = _caption(hasse, grouping, highlight, inside)
     what = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
     return _page("".join(parts), placement.width, placement.height, caption, standalone, what)
 
@@ -208,10 +209,10 @@ def _box(
             element("text", escape(second), x=x, y=y + 12, font_size=10.4, fill="currentColor", fill_opacity=0.72)
         )
     kind = "af-node" + (" af-several" if several else "") + (" af-hot" if hot else "")
-    return element("g", "".join(parts), class_=kind, text_anchor="middle", font_family=_MONO)
+    return element("g", "".join(parts), class_=kind, text_anchor="middle", font_family=MONO)
 
 
-def _caption(hasse: Hasse, grouping: Grouping, highlight: Sequence[int]) -> list[str]:
+def _caption(hasse: Hasse, grouping: Grouping, highlight: Sequence[int], inside: int) -> list[str]:
     lines: list[str] = []
     if grouping.how:
         shown = plural(len(grouping.boxes), "box", "boxes")
@@ -220,7 +221,11 @@ def _caption(hasse: Hasse, grouping: Grouping, highlight: Sequence[int]) -> list
         if max((link.count for link in grouping.links), default=1) > 1:
             lines.append("A thick line stands for many covers.")
     if len(highlight) > 1:
-        lines.append(f"Emphasised: the path of the information from {highlight[0]} to {highlight[-1]}, by layer.")
+        within = "all" if inside == len(highlight) - 1 else str(inside)
+        stays = f" ({within} of its moves stay inside a box)" if inside else ""
+        lines.append(
+            f"Emphasised: the path of the information from {highlight[0]} to {highlight[-1]}, by layer{stays}."
+        )
     return lines
 
 
@@ -281,14 +286,14 @@ def _page(body: str, width: float, height: float, caption: list[str], standalone
         text = element("g", text, class_="af-caption", font_size=11.5, fill="currentColor", fill_opacity=0.75)
     return element(
         "svg",
-        (_STYLE if standalone else "") + element("title", escape(what)) + drawing + text,
+        (STYLE if standalone else "") + element("title", escape(what)) + drawing + text,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {number(full_width)} {number(full_height)}",
         width=full_width,
         height=full_height,
         role="img",
         class_="af-svg af-page" if standalone else "af-svg",
-        font_family=_SANS,
+        font_family=SANS,
     )
 
 

@@ -1,0 +1,32 @@
+"""Results as pictures: masks in the terminal, as SVG and PNG, and whole analyses as one self-contained HTML file."""
+
+from attnflow.report.build import Report, build, mask_report, model_report
+from attnflow.report.facts import BlockSparsity, CostModel, Growth, block_sparsity, growth
+from attnflow.report.figures import mask_figure, mask_png
+from attnflow.report.html import Html
+from attnflow.report.picture import mask_svg
+from attnflow.report.sections import MODEL_SECTIONS, SECTIONS
+from attnflow.report.subject import Section, SectionFunction, Subject
+from attnflow.report.terminal import mask_text
+
+__all__ = [
+    "MODEL_SECTIONS",
+    "SECTIONS",
+    "BlockSparsity",
+    "CostModel",
+    "Growth",
+    "Html",
+    "Report",
+    "Section",
+    "SectionFunction",
+    "Subject",
+    "block_sparsity",
+    "build",
+    "growth",
+    "mask_figure",
+    "mask_png",
+    "mask_report",
+    "mask_svg",
+    "mask_text",
+    "model_report",
+]

@@ -1,0 +1,95 @@
+"""Small pieces of HTML: text is escaped on the way in, so that whatever a name or token holds stays text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attnflow._core.markup import element, escape
+
+
+@dataclass(frozen=True)
+class Html:
+    """Markup that is safe to place in a page; plain strings are escaped where `Html` is expected too."""
+
+    markup: str
+
+    def __add__(self, other: Html) -> Html:
+        return Html(self.markup + other.markup)
+
+
+Content = Html | str | int
+
+
+def raw(content: Content) -> str:
+    """The markup of a piece of content."""
+    return content.markup if isinstance(content, Html) else escape(content)
+
+
+def tag(name: str, *content: Content, **attributes: object) -> Html:
+    """An element around content, which is escaped unless it is `Html`."""
+    return Html(element(name, "".join(raw(part) for part in content), **attributes))
+
+
+def join(parts: Iterable[Content], separator: str = "") -> Html:
+    """Pieces side by side."""
+    return Html(escape(separator).join(raw(part) for part in parts))
+
+
+def code(text: object) -> Html:
+    """A name or an expression, in the font of code."""
+    return tag("code", str(text))
+
+
+def paragraph(*content: Content, kind: str | None = None) -> Html:
+    """A paragraph."""
+    return tag("p", *content, class_=kind)
+
+
+def facts(rows: Sequence[tuple[str, Content]], kind: str = "facts") -> Html:
+    """A list of names and values."""
+    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows), class_=kind)
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Content]], *, text_columns: int = 1, marked: Iterable[int] = ()
+) -> Html:
+    """A table that scrolls inside its own box on a narrow screen.
+
+    Args:
+        head: column names.
+        rows: cells of each row.
+        text_columns: how many columns, from the left, hold words; the others are numbers, set flush right.
+        marked: indices of rows to emphasise.
+    """
+    emphasised = set(marked)
+
+    def cell(kind: str, index: int, content: Content) -> Html:
+        return tag(kind, content, class_=None if index < text_columns else "n", scope="col" if kind == "th" else None)
+
+    top = tag("tr", *(cell("th", i, name) for i, name in enumerate(head)))
+    body = (
+        tag(
+            "tr",
+            *(cell("td", i, content) for i, content in enumerate(row)),
+            class_="marked" if r in emphasised else None,
+        )
+        for r, row in enumerate(rows)
+    )
+    return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll", tabindex=0, role="region")
+
+
+def figure(picture: str | Html, caption: Content | None = None, *, read_out: bool = False, kind: str = "") -> Html:
+    """A picture (SVG markup) with its caption; with `read_out`, a line that the page's script fills under a pointer."""
+    parts: list[Html] = [tag("div", Html(picture) if isinstance(picture, str) else picture, class_="scroll")]
+    if read_out:
+        parts.append(tag("output", class_="readout", aria_live="off"))
+    if caption is not None:
+        parts.append(tag("figcaption", caption))
+    return tag("figure", *parts, class_=kind or None)
+
+
+def note(kind: str, *content: Content) -> Html:
+    """A framed remark; `kind` is "good", "bad" or "neutral", which also sets its sign."""
+    sign = {"good": "✓", "bad": "!", "neutral": "–"}[kind]
+    return tag("div", tag("span", sign, class_="sign", aria_hidden="true"), tag("div", *content), class_=f"note {kind}")

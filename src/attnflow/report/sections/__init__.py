@@ -1,0 +1,33 @@
+"""The sections of a report, one function each: `Subject` in, `Section` out, None where there is nothing to say."""
+
+from attnflow.report.sections.findings import audit, idle, leaks, verification
+from attnflow.report.sections.mask import blocks, cost, picture
+from attnflow.report.sections.order import growth_by_layer, order
+from attnflow.report.subject import SectionFunction
+
+SECTIONS: tuple[SectionFunction, ...] = (
+    picture,
+    order,
+    growth_by_layer,
+    leaks,
+    idle,
+    verification,
+    audit,
+    blocks,
+    cost,
+)
+MODEL_SECTIONS: tuple[SectionFunction, ...] = (audit, *(function for function in SECTIONS if function is not audit))
+
+__all__ = [
+    "MODEL_SECTIONS",
+    "SECTIONS",
+    "audit",
+    "blocks",
+    "cost",
+    "growth_by_layer",
+    "idle",
+    "leaks",
+    "order",
+    "picture",
+    "verification",
+]
