@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, no_type_check
 
 import numpy as np
 import numpy.typing as npt
@@ -18,64 +18,53 @@ if TYPE_CHECKING:
 
     from attnflow.masks.mask import Mask
 
+# torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MAX_UNROLLED: Final = 16  # intervals per row up to which a mask_mod compares with each; above, it searches
+_MAX_UNROLLED: Final = 16  # intervals per row up to which a mask_mod compares; above, it looks up a bit
 _EXPANDED: Final = 1 << 22  # keys that are held at a time while the blocks of a relabelled mask are counted
 
 
 def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
     """`mask_mod(b, h, q, k)` that compares k with the bounds of row q's intervals, tensors on `device`."""
-    rows = mask._rows
+    rows = mask.rows_in_query_order()
     width = int(np.diff(rows.indptr).max(initial=0))
     if width > _MAX_UNROLLED:
-        dense_is_smaller = mask.num_queries * mask.num_keys <= rows.starts.nbytes + rows.ends.nbytes
-        return _look_up(mask, device) if dense_is_smaller else _search(mask, device, width)
-    bounds = np.zeros((2, rows.num_rows, max(width, 1)), dtype=np.int32)
+        return _bit_table(mask, device)
+    key_rank = None if mask._key_rank is None else torch.tensor(mask._key_rank, dtype=torch.int32, device=device)
+    # One table [queries, 2 x intervals]: only its length varies among masks of a kind, so one kernel serves them all.
+    table = np.zeros((rows.num_rows, 2 * max(width, 1)), dtype=np.int32)
     row = rows.row_index()
-    slot = np.arange(len(row)) - rows.indptr[row]
-    bounds[0, row, slot], bounds[1, row, slot] = rows.starts, rows.ends
-    starts, ends = torch.from_numpy(bounds[0]).to(device), torch.from_numpy(bounds[1]).to(device)
-    query_rank, key_rank = (_tensor(rank, device) for rank in (mask._query_rank, mask._key_rank))
+    slot = 2 * (np.arange(len(row)) - rows.indptr[row])
+    table[row, slot], table[row, slot + 1] = rows.starts, rows.ends
+    bounds = torch.from_numpy(table).to(device)
 
+    @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q = q if query_rank is None else query_rank[q]
         k = k if key_rank is None else key_rank[k]
-        allowed = (k >= starts[q, 0]) & (k < ends[q, 0])
-        for t in range(1, starts.shape[1]):
-            allowed = allowed | ((k >= starts[q, t]) & (k < ends[q, t]))
+        allowed = (k >= bounds[q, 0]) & (k < bounds[q, 1])
+        for t in range(2, bounds.shape[1], 2):
+            allowed = allowed | ((k >= bounds[q, t]) & (k < bounds[q, t + 1]))
         return allowed
 
     return compare
 
 
-def _look_up(mask: Mask, device: torch.device) -> MaskMod:
-    table = mask.dense(device)
+def _bit_table(mask: Mask, device: torch.device) -> MaskMod:
+    """One bit a pair: for rows of many intervals, which an unrolled comparison would make slow.
 
+    (A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.)
+    """
+    packed = np.empty((mask.num_queries, -(-mask.num_keys // 8)), dtype=np.uint8)
+    for start, part in mask.dense_chunks():
+        packed[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
+    bits = torch.from_numpy(packed).to(device)
+
+    @no_type_check
     def look_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return table[q, k]
+        return ((bits[q, k >> 3].int() >> (k & 7)) & 1) == 1
 
     return look_up
-
-
-def _search(mask: Mask, device: torch.device, width: int) -> MaskMod:
-    """Binary search for the last interval of row q that starts at or before k. Memory: O(intervals)."""
-    rows = mask._rows
-    starts, ends, first = (torch.tensor(part, device=device) for part in (rows.starts, rows.ends, rows.indptr))
-    steps = [1 << bit for bit in reversed(range(int(width).bit_length()))]
-    query_rank, key_rank = (_tensor(rank, device) for rank in (mask._query_rank, mask._key_rank))
-
-    def search(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q = q if query_rank is None else query_rank[q]
-        k = k if key_rank is None else key_rank[k]
-        last = first[q + 1] - 1
-        found = first[q] - 1  # no interval yet; each step moves ahead while the interval there starts early enough
-        for step in steps:
-            ahead = torch.minimum(found + step, last)
-            found = torch.where((found + step <= last) & (starts[ahead.clamp(min=0)] <= k), ahead, found)
-        return (found >= first[q]) & (k < ends[found.clamp(min=0)])
-
-    return search
 
 
 def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.device) -> BlockMask:
@@ -109,10 +98,6 @@ def block_counts(mask: Mask, q_block: int, k_block: int) -> IntArray:
     return _count_pieces(*pieces, mask.shape, q_block, k_block)
 
 
-def _tensor(rank: IntArray | None, device: torch.device) -> Tensor | None:
-    return None if rank is None else torch.tensor(rank, dtype=torch.int32, device=device)
-
-
 def _count_pieces(
     query: IntArray, starts: IntArray, ends: IntArray, shape: tuple[int, int], q_block: int, k_block: int
 ) -> IntArray:
@@ -139,10 +124,8 @@ def _count_shattered(mask: Mask, q_block: int, k_block: int) -> IntArray:
 
     The rows of a block of queries are added up while their keys still lie together; only the sum is relabelled.
     """
-    rows, key_rank = mask._rows, mask._key_rank
+    rows, key_rank = mask.rows_in_query_order(), mask._key_rank
     assert key_rank is not None, "rows in their own order are never shattered"
-    if mask._query_rank is not None:
-        rows = rows.take(mask._query_rank)
     stride, grid = mask.num_keys + 1, (-(-mask.num_queries // q_block), -(-mask.num_keys // k_block))
     block_of_key = np.empty(mask.num_keys, dtype=np.int64)
     block_of_key[key_rank] = np.arange(mask.num_keys) // k_block

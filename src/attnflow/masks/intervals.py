@@ -27,6 +27,10 @@ class IntervalRows:
     ends: npt.NDArray[np.int32]
     num_keys: int
 
+    def __post_init__(self) -> None:
+        for array in (self.indptr, self.starts, self.ends):
+            array.setflags(write=False)
+
     @classmethod
     def build(cls, rows: object, starts: object, ends: object, num_rows: int, num_keys: int) -> IntervalRows:
         """From any intervals `[starts[t], ends[t])` of row `rows[t]`, clipped to the keys and merged."""
@@ -58,10 +62,7 @@ class IntervalRows:
         stride = num_keys + 1
         indptr = np.searchsorted(starts, np.arange(num_rows + 1, dtype=np.int64) * stride).astype(np.int64)
         offset = np.repeat(np.arange(num_rows, dtype=np.int64) * stride, np.diff(indptr))
-        arrays = (indptr, (starts - offset).astype(np.int32), (ends - offset).astype(np.int32))
-        for array in arrays:
-            array.setflags(write=False)
-        return cls(*arrays, num_keys)
+        return cls(indptr, (starts - offset).astype(np.int32), (ends - offset).astype(np.int32), num_keys)
 
     @property
     def num_rows(self) -> int:
@@ -99,12 +100,11 @@ class IntervalRows:
 
         `new_key` is cut into stretches that run up or down by one; an interval becomes a piece per stretch it meets.
         """
-        relabelled = None if self.num_keys == 0 else new_key
-        if relabelled is not None and len(self.starts) > limit:
-            return None
         starts, ends = self.starts.astype(np.int64), self.ends.astype(np.int64)
-        if new_key is None or relabelled is None:
+        if new_key is None or self.num_keys == 0:
             return self.row_index(), starts, ends
+        if len(starts) > limit:
+            return None
         first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])  # where each begins
         stretch = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
         pieces = stretch[1] - stretch[0] + 1
@@ -116,6 +116,21 @@ class IntervalRows:
         high = np.minimum(ends[source], np.append(first, self.num_keys)[which + 1]) - 1
         low, high = new_key[low], new_key[high]
         return self.row_index()[source], np.minimum(low, high), np.maximum(low, high) + 1
+
+    def with_diagonal(self) -> IntervalRows:
+        """Row by row, the keys and the row's own number; the rows must be as many as the keys. Cost: O(intervals)."""
+        starts, ends = self._line()
+        point = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 2)
+        slot = np.searchsorted(starts, point, side="right")  # the interval before is the only one that can hold it
+        missing = np.append(ends, -1)[slot - 1] <= point
+        if not missing.any():
+            return self
+        starts = np.insert(starts, slot[missing], point[missing])
+        ends = np.insert(ends, slot[missing], point[missing] + 1)
+        apart = starts[1:] != ends[:-1]
+        return self._from_line(
+            starts[np.append(True, apart)], ends[np.append(apart, True)], self.num_rows, self.num_keys
+        )
 
     def union(self, other: IntervalRows) -> IntervalRows:
         """Row by row, the keys in either."""

@@ -162,11 +162,15 @@ class Mask:
 
     def pieces(self, limit: int | None = None) -> tuple[IntArray, IntArray, IntArray] | None:
         """Disjoint intervals (query, start, end) in no given order; None where relabelling makes more than `limit`."""
-        rows = self._rows if self._query_rank is None else self._rows.take(self._query_rank)
+        rows = self.rows_in_query_order()
         new_key = None if self._key_rank is None else _invert(self._key_rank)
         if limit is None:
             limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
         return rows.pieces(new_key, limit)
+
+    def rows_in_query_order(self) -> IntervalRows:
+        """Row q for query q, as intervals of internal key numbers. Cost: O(intervals)."""
+        return self._rows if self._query_rank is None else self._rows.take(self._query_rank)
 
     def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
         """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from attnflow.order.audit.trace import Event, Frame, Key, Tracer, Watch, layer_n
 Path = Literal["forward", "cached"]
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Called during long work: `progress(done, total, what)`."""
 

@@ -1,0 +1,188 @@
+"""Masks as relations: set algebra, equality, reordering, slicing, however the masks are numbered inside."""
+
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnflow import masks
+from tests.catalogue_cases import MASKS
+from tests.strategies import dense_masks, mask_pairs, relations, square_masks
+
+
+def table(mask):
+    return mask.dense().numpy()
+
+
+@given(mask_pairs())
+def test_operators_are_set_operators(pair):
+    a, b = pair
+    assert np.array_equal(table(a & b), table(a) & table(b))
+    assert np.array_equal(table(a | b), table(a) | table(b))
+    assert np.array_equal(table(~a), ~table(a))
+
+
+@given(mask_pairs())
+def test_laws_of_boolean_algebra(pair):
+    a, b = pair
+    assert ~~a == a
+    assert a & a == a == a | a
+    assert a & b == b & a
+    assert a | b == b | a
+    assert ~(a & b) == ~a | ~b
+    assert ~(a | b) == ~a & ~b
+    assert a & (a | b) == a == a | (a & b)
+    assert (a & ~a).nnz == 0
+    assert (a | ~a) == masks.full(*a.shape)
+
+
+@given(mask_pairs())
+def test_equality_hash_and_difference_are_those_of_the_relation(pair):
+    a, b = pair
+    differing = [tuple(p) for p in np.argwhere(table(a) != table(b)).tolist()]
+    assert (a == b) == (not differing)
+    assert a.difference(b, limit=1000) == differing
+    assert a.difference(b, limit=2) == differing[:2]
+    if a == b:
+        assert hash(a) == hash(b)
+    same = masks.from_dense(a.dense(), name="another name")
+    assert a == same
+    assert hash(a) == hash(same)
+    assert len({a, same}) == 1
+
+
+@given(square_masks(), st.data())
+def test_permute_moves_queries_and_keys(mask, data):
+    order = data.draw(st.permutations(range(mask.num_queries)))
+    expected = table(mask)[np.ix_(order, order)]
+    assert np.array_equal(table(mask.permute(order)), expected)
+    assert mask.permute(order).permute(np.argsort(order) if order else []) == mask
+    keys = data.draw(st.permutations(range(mask.num_queries)))
+    assert np.array_equal(table(mask.permute(order, keys)), table(mask)[np.ix_(order, keys)])
+
+
+@given(dense_masks(), st.data())
+def test_permute_without_keys_moves_the_rows_of_a_mask_that_is_not_square(mask, data):
+    if mask.num_queries != mask.num_keys:
+        order = data.draw(st.permutations(range(mask.num_queries)))
+        assert np.array_equal(table(mask.permute(order)), table(mask)[np.array(order, dtype=int)])
+
+
+@given(square_masks(), st.data())
+def test_slices_are_those_of_the_table(mask, data):
+    bound = st.one_of(st.none(), st.integers(-10, 10))
+    queries, keys = (slice(data.draw(bound), data.draw(bound)) for _ in range(2))
+    assert np.array_equal(table(mask[queries, keys]), table(mask)[queries, keys])
+
+
+@given(square_masks())
+def test_every_view_of_a_mask_agrees(mask):
+    dense = table(mask)
+    assert mask.nnz == dense.sum()
+    assert mask.density == (dense.mean() if dense.size else 0.0)
+    assert mask.row_counts().tolist() == dense.sum(axis=1).tolist()
+    assert [mask.keys(q).tolist() for q in range(len(dense))] == [np.flatnonzero(r).tolist() for r in dense]
+    for chunk in (1, 3, 100):
+        parts = list(mask.dense_chunks(chunk))
+        assert [start for start, _ in parts] == list(range(0, len(dense), chunk))
+        assert np.array_equal(np.concatenate([part for _, part in parts] or [dense]), dense)
+    rows, rank = mask.relabelled()
+    number = np.arange(len(dense)) if rank is None else rank
+    assert np.array_equal(rows.to_bool()[number][:, number], dense)
+
+
+@given(square_masks())
+def test_intervals_are_canonical(mask):
+    rows = mask.intervals()
+    assert rows.num_rows == mask.num_queries
+    assert rows.num_keys == mask.num_keys
+    for q in range(mask.num_queries):
+        row = rows.row(q)
+        assert all(0 <= start < end <= mask.num_keys for start, end in row)
+        assert all(end < start for (_, end), (start, _) in pairwise(row))  # sorted, never touching
+        assert [k for start, end in row for k in range(start, end)] == mask.keys(q).tolist()
+    assert masks.from_intervals([rows.row(q) for q in range(mask.num_queries)], mask.num_keys) == mask
+
+
+@given(relations())
+def test_a_mask_is_the_same_from_a_table_edges_intervals_or_a_function(allow):
+    shape = allow.shape
+    mask = masks.from_dense(torch.from_numpy(allow))
+    assert mask.shape == shape
+    assert masks.from_edges([(int(q), int(k)) for q, k in np.argwhere(allow)], *shape) == mask
+    single = [[(int(k), int(k) + 1) for k in np.flatnonzero(row)[::-1]] for row in allow]
+    assert masks.from_intervals(single, shape[1]) == mask
+    lookup = torch.from_numpy(allow)
+    if allow.size:
+        assert masks.from_mask_mod(lambda b, h, q, k: lookup[q, k], *shape) == mask
+
+
+@given(square_masks())
+def test_pickle_keeps_relation_name_and_parameters(mask):
+    copy = pickle.loads(pickle.dumps(mask))
+    assert copy == mask
+    assert hash(copy) == hash(mask)
+    assert (copy.name, dict(copy.parameters)) == (mask.name, dict(mask.parameters))
+
+
+def test_masks_of_different_shapes_are_unequal_and_do_not_combine():
+    a, b = masks.causal(3), masks.causal(4)
+    assert a != b
+    for operation in (a.__and__, a.__or__, a.difference):
+        with pytest.raises(ValueError, match=r"shapes: \(3, 3\) and \(4, 4\)"):
+            operation(b)
+
+
+def test_equality_with_something_else_is_false():
+    assert masks.causal(2) != torch.ones(2, 2).tril().bool().tolist()
+    assert masks.causal(2) != "causal"
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.causal(3), masks.tree([-1, 0, 0]), masks.from_dense(torch.eye(3).bool())], ids=repr
+)
+def test_a_mask_is_immutable(mask):
+    with pytest.raises(AttributeError, match="immutable"):
+        mask.name = "other"
+    with pytest.raises(AttributeError, match="immutable"):
+        del mask.num_keys
+    with pytest.raises(TypeError):
+        mask.parameters["n"] = 4
+    with pytest.raises(ValueError, match="read-only"):
+        mask.intervals().starts[0] = 1
+    mask.dense()[:] = False  # a copy
+    mask.row_counts()[:] = 0
+    assert mask == pickle.loads(pickle.dumps(mask))
+    assert mask.nnz > 0
+
+
+def test_the_order_given_to_permute_may_change_afterwards():
+    order = np.array([2, 0, 1])
+    mask = masks.causal(3).permute(order)
+    before = mask.dense()
+    order[:] = [0, 1, 2]
+    assert torch.equal(mask.dense(), before)
+
+
+def test_combined_masks_name_what_they_combine():
+    combined = masks.causal(4) & ~masks.sliding_window(4, 2)
+    assert repr(combined) == "(causal(n=4) & ~sliding_window(n=4, window=2, causal=True))"
+
+
+@pytest.mark.parametrize("mask", [m for m in MASKS if 0 in m.shape], ids=repr)
+def test_empty_masks_have_defined_answers(mask):
+    assert mask.nnz == 0
+    assert mask.density == 0.0
+    assert tuple(mask.dense().shape) == mask.shape
+    assert mask & mask == mask | mask == ~mask == mask
+    assert mask.difference(mask) == []
+
+
+@given(square_masks(), st.sampled_from([torch.device("cpu"), "cpu"]))
+def test_dense_goes_to_the_device_asked_for(mask, device):
+    assert mask.dense(device).device.type == "cpu"
+    assert mask.dense("meta").shape == mask.shape
