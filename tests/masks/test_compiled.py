@@ -18,7 +18,7 @@ FAMILIES = {
     "butterflies": [masks.butterfly(n) for n in (86, 128, 171, 200)],
     "dilated windows": [masks.dilated_window(n, 10, d) for n, d in ((256, 2), (384, 3), (512, 5))],
     "document packings": [masks.document(lengths) for lengths in ([100, 156], [3, 381], [512])],
-    "trees": [masks.tree([-1, *((i * i) % (i + 1) for i in range(n - 1))]) for n in (200, 300)],
+    "trees": [masks.tree([-1, *((i * i) % (i + 1) for i in range(n - 1))]) for n in (300, 400)],
     "many intervals": [
         masks.from_edges([(q, k) for q in range(0, n, 9) for k in range(0, n, 3)], n) for n in (200, 300)
     ],

