@@ -7,19 +7,20 @@ the one sequence and mask that trains them all. A family of your own is any list
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from attnflow._core.checks import IntArray, index_array, integer, permutation
+from attnflow._core.checks import index_array, integer, permutation
 from attnflow.masks.catalogue import block_causal, causal, divides, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks.task import Label, Task, Token
 
 Family = tuple[Task, ...]
-TokenIds = Sequence[int] | IntArray | Tensor
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 
 MASK_TOKEN: Final = 0
 """Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""

@@ -124,8 +124,10 @@ class Report:
         return Text.assemble((first, "bold green" if self.ok else "bold red"), "\n" + "\n".join(rest))
 
     def _lines(self) -> Iterator[str]:
-        within = "any number of layers" if self.layers is None else f"{self.layers} layers"
-        verdict = "no label leaks" if self.ok else f"{len(self.leaks)} labels leak"
+        layers = self.layers
+        within = "any number of layers" if layers is None else f"{layers} layer{'s' * (layers != 1)}"
+        leaking = len({(leak.position, leak.label) for leak in self.leaks})
+        verdict = f"{leaking} of {self.num_labels} labels leak{'s' * (leaking == 1)}" if leaking else "no label leaks"
         yield f"{verdict} within {within}"
         yield from (f"  {leak}" for leak in self.leaks[:_SHOWN])
         if len(self.leaks) > _SHOWN:

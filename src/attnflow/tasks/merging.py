@@ -187,13 +187,26 @@ def embedded(task: Task, family: Sequence[Task]) -> Embedding:
         return Embedding(sum(len(poset.members) for poset in posets[:-1]), tuple(missing))
     classes = equivalence.classify(every, inputs)
     nodes = [classes.node[position] for position in classes.position]
-    held_nodes = np.unique(nodes[-1])
+    held_nodes = set(nodes[-1].tolist())
+    own = [_own_nodes(task, node) for task, node in zip(tasks, nodes[:-1], strict=True)]
     missing = [
-        MissingNode(number, tuple(np.flatnonzero(node == lost).tolist()))
-        for number, node in enumerate(nodes[:-1])
-        for lost in np.setdiff1d(node, held_nodes).tolist()
+        MissingNode(number, tuple(positions.tolist()))
+        for number, (parts, node) in enumerate(zip(own, nodes[:-1], strict=True))
+        for positions in parts
+        if int(node[positions[0]]) not in held_nodes
     ]
-    return Embedding(sum(len(np.unique(node)) for node in nodes[:-1]), tuple(missing))
+    return Embedding(sum(map(len, own)), tuple(missing))
+
+
+def _own_nodes(task: Task, node: IntArray) -> list[IntArray]:
+    """The positions of each node of a task, from the class of each position's node.
+
+    Equivalent nodes of one task share a class; they are told apart only where tokens repeat, which takes longer.
+    """
+    if len(set(task.inputs)) < task.size:
+        return [np.array(members) for members in task.flow.classes]
+    order = np.argsort(node, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(node[order])) + 1) if task.size else []
 
 
 def _family(family: Sequence[Task]) -> list[Task]:

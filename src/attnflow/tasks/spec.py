@@ -105,7 +105,7 @@ def _mask(item: object, size: int) -> Mask:
         parameters = cast(Mapping[str, object], values.get("parameters", {}))
         return _catalogue_mask(str(values["name"]), parameters)
     if "intervals" in values:
-        rows = [cast(list[tuple[int, int]], _list(row, "a row")) for row in _list(values["intervals"], "intervals")]
+        rows = [[_pair(pair) for pair in _list(row, "a row")] for row in _list(values["intervals"], "intervals")]
         return masks.from_intervals(rows, size)
     if "dense" in values:
         rows = [
@@ -141,6 +141,11 @@ def _list(value: object, name: str) -> list[object]:
     if isinstance(value, list | tuple):
         return list(cast(list[object], value))
     raise TypeError(f"{name} must be a list, got {type(value).__name__}")
+
+
+def _pair(value: object) -> tuple[int, int]:
+    start, end = _list(value, "an interval")
+    return integer("start", start), integer("end", end)
 
 
 def _at(place: str, build: Callable[..., _Built], *values: object) -> _Built:

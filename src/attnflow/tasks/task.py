@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -42,9 +42,9 @@ class Token:
 
     def __init__(
         self,
-        id: int | Iterable[int],
-        position: int,
-        provenance: Iterable[int] | None = None,
+        id: SupportsIndex | Iterable[SupportsIndex],
+        position: SupportsIndex,
+        provenance: Iterable[SupportsIndex] | None = None,
     ) -> None:
         """Make a token.
 
@@ -85,7 +85,7 @@ class Label:
     position: int
     target: Token
     task: int = 0
-    weight: float = 1.0
+    weight: float | int = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, Token):  # pyright: ignore[reportUnnecessaryIsInstance]

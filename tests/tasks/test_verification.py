@@ -1,0 +1,200 @@
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import attnflow as af
+from attnflow import tasks
+from attnflow.tasks import Label, Task, Token
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]  # with a token that stands twice
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 16}
+FAMILIES = {
+    "causal": tasks.causal_lm(IDS),
+    "block two-stream": tasks.block_generation(IDS, 2),
+    "block two-stream with the first block": tasks.block_generation(IDS, 4, predict_first=True, mask_token=15),
+    "butterfly": tasks.butterfly(IDS),
+    "permutation": tasks.permutation_lm(IDS, [3, 1, 7, 0, 5, 2, 6, 4]),
+    "multi-token": tasks.multi_token(IDS, 3),
+    "masked": tasks.masked_lm(IDS, [1, 4]),
+    "block diffusion": tasks.block_diffusion(IDS, 2, masked=[1, 3, 6, 7]),
+    "mixed": (*tasks.butterfly(IDS[:5]), *tasks.causal_lm(IDS), *tasks.masked_lm(IDS, [2])),
+}
+
+
+def llama(attention: str = "sdpa", **options: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{**SMALL, **options}, intermediate_size=48, num_key_value_heads=2, attn_implementation=attention
+    )
+    return LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_llama_in_double_precision(name):
+    family = FAMILIES[name]
+    merged = tasks.merge(family)
+    found = tasks.verify(family, merged, llama())
+    assert found.output_difference < 1e-12
+    assert found.gradient_difference < 1e-12
+    assert found.ok(1e-12)
+    assert [each.task for each in found.tasks] == list(range(len(family)))
+    assert found.merged_loss == pytest.approx(sum(each.loss for each in found.tasks), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: llama("eager"),
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=16, n_positions=16)).double(),
+        lambda: BertForMaskedLM(BertConfig(**SMALL, intermediate_size=48, hidden_dropout_prob=0.5)).double(),
+        lambda: MistralForCausalLM(
+            MistralConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, sliding_window=3)
+        ).double(),
+    ],
+    ids=["llama eager", "gpt2", "bert with dropout", "mistral with a window"],
+)
+@pytest.mark.parametrize("name", ["block two-stream", "butterfly"])
+def test_other_models(model, name):
+    """Causal and bidirectional; the 4D mask replaces a model's own, also its sliding window."""
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    assert tasks.verify(family, tasks.merge(family), model()).ok(1e-12)
+
+
+def test_the_printed_eq_58_fails():
+    family = FAMILIES["butterfly"]
+    merged = tasks.merge(family)
+    printed = Task(merged.task.inputs, merged.task.labels, tasks.butterfly_as_printed(len(IDS)))
+    found = tasks.verify(family, replace(merged, task=printed), llama())
+    assert found.output_difference > 0.1
+    assert found.gradient_difference > 0.1
+    assert not found.ok(1e-3)
+    wrong = [each.output_difference > 1e-2 for each in found.tasks]
+    assert wrong == [True] * (len(IDS) - 1) + [False]  # n - 1 of n subtasks
+    assert found.tasks[-1].output_difference < 1e-12
+
+
+def test_the_reference_is_an_ordinary_forward_pass():
+    """Not merely self-consistent: a causal family gives what the model gives on the plain sequence."""
+    model = llama()
+    family = tasks.causal_lm(IDS)
+    found = tasks.verify(family, tasks.merge(family), model)
+    logits = model(torch.tensor([IDS[:-1]])).logits[0]
+    expected = F.cross_entropy(logits, torch.tensor(IDS[1:]), reduction="sum")
+    assert found.merged_loss == pytest.approx(float(expected.detach()), rel=1e-5)  # HF's norms compute in float32
+
+
+def test_weights_count():
+    family = [replace_weights(task, 0.5) for task in tasks.causal_lm(IDS)]
+    full = tasks.verify(tasks.causal_lm(IDS), tasks.merge(tasks.causal_lm(IDS)), llama())
+    half = tasks.verify(family, tasks.merge(family), llama())
+    assert half.merged_loss == pytest.approx(full.merged_loss / 2)
+    assert half.ok(1e-12)
+
+
+def replace_weights(task: Task, weight: float) -> Task:
+    return Task(task.inputs, [replace(label, weight=weight) for label in task.labels], task.mask)
+
+
+def test_single_precision_without_gradients():
+    family = FAMILIES["butterfly"]
+    found = tasks.verify(family, tasks.merge(family), llama().float(), gradients=False)
+    assert found.gradient_difference is None
+    assert 0 < found.output_difference < 1e-4
+    assert found.ok(1e-4)
+    assert "gradients not compared" in str(found)
+
+
+def test_the_model_is_left_as_it_was():
+    model = llama()
+    model.train()
+    model.model.norm.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    family = FAMILIES["causal"]
+    tasks.verify(family, tasks.merge(family), model)
+    assert model.training
+    assert not model.model.norm.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_result_is_plain_data():
+    family = FAMILIES["multi-token"]
+    found = tasks.verify(family, tasks.merge(family), llama(), gradients=False)
+    data = found.to_dict()
+    assert data["output_difference"] == found.output_difference
+    assert len(data["tasks"]) == len(family)
+
+
+def test_nan_is_never_ok():
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = float("nan")
+    family = FAMILIES["causal"]
+    assert not tasks.verify(family, tasks.merge(family), model).ok(1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=16)), "no position_ids"),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=16)),
+            "no position_ids|encoder and a decoder",
+        ),
+        (lambda: LlamaModel(LlamaConfig(**SMALL, intermediate_size=16)), "gives no logits"),
+        (lambda: torch.nn.Linear(2, 2), "Linear has no get_input_embeddings"),
+        (lambda: llama("flex_attention"), 'runs attention "flex_attention".*set_attn_implementation'),
+    ],
+    ids=["mamba", "t5", "no head", "linear", "flex"],
+)
+def test_unsupported_models(model, message):
+    family = FAMILIES["causal"]
+    with pytest.raises(af.UnsupportedArchitecture, match=message):
+        tasks.verify(family, tasks.merge(family), model())
+
+
+def test_bad_arguments():
+    family = tasks.causal_lm(IDS)
+    merged = tasks.merge(family)
+    with pytest.raises(ValueError, match="not made of this family"):
+        tasks.verify(tasks.causal_lm(IDS[::-1]), merged, llama())
+    with pytest.raises(ValueError, match="not made of this family"):
+        tasks.verify(family[1:], merged, llama())
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        tasks.verify(family, merged, llama().requires_grad_(False))
+    with pytest.raises(ValueError, match="below the 8 entries of the embedding, got 9"):
+        tasks.verify(family, merged, llama(vocab_size=8))
+    bare = [Task(task.inputs, [], task.mask) for task in family]
+    with pytest.raises(ValueError, match="no task of the family has a label"):
+        tasks.verify(bare, tasks.merge(bare), llama())
+    blind = Task([Token(1, 0), Token(2, 1)], [Label(1, Token(3, 2))], af.masks.from_edges([(1, 0), (1, 1)], 2))
+    with pytest.raises(ValueError, match="attend to nothing"):
+        tasks.verify([blind], tasks.merge([blind.densified()]), llama())
+    outside = [Task([Token(1, 0)], [Label(0, Token(99, 1))], af.masks.causal(1))]
+    with pytest.raises(ValueError, match="target ids must be below the vocabulary of 16, got 99"):
+        tasks.verify(outside, tasks.merge(outside), llama())
+
+
+def test_subtasks_without_labels_are_passed_over():
+    family = [Task([Token(3, 0)], [], af.masks.causal(1)), *tasks.causal_lm(IDS)]
+    found = tasks.verify(family, tasks.merge(family), llama())
+    assert [each.task for each in found.tasks] == list(range(1, len(family)))
+    assert found.ok(1e-12)
