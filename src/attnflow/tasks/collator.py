@@ -70,7 +70,9 @@ class _Template:
             torch.where(table >= _SYMBOL, tokens[(table - _SYMBOL).clamp(min=0)], table)
             for table in (self.ids, self.targets)
         )
-        return ids, targets
+        last = torch.iinfo(torch.int64).max  # ids of a token are sorted, the empty places last
+        ids = torch.where(ids == NO_ID, last, ids).sort(dim=-1).values
+        return torch.where(ids == last, NO_ID, ids), targets
 
 
 class Collator:

@@ -78,7 +78,7 @@ def loss(
     if reduction == "sum":
         return total
     count = len(places[0]) if num_items_in_batch is None else num_items_in_batch / 2
-    return total / (count if isinstance(count, Tensor) else max(count, 1))
+    return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
 def _logits(outputs: object) -> Tensor:

@@ -1,0 +1,385 @@
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import attnflow as af
+from attnflow import tasks
+from attnflow.tasks import Collator, Label, Task, Token
+from attnflow.tasks.objective import pack_labels, unpack_labels
+
+DOUBLE = torch.float64
+MIN = torch.finfo(DOUBLE).min
+
+
+def model(**options: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32, **options))
+
+
+def samples(lengths: list[int]) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(1, 32, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def weighted(tokens: list[int]) -> list[Task]:
+    """Two weighted labels per position: the next token, and the one after it at a third."""
+    return [
+        Task(
+            task.inputs,
+            [Label(e.position, e.target, weight=1.0 if h == 0 else 1 / 3) for h, e in enumerate(task.labels)],
+            task.mask,
+        )
+        for task in tasks.multi_token(tokens, 2)
+    ]
+
+
+FAMILIES = {
+    "causal": tasks.causal_lm,
+    "block two-stream": partial(tasks.block_generation, block=2, mask_token=31),
+    "butterfly": tasks.butterfly,
+    "weighted": weighted,
+}
+
+
+def test_a_batch_of_one_is_the_merged_task():
+    ids = [5, 6, 7, 8]
+    batch = Collator(FAMILIES["block two-stream"], dtype=DOUBLE)([ids])
+    merged = tasks.merge(tasks.block_generation(ids, 2, mask_token=31)).task
+    assert batch["input_ids"].tolist() == [[5, 6, 31, 31]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3]]
+    assert batch["attention_mask"].shape == (1, 1, 4, 4)
+    assert torch.equal(batch["attention_mask"][0, 0] == 0, merged.mask.dense())
+    assert batch["attention_mask"].dtype == DOUBLE
+    assert batch["attention_mask"].unique().tolist() == [MIN, 0.0]
+    targets, weights = unpack_labels(batch["labels"])
+    assert targets.tolist() == [[[-100], [-100], [7], [8]]]
+    assert weights.tolist() == [[[0.0], [0.0], [1.0], [1.0]]]
+
+
+def test_averaged_tokens_have_several_ids():
+    batch = Collator(tasks.butterfly)([[5, 6, 7]])
+    assert batch["input_ids"].tolist() == [[[5, -100], [6, -100], [6, -100], [7, -100], [6, -100], [5, 7], [6, -100]]]
+    assert batch["position_ids"].tolist() == [[0, 1, 1, 2, 0, 1, 2]]
+    assert Collator(tasks.butterfly)([[5, 6]])["input_ids"].shape == (1, 4)  # nothing to average
+
+
+def test_padding_attends_to_itself_and_is_attended_by_none():
+    batch = Collator(tasks.causal_lm, pad_token=9, pad_to_multiple_of=4)([[5, 6, 7, 8], [5, 6]])
+    allow = batch["attention_mask"][:, 0] == 0
+    assert allow.shape == (2, 4, 4)
+    assert torch.equal(allow[0, :3, :3], af.masks.causal(3).dense())
+    assert allow[0, 3].tolist() == [False, False, False, True]
+    assert torch.equal(allow[1], torch.eye(4, dtype=torch.bool))
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [5, 9, 9, 9]]
+    assert (unpack_labels(batch["labels"])[0][..., 0] == -100).tolist() == [[False] * 3 + [True], [False] + [True] * 3]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sample_does_not_depend_on_its_batch(name):
+    """Logits and loss of a padded batch are those of each sample alone."""
+    llama = model().double().eval()
+    tasks.average_embeddings(llama)
+    collate = Collator(FAMILIES[name], dtype=DOUBLE)
+    some = samples([6, 12, 2 if name == "causal" else 4])
+    batch = collate(some)
+    together = logits(llama, batch)
+    total = tasks.loss(together, batch, reduction="sum")
+    parts = []
+    for row, sample in enumerate(some):
+        alone = collate([sample])
+        single = logits(llama, alone)
+        torch.testing.assert_close(together[row, : single.shape[1]], single[0], rtol=1e-6, atol=1e-7)  # float32 norms
+        parts.append(tasks.loss(single, alone, reduction="sum"))
+    torch.testing.assert_close(total, sum(parts), rtol=1e-6, atol=0.0)
+
+
+def logits(llama, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return llama(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_loss_is_that_of_all_subtasks(name):
+    """The same number as running every subtask of every sample alone."""
+    llama = model().double()
+    tasks.average_embeddings(llama)
+    some = samples([6, 8])
+    batch = Collator(FAMILIES[name], dtype=DOUBLE)(some)
+    found = tasks.loss(logits(llama, batch), batch["labels"], reduction="sum")
+    families = [list(FAMILIES[name](sample["input_ids"])) for sample in some]
+    alone = [tasks.verify(family, tasks.merge(family), llama, gradients=False) for family in families]
+    assert float(found.detach()) == pytest.approx(sum(t.loss for v in alone for t in v.tasks), rel=1e-6)
+    count = sum(len(task.labels) for family in families for task in family)
+    mean = tasks.loss(logits(llama, batch), batch["labels"])
+    assert float(mean.detach()) == pytest.approx(float(found.detach()) / count)
+
+
+def test_gradients_reach_the_embedding_through_averages():
+    llama = model().double()
+    tasks.average_embeddings(llama)
+    batch = Collator(tasks.butterfly, dtype=DOUBLE)([[3, 4, 5]])
+    tasks.loss(logits(llama, batch), batch).backward()
+    touched = llama.get_input_embeddings().weight.grad.abs().sum(dim=1) > 0
+    assert touched[[3, 4, 5]].all()
+    assert int(touched.sum()) == 3
+
+
+def test_average_embeddings_can_be_taken_off():
+    llama = model()
+    plain = llama(torch.tensor([[3, 4]]), use_cache=False).logits
+    handle = tasks.average_embeddings(llama)
+    assert torch.equal(llama(torch.tensor([[3, 4]]), use_cache=False).logits, plain)
+    assert torch.equal(llama(input_ids=torch.tensor([[[3, -100], [4, 4]]]), use_cache=False).logits, plain)
+    handle.remove()
+    with pytest.raises(Exception, match=r"."):
+        llama(input_ids=torch.tensor([[[3, -100], [4, 4]]]), use_cache=False)
+    with pytest.raises(TypeError, match="Linear has no get_input_embeddings"):
+        tasks.average_embeddings(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trainer_trains_what_a_plain_loop_trains(name, tmp_path):
+    """Two steps of two accumulated batches: the loss is normalised over all their labels, nothing is shifted."""
+    data = samples([6, 8, 10, 4, 8, 6, 4, 12])
+    trained, reference = model(), model()
+    tasks.average_embeddings(trained)
+    tasks.average_embeddings(reference)
+    collate = Collator(FAMILIES[name])
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(trained, arguments, data_collator=collate, train_dataset=data, compute_loss_func=tasks.loss)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    expected = plain_loop(reference, collate, data)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for (key, value), other in zip(trained.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-6, msg=key)
+    assert trainer.evaluate(data[:2])["eval_loss"] > 0
+
+
+def plain_loop(llama: LlamaForCausalLM, collate: Collator, data: list) -> list[float]:
+    optimiser = torch.optim.SGD(llama.parameters(), lr=0.1)
+    llama.train()
+    losses = []
+    for step in range(2):
+        batches = [collate(data[start : start + 2]) for start in (4 * step, 4 * step + 2)]
+        count = sum(int((unpack_labels(batch["labels"])[0] != -100).sum()) for batch in batches)
+        total = sum(tasks.loss(logits(llama, batch), batch, reduction="sum") for batch in batches) / count
+        optimiser.zero_grad()
+        total.backward()
+        optimiser.step()
+        losses.append(float(total.detach()))
+    return losses
+
+
+def test_trainer_learns_with_a_bidirectional_model(tmp_path):
+    """BERT, whose label count is not over shifted labels: butterfly on one sentence is learned."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bert = BertForMaskedLM(
+        BertConfig(**shape, vocab_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
+    tasks.average_embeddings(bert)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=40,
+        learning_rate=5e-3,
+        per_device_train_batch_size=2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=10,
+        dataloader_pin_memory=False,
+    )
+    data = [{"input_ids": [3, 1, 4, 1, 5, 9, 2, 6]}] * 80
+    trainer = Trainer(
+        bert, arguments, data_collator=Collator(tasks.butterfly), train_dataset=data, compute_loss_func=tasks.loss
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def counting(family_fn):
+    calls = []
+
+    def function(tokens: list[int]):
+        calls.append(len(tokens))
+        return family_fn(tokens)
+
+    return function, calls
+
+
+def test_one_merge_serves_all_samples_of_a_length():
+    function, calls = counting(tasks.butterfly)
+    collate = Collator(function, by_length=True)
+    first = collate(samples([6, 6, 7, 6]))
+    assert sorted(calls) == [6, 6, 7, 7]  # the structure, and the test on the first sample
+    again = Collator(tasks.butterfly, by_length=False)(samples([6, 6, 7, 6]))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    collate(samples([7, 6]))
+    assert len(calls) == 4
+
+
+def test_known_families_are_shared_by_length_and_others_are_not():
+    assert Collator(tasks.butterfly).by_length
+    assert Collator(partial(partial(tasks.block_generation, block=2), mask_token=3)).by_length
+    function, calls = counting(tasks.causal_lm)
+    collate = Collator(function)
+    assert not collate.by_length
+    collate([[1, 2, 3], [4, 5, 6]])
+    assert calls == [3, 3]
+    assert not Collator(tasks.butterfly, by_length=False).by_length
+
+
+def packed(tokens: list[int]) -> list[Task]:
+    """Documents end with token 1: the structure depends on values."""
+    cut = tokens.index(1) + 1 if 1 in tokens else len(tokens)
+    lengths = [cut, len(tokens) - cut]
+    inputs = [Token(id, i) for i, id in enumerate(tokens)]
+    return [Task(inputs, [Label(i, inputs[i + 1]) for i in range(len(inputs) - 1)], af.masks.document(lengths))]
+
+
+def hidden(tokens: list[int]) -> list[Task]:
+    """Depends on values, in a way that leaves no trace: through a tensor."""
+    first = int(torch.tensor(tokens)[0])
+    return tasks.masked_lm(tokens, [first % 2])
+
+
+def test_structure_that_depends_on_token_values():
+    assert not torch.equal(*Collator(packed)([[5, 1, 7], [5, 7, 1]])["attention_mask"])
+    with pytest.raises(ValueError, match=r"sample 0 of the batch: family_fn looks at the values .*by_length=False"):
+        Collator(packed, by_length=True)([[5, 1, 7]])
+    with pytest.raises(ValueError, match=r"gives other tasks for these tokens .*by_length=False"):
+        Collator(hidden, by_length=True)([[5, 6, 7]])
+
+
+def test_a_collator_survives_pickling():
+    collate = Collator(partial(tasks.block_generation, block=2))
+    batch = collate([[1, 2, 3, 4]])
+    again = pickle.loads(pickle.dumps(collate))([[1, 2, 3, 4]])
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        torch.tensor([5, 6, 7]),
+        {"input_ids": [5, 6, 7]},
+        {"input_ids": torch.tensor([5, 6, 7]), "attention_mask": torch.tensor([1, 1, 1])},
+        {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [5, 6, 7, -100, -100]},
+        {"input_ids": [0, 5, 6, 7], "attention_mask": [0, 1, 1, 1]},
+    ],
+)
+def test_samples_of_any_kind(feature):
+    expected, batch = Collator(tasks.causal_lm)([[5, 6, 7]]), Collator(tasks.causal_lm)([feature])
+    assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ([], "at least one sample, got none"),
+        ([[1, 2], [1]], "sample 1 of the batch: this family needs at least 2 tokens, got 1"),
+        ([[]], "sample 0 of the batch: this family needs at least 2 tokens, got 0"),
+        ([{"ids": [1, 2]}], r"mapping with \"input_ids\", got the keys \['ids'\]"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "differ in length: 2 and 1"),
+        ([torch.zeros(2, 2, dtype=torch.int64)], "one-dimensional"),
+    ],
+)
+def test_bad_samples(features, message):
+    with pytest.raises(ValueError, match=message):
+        Collator(tasks.causal_lm)(features)
+
+
+def test_bad_collators():
+    with pytest.raises(TypeError):
+        Collator([1, 2])
+    with pytest.raises(ValueError, match=r"floating-point type, got torch\.int64"):
+        Collator(tasks.causal_lm, dtype=torch.int64)
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be at least 1"):
+        Collator(tasks.causal_lm, pad_to_multiple_of=0)
+    with pytest.raises(TypeError, match="must hold integers"):
+        Collator(tasks.causal_lm)([torch.tensor([0.5, 1.5])])
+
+
+def test_labels_survive_packing():
+    targets = torch.tensor([[[3, -100], [-100, -100]]])
+    weights = torch.tensor([[[1 / 3, 0.0], [0.0, 0.0]]], dtype=DOUBLE)
+    labels = pack_labels(targets, weights)
+    assert labels.shape == (1, 2, 2, 3)
+    assert labels.ne(-100).sum() == labels[..., 1:].ne(-100).sum() == 2  # what Trainer counts: twice each label
+    found = unpack_labels(labels)
+    assert torch.equal(found[0], targets)
+    assert torch.equal(found[1], weights)
+
+
+def test_loss_against_cross_entropy():
+    scores = torch.randn(2, 3, 7, dtype=DOUBLE, requires_grad=True)
+    targets = torch.tensor([[[1, 2], [-100, -100], [3, -100]], [[4, 0], [5, -100], [-100, -100]]])
+    weights = torch.rand(targets.shape, dtype=DOUBLE)
+    labels = pack_labels(targets, weights)
+    expected = sum(
+        float(weights[b, i, s]) * F.cross_entropy(scores[b, i], targets[b, i, s])
+        for b in range(2)
+        for i in range(3)
+        for s in range(2)
+        if targets[b, i, s] != -100
+    )
+    torch.testing.assert_close(tasks.loss(scores, labels, reduction="sum"), expected)
+    torch.testing.assert_close(tasks.loss(scores, {"labels": labels}), expected / 6)
+    torch.testing.assert_close(tasks.loss(scores, labels, num_items_in_batch=torch.tensor(24)), expected / 12)
+    torch.testing.assert_close(tasks.loss(scores, labels, num_items_in_batch=24), expected / 12)
+
+
+def test_a_batch_without_labels_has_no_loss():
+    labels = pack_labels(torch.full((1, 2, 1), -100), torch.zeros(1, 2, 1, dtype=DOUBLE))
+    scores = torch.randn(1, 2, 7, requires_grad=True)
+    loss = tasks.loss(scores, labels)
+    loss.backward()
+    assert (float(loss.detach()), float(scores.grad.abs().sum())) == (0.0, 0.0)
+    assert float(tasks.loss(scores, labels, num_items_in_batch=torch.tensor(0)).detach()) == 0.0
+
+
+def test_bad_losses():
+    labels = pack_labels(torch.full((1, 2, 1), -100), torch.zeros(1, 2, 1, dtype=DOUBLE))
+    with pytest.raises(ValueError, match=r"logits \(1, 3, 7\) and labels \(1, 2, 2, 2\) differ"):
+        tasks.loss(torch.zeros(1, 3, 7), labels)
+    with pytest.raises(ValueError, match="expected labels"):
+        tasks.loss(torch.zeros(1, 7), torch.zeros(1, 3, 5, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"expected the labels of an af\.tasks\.Collator batch, got NoneType"):
+        tasks.loss(torch.zeros(1, 2, 7), None)
+    with pytest.raises(TypeError, match="expected logits"):
+        tasks.loss(3, labels)
+    with pytest.raises(ValueError, match='"mean" or "sum", got \'none\''):
+        tasks.loss(torch.zeros(1, 2, 7), labels, reduction="none")
+
+
+def test_passing_the_labels_to_a_model_fails_loudly():
+    """Without compute_loss_func, HF would shift labels: it must not train on them silently."""
+    llama = model()
+    batch = Collator(tasks.causal_lm)([[5, 6, 7]])
+    with pytest.raises(Exception, match=r"."):
+        llama(**batch)
