@@ -34,7 +34,7 @@ demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; 
 	$(call say,The main job)
 	$(PY) -m attnflow demo
 
-test: lint types imports unit compiled docs  ## install, then every check
+test: lint types imports unit compiled  ## install, then every check
 	$(call say,Every check passed)
 
 lint: $(ENV)  ## formatting and lint
