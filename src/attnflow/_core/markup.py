@@ -80,7 +80,7 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 
 def columns(text: str) -> float:
     """Width of `text` in columns of a monospaced font; wide (East Asian, emoji) characters take two."""
-    return sum(_column(character) for character in text)
+    return sum((_column(character) for character in text), 0.0)
 
 
 def _column(character: str) -> float:

@@ -61,7 +61,7 @@ def hasse_svg(
             raise ValueError(f"highlight must hold positions of the diagram, got {position!r}")
     path = [class_of[position] for position in highlight]
     if not hasse.nodes:
-        return _page("", 260, 30, ["No positions: the diagram is empty."], standalone, "Empty Hasse diagram")
+        return _page("", 260.0, 30.0, ["No positions: the diagram is empty."], standalone, "Empty Hasse diagram")
     for grouping in summary.groupings(hasse, max_nodes, list(dict.fromkeys(path))):
         drawn = _boxes(hasse, grouping, labels, path, highlight, standalone)
         if drawn is not None:

@@ -62,7 +62,7 @@ class _Rows:
 
 
 def place(
-    sizes: Sequence[tuple[float, float]], levels: Sequence[int], edges: Sequence[tuple[int, int]], row_gap: float = 40
+    sizes: Sequence[tuple[float, float]], levels: Sequence[int], edges: Sequence[tuple[int, int]], row_gap: float = 40.0
 ) -> Placement:
     """Places boxes of the given (width, height) on the rows `levels`; edges go from lower to upper.
 
@@ -75,7 +75,7 @@ def place(
     right = max((x[v] + graph.widths[v] / 2 for v in range(len(x))), default=0.0)
     heights = [max((sizes[v][1] for v in row if v < len(sizes)), default=0.0) for row in graph.rows]
     gaps = [_row_gap(graph, x, row, row_gap) for row in range(len(graph.rows) - 1)]
-    total = sum(heights) + sum(gaps)
+    total = sum(heights, 0.0) + sum(gaps, 0.0)
     bottoms: list[float] = []
     y = total
     for row, height in enumerate(heights):

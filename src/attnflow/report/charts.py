@@ -28,7 +28,9 @@ def growth_chart(shares: npt.NDArray[np.float64], width: float, height: float = 
     x = left + plot_width * (chosen / max(last, 1))
     lines = [shares[chosen].min(axis=1), shares[chosen].mean(axis=1), shares[chosen].max(axis=1)]
     y = [top + plot_height * (1 - line) for line in lines]
-    grid = [_horizontal(share, left, top + plot_height * (1 - share), plot_width) for share in (0, 0.25, 0.5, 0.75, 1)]
+    grid = [
+        _horizontal(share, left, top + plot_height * (1 - share), plot_width) for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+    ]
     marks = [_layer_mark(layer, left + plot_width * layer / max(last, 1), height - 22) for layer in ticks(last + 1, 6)]
     text = {"font_size": 11.5, "fill": "currentColor"}
     axis = element("text", "layers", x=left + plot_width / 2, y=height - 5, text_anchor="middle", **text)

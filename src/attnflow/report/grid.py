@@ -74,4 +74,4 @@ def ticks(size: int, most: int = 6) -> list[int]:
     if size <= most:
         return list(range(size))
     step = next(s for power in range(20) for s in (10**power, 2 * 10**power, 5 * 10**power) if size / s <= most - 1)
-    return [*[t for t in range(0, size, step) if size - 1 - t >= 0.6 * step], size - 1]
+    return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]

@@ -18,7 +18,7 @@ _CELLS: Final = 96  # rows and columns of the heat map of a large mask
 _EXACT: Final = 64  # positions up to which every pair is a cell
 _STEPS: Final = 9
 _COLOUR: Final = "#3d7ea6"  # visible on white and on near-black; a page overrides it by the class af-cell
-_CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
 
 def mask_svg(
@@ -130,13 +130,9 @@ def _axes(mask: Mask, cells: Grid, side: float) -> list[str]:
     text = {"font_size": 11.5, "fill": "currentColor", "fill_opacity": 0.78}
     name = {"font_size": 12, "fill": "currentColor", "font_weight": 600}
     parts = [element("text", "key →", x=0, y=-25, **name)]
-    if not mask.num_queries:
-        return parts
-    parts.append(
-        element(
-            "text", "← query", transform=f"translate({number(14 - _left(mask))},{number(height)}) rotate(-90)", **name
-        )
-    )
+    if height:
+        turned = f"translate({number(14 - _left(mask))},{number(height)}) rotate(-90)"
+        parts.append(element("text", "← query", transform=turned, **name))
     for key in ticks(mask.num_keys, 7):
         x = (key + 0.5) / cells.key_step * side
         parts.append(element("text", grouped(key), x=x, y=-6, text_anchor="middle", **text))

@@ -121,7 +121,7 @@ def _fit(text: str, columns: int, plain: bool) -> str:
 
 def _can_draw() -> bool:
     try:
-        (_SHADES + "■▀▄×·").encode(sys.stdout.encoding or "ascii")
+        (_SHADES + "■▀▄×·").encode(sys.stdout.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

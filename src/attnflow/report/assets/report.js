@@ -11,7 +11,7 @@
     button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; show(); });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
   }
-  const digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  const digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
   const span = (noun, first, step, count) => {
     const last = Math.min(first + step, count) - 1;
     return last === first ? `${noun} ${first}` : `${noun}s ${first}–${last}`.replace("querys", "queries");

@@ -9,7 +9,7 @@ from attnflow._core.markup import grouped, percent, plural, shorten
 from attnflow.order.draw import runs
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.sections.order import hasse_figure
+from attnflow.report.sections.order import diagram
 from attnflow.report.subject import Section, Subject
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ def _leak(subject: Subject, leak: Leak, drawn: bool) -> Html:
     way = _steps(subject, path)
     if not drawn or subject.flow is None:
         return title + way
-    caption = (
-        "The way of the information, with the layer that moves it. Dashed: one layer moves it past several covers."
-    )
-    return title + tag("div", hasse_figure(subject.flow, subject.labels, path, caption), way, class_="pair")
+    return title + diagram(subject, subject.flow, path, way)
 
 
 def _token(subject: Subject, leak: Leak) -> str:
@@ -164,9 +161,12 @@ def _effort(report: AuditReport) -> list[tuple[str, Content]]:
 
 def _violation(violation: Violation) -> list[Content]:
     source = "–" if violation.source is None else grouped(violation.source)
+    target = grouped(violation.target)
+    if violation.kind == "batch":
+        source, target = f"{source} (row {violation.source_row})", f"{target} (row {violation.target_row})"
     layer = "–" if violation.layer is None else str(violation.layer)
     change = f"{violation.change:.3g}"
-    return [violation.kind, code(violation.module), layer, source, grouped(violation.target), change]
+    return [violation.kind, code(violation.module), layer, source, target, change]
 
 
 def _modules(report: AuditReport) -> Html:

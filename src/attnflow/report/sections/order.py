@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject
 
 _CLASSES: Final = 8
+_WIDE: Final = 640  # pixels above which a diagram takes the width of the page
 
 
 def order(subject: Subject) -> Section | None:
@@ -32,18 +34,18 @@ def order(subject: Subject) -> Section | None:
     )
     if flow.num_layers is not None:
         lead += " For a stack of layers, this is the order that repeating the whole stack generates."
-    diagram = hasse_figure(flow, subject.labels)
-    body = html.paragraph(lead, kind="lead") + tag("div", diagram, html.facts(_facts(flow)), class_="pair")
+    body = html.paragraph(lead, kind="lead") + diagram(subject, flow, (), html.facts(_facts(flow)))
     return Section("order", "Order and Hasse diagram", body + _classes(flow))
 
 
-def hasse_figure(
-    flow: Flow, labels: tuple[str, ...] | None, highlight: list[int] | None = None, caption: Content | None = None
-) -> Html:
-    """The Hasse diagram as a figure, a path emphasised."""
-    svg = hasse_svg(flow.hasse, labels=labels, highlight=highlight or (), standalone=False)
-    wide = float(svg.split('width="', 1)[1].split('"', 1)[0]) > 700
-    return html.figure(svg, caption, kind="wide" if wide else "centre")
+def diagram(subject: Subject, flow: Flow, path: Sequence[int], beside: Html) -> Html:
+    """The Hasse diagram, a path emphasised, with something beside it, or below it where the diagram is wide."""
+    svg = hasse_svg(flow.hasse, labels=subject.labels, highlight=path, standalone=False)
+    caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
+    width = float(svg.split(' width="', 1)[1].split('"', 1)[0])
+    return tag(
+        "div", html.figure(svg, caption, kind="centre"), beside, class_="beside" if width < _WIDE else "beside wide"
+    )
 
 
 def _facts(flow: Flow) -> list[tuple[str, Content]]:
@@ -118,8 +120,8 @@ def growth_by_layer(subject: Subject) -> Section | None:
         tag("li", tag("span", class_="swatch-range"), "least to largest position"),
         class_="keyline",
     )
-    charts_ = tag("div", Html(charts.growth_chart(shares, 640)), class_="only-wide") + tag(
-        "div", Html(charts.growth_chart(shares, 350, 220)), class_="only-narrow"
+    charts_ = tag("div", Html(charts.growth_chart(shares, 640.0)), class_="only-wide") + tag(
+        "div", Html(charts.growth_chart(shares, 350.0, 220.0)), class_="only-narrow"
     )
     caption = f"Share of the final receptive field (a row of the closure) after each number of layers, over {whole}."
     picture = html.figure(charts_, caption)

@@ -1,0 +1,298 @@
+"""The HTML report: one file, well-formed, locked down, escaped, complete, and written whole or not at all."""
+
+import base64
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+
+import pytest
+import torch
+
+import attnflow as af
+from attnflow import masks, report
+from attnflow.order import analyze
+from attnflow.order.audit import AuditReport, ModuleResult, Violation
+from attnflow.report import CostModel, Html, Section, mask_report, model_report
+from attnflow.tasks import Label, Task, TaskDifference, Token, Verification, check
+from tests.report.reading import parse_page
+
+HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single' \x00 \u202e </title> <!-- ]]>"
+
+
+def leaking_task():
+    """Position 0 must predict token 3, which reaches it by 3 -> 1 -> 0; position 4 serves nothing."""
+    tokens = [Token(100 + i, i) for i in range(5)]
+    mask = masks.from_edges([(1, 3), (0, 1), (2, 2), (4, 4)], 5, name="a leak")
+    return Task(tokens, [Label(0, target=tokens[3]), Label(2, target=tokens[1])], mask)
+
+
+def clean_task():
+    tokens = [Token(100 + i, i) for i in range(5)]
+    return Task(tokens[:4], [Label(i, target=tokens[i + 1]) for i in range(4)], masks.causal(4))
+
+
+def audit_report(violations=(), modules=()):
+    return AuditReport(
+        violations=tuple(violations),
+        order="causal",
+        mode="perturb",
+        layers=2,
+        positions=8,
+        batch=2,
+        forward_passes=17,
+        backward_passes=0,
+        coverage=0.875,
+        forbidden=28,
+        noise=0.0,
+        modules=tuple(modules),
+        notes=("a remark of the audit",),
+        seconds=1.25,
+    )
+
+
+def bad_audit():
+    order = Violation("order", 1, "model.layers.1.self_attn", 7, 2, 0.25)
+    batch = Violation("batch", None, "model.norm", 3, 4, 1e-3, source_row=0, target_row=1)
+    cache = Violation("cache", 0, "model.layers.0", None, 5, 0.5, path="cached")
+    statuses = [("embed", None, "clean"), ("model.layers.0", 0, "breaks"), ("model.layers.1", 1, "carries")]
+    return audit_report([order, batch, cache], [ModuleResult(*result) for result in statuses])
+
+
+def full_report():
+    task = leaking_task()
+    differences = tuple(TaskDifference(i, 1e-13, 2.5) for i in range(3))
+    return mask_report(
+        task.mask,
+        task=task,
+        audit=bad_audit(),
+        verification=Verification(1e-13, 2e-13, 7.5, differences),
+        labels=["the", "quick", "brown", "fox", "."],
+        cost=CostModel(2, 4, 64),
+        details={"Command": "attnflow check"},
+    )
+
+
+REPORTS = {
+    "everything": full_report,
+    "causal": lambda: mask_report(masks.causal(64)),
+    "butterfly": lambda: mask_report(analyze(masks.butterfly(16))),
+    "two streams": lambda: mask_report(masks.block_two_stream(8, 4)),
+    "big_bird": lambda: mask_report(masks.big_bird(1024)),
+    "stack": lambda: mask_report([masks.causal(20), masks.sliding_window(20, 3), masks.causal(20)]),
+    "model": lambda: model_report("org/model", audit_report(), flow=[masks.causal(8)] * 2),
+    "audit alone": lambda: model_report("org/model", bad_audit()),
+    "measured": lambda: model_report("org/model", None, flow=analyze(masks.causal(8))),
+    "not square": lambda: mask_report(masks.full(5, 9)),
+    "no positions": lambda: mask_report(masks.causal(0)),
+    "no keys": lambda: mask_report(masks.full(3, 0)),
+    "one position": lambda: mask_report(masks.causal(1)),
+    "nothing allowed": lambda: mask_report(~masks.full(6)),
+}
+
+
+@pytest.fixture(params=REPORTS, scope="module")
+def made(request):
+    return REPORTS[request.param]()
+
+
+def test_the_page_is_well_formed_and_self_contained(made):
+    page = parse_page(made.html)
+    assert len(made.html.encode()) < 200_000
+    assert not {tag for tag, _ in page.tags} & {"img", "iframe", "object", "embed", "base", "form", "input"}
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on") or name in ("style", "src", "srcset")], tag
+        assert attributes.get("href", "#").startswith(("#", "data:,"))
+    outside = re.findall(r"""(?:https?:)?//[^\s"'<>]+""", made.html)
+    assert {address for address in outside if "/" in address} <= {"http://www.w3.org/2000/svg"}
+    assert "url(" not in page.inline["style"]
+    assert "@import" not in page.inline["style"]
+    assert page.of("html") == [{"lang": "en"}]
+    assert page.of("meta")[0] == {"charset": "utf-8"}
+
+
+def test_the_policy_allows_exactly_what_is_there(made):
+    page = parse_page(made.html)
+    policy = next(m["content"] for m in page.of("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert (rules["base-uri"], rules["form-action"]) == ("'none'", "'none'")
+    for rule, tag in (("style-src", "style"), ("script-src", "script")):
+        assert len(page.of(tag)) == 1
+        digest = hashlib.sha256(page.inline[tag].encode()).digest()
+        assert rules[rule] == f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def test_anchors_lead_to_the_sections(made):
+    page = parse_page(made.html)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    assert {link["href"][1:] for link in page.of("a")} == {section.name for section in made.sections} <= set(ids)
+    for section in made.sections:
+        assert section.title in page.text
+
+
+def test_everything_asked_for_is_shown():
+    made = full_report()
+    names = ["mask", "order", "growth", "leaks", "dead", "verification", "audit", "blocks", "cost"]
+    assert [section.name for section in made.sections] == names
+    text = parse_page(made.html).text
+    for part in (
+        "1 label can be read by the position that must predict it",
+        "layer 1 3 “fox” → 1 “quick”",
+        "layer 2 1 “quick” → 0 “the”",
+        "Position 0 must predict token 103 (data token 3)",
+        "model.layers.1.self_attn",
+        "87.5 % of 28",
+        "a remark of the audit",
+        "3 modules watched",
+        "1.0e-13 of outputs, 2.0e-13 of gradients",
+        "For 2 layers of 4 heads with 64 channels",
+        "4 · head_dim · heads · layers · pairs",
+        "attnflow check",
+        af.__version__,
+        "a leak",
+    ):
+        assert part in text, part
+    assert "1 position (20 %) reaches no labelled position" in text
+
+
+def test_the_reading_says_what_was_found():
+    def reading(made):
+        return re.search(r'<p class="reading">(.*?)</p>', made.html).group(1).replace("\xa0", " ")
+
+    assert "form a chain, in which each reads all below it; one layer" in reading(mask_report(masks.causal(9)))
+    assert "the order is a single class; it takes 2 layers" in reading(mask_report(masks.big_bird(12, 1)))
+    assert "8 classes read nothing of each other" in reading(mask_report(~masks.full(8)))
+    assert "an order of 3 levels" in reading(mask_report(masks.tree([-1, 0, 0, 1])))
+    assert "there is nothing to allow" in reading(mask_report(masks.causal(0)))
+    assert "no order to report" in reading(mask_report(masks.full(2, 3)))
+    assert "No label can leak: this is proved for all 4." in reading(mask_report(masks.causal(4), task=clean_task()))
+    leak = reading(mask_report(leaking_task().mask, check=check(leaking_task())))
+    assert "1 label can be read" in leak
+    assert "the first comes to position 0 from 3 in 2 layers" in leak
+    assert "found no flow against its order (87.5 % of" in reading(model_report("m", audit_report()))
+    assert "first in <code>model.layers.1.self_attn</code>" in reading(model_report("m", bad_audit()))
+
+
+def test_leaks_are_drawn_on_the_diagram():
+    made = mask_report(leaking_task().mask, task=leaking_task())
+    body = next(section for section in made.sections if section.name == "leaks").body.markup
+    assert body.count('class="af-badge"') == 2
+    assert body.count("af-node af-hot") == 3
+
+
+def test_hostile_names_stay_text():
+    task = leaking_task()
+    mask = masks.from_dense(torch.ones(3, 3, dtype=torch.bool), name=HOSTILE)
+    audit = audit_report([dataclasses.replace(bad_audit().violations[0], module=HOSTILE)], [])
+    pages = [
+        mask_report(mask, title=HOSTILE, labels=[HOSTILE, "\ud800", ""], details={HOSTILE: HOSTILE}),
+        mask_report(task.mask, task=task, labels=[HOSTILE] * 5),
+        model_report(HOSTILE, audit, flow=mask),
+    ]
+    for made in pages:
+        page = parse_page(made.html)
+        assert len(page.of("script")) == 1
+        assert not page.of("b")
+        assert "alert(1)" not in page.inline["script"]
+        assert "<script>alert(1)</script>" in page.text
+        assert "\u202e" not in made.html
+        assert "\x00" not in made.html
+        made.html.encode("utf-8")
+
+
+def test_a_section_of_ones_own_joins_the_page():
+    def bias(subject):
+        return Section("bias", "Bias", Html("<p>of its own</p>")) if subject.masks else None
+
+    made = mask_report(masks.causal(4), sections=[*report.SECTIONS, bias])
+    assert made.sections[-1].name == "bias"
+    assert "of its own" in parse_page(made.html).text
+    with pytest.raises(ValueError, match="different names"):
+        mask_report(masks.causal(4), sections=[bias, bias])
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="a label for each of 3 positions, got 1"):
+        mask_report(masks.causal(3), labels=["a"])
+    with pytest.raises(ValueError, match="a label for each of 3 positions, got 1"):
+        model_report("m", None, flow=masks.causal(3), labels=["a"])
+    with pytest.raises(ValueError, match="expected a task with the mask"):
+        mask_report(masks.causal(4), task=leaking_task())
+    with pytest.raises(ValueError, match="empty sequence"):
+        mask_report([])
+    with pytest.raises(ValueError, match="masks of one size"):
+        mask_report([masks.causal(3), masks.causal(4)])
+
+
+def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
+    made = mask_report(masks.causal(4))
+    path = made.save(tmp_path / "out.html")
+    assert path.read_text(encoding="utf-8") == made.html
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        mask_report(masks.causal(5)).save(path)
+    assert path.read_text(encoding="utf-8") == made.html
+    assert [item.name for item in tmp_path.iterdir()] == ["out.html"]
+    with pytest.raises(FileNotFoundError, match="create it first"):
+        made.save(tmp_path / "missing" / "out.html")
+    with pytest.raises(IsADirectoryError, match="got the folder"):
+        made.save(tmp_path)
+    assert repr(made).startswith("Report('causal(n=4)': mask, order, growth, blocks, cost; ")
+
+
+@pytest.mark.parametrize("mask", [masks.causal(16_384), masks.butterfly(5461), masks.longformer(16_384, 256)], ids=repr)
+def test_long_sequences_make_small_pages(mask, monkeypatch):
+    monkeypatch.setattr(masks.Mask, "dense", lambda *_: pytest.fail("built n x n"))
+    made = mask_report(mask)
+    assert len(made.html.encode()) < 200_000
+    parse_page(made.html)
+
+
+def test_the_order_of_a_huge_mask_is_left_out():
+    made = mask_report(masks.causal(40_000))
+    assert "the order is not computed above 32768 positions" in parse_page(made.html).text
+    assert [section.name for section in made.sections] == ["mask", "order", "blocks", "cost"]
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PROBE = """<!doctype html><iframe id=phone src=page.html style="width:405px;height:900px"></iframe>
+<iframe id=desk src=page.html style="width:1280px;height:900px"></iframe><pre id=out>nothing</pre><script>
+onload = () => { const found = [];
+  for (const id of ["phone", "desk"]) { const page = document.getElementById(id).contentDocument;
+    const width = page.documentElement.clientWidth;
+    if (page.documentElement.scrollWidth > width) found.push(id + " scrolls sideways");
+    if (page.querySelector("button").hidden) found.push(id + " script did not run");
+    if (getComputedStyle(page.querySelector("main")).maxWidth !== "1080px") found.push(id + " has no style");
+    for (const svg of page.querySelectorAll("svg")) { const all = svg.getBoundingClientRect();
+      for (const text of svg.querySelectorAll("text")) { const box = text.getBoundingClientRect();
+        if (box.width && (box.left < all.left - 1 || box.right > all.right + 1 || box.top < all.top - 1
+          || box.bottom > all.bottom + 1)) found.push(id + " cuts " + text.textContent); }
+      for (const node of svg.querySelectorAll(".af-node")) {
+        const face = node.querySelector(".af-face").getBoundingClientRect();
+        for (const text of node.querySelectorAll("text")) { const box = text.getBoundingClientRect();
+          if (box.left < face.left || box.right > face.right) found.push(id + " overfills " + text.textContent); } } } }
+  document.getElementById("out").textContent = found.join("; ") || "all is well"; };</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+@pytest.mark.parametrize("name", ["everything", "big_bird", "butterfly"])
+def test_a_browser_shows_it_without_complaint(name, tmp_path):
+    REPORTS[name]().save(tmp_path / "page.html")
+    (tmp_path / "probe.html").write_text(PROBE, encoding="utf-8")
+    options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-quic"
+    options += " --disable-component-update --disable-sync --allow-file-access-from-files --enable-logging=stderr"
+    command = [CHROMIUM, *options.split(), f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"]
+    command += ["--window-size=1800,1000", "--dump-dom", (tmp_path / "probe.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if '<pre id="out">' not in done.stdout:
+        pytest.skip(f"chromium did not start: {done.stderr[-200:]}")
+    assert '<pre id="out">all is well</pre>' in done.stdout, done.stdout
+    assert "CONSOLE" not in done.stderr, done.stderr
