@@ -57,7 +57,7 @@ def test_half_blocks_are_exact(mask):
 def test_shades_say_nothing_some_all(mask, plain):
     text = mask_text(mask, width=80, ascii_only=plain)
     lines = picture(text, mask)[1:]
-    step = next(s for s in range(1, 10_000) if f" by {s} key" in text)
+    step = next(s for s in range(1, 10_000) if f" by {s:,} key" in text)
     shades = " .-+#" if plain else " ░▒▓█"
     table = mask.dense().numpy()
     assert len(lines) == -(-mask.num_queries // (2 * step))

@@ -49,9 +49,8 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     queries, keys = mask.shape
     times = "x" if plain else "×"
     size = f"{plural(queries, 'query', 'queries')} {times} {plural(keys, 'key')}, {percent(mask.density)} allowed"
-    if plain:
-        size = size.replace("\u202f", ",").replace("\xa0", " ")
-    head = [_fit(repr(mask), columns, plain), *textwrap.wrap(size, columns), ""]
+    wrapped = [line.replace("\xa0", " ") for line in textwrap.wrap(size.replace("\u202f", ","), columns)]
+    head = [_fit(repr(mask), columns, plain), *wrapped, ""]
     if 0 in mask.shape:
         return "\n".join([*head, _fit("no pairs to show", columns, plain)])
     label = len(str(queries - 1))
@@ -102,7 +101,7 @@ def _key(cells: Grid, shades: str, columns: int) -> list[str]:
     between = len(shades) - 2
     names = [f"{shade} < {round(100 * (i + 1) / between)} %" for i, shade in enumerate(shades[1:-1])]
     key = "  ".join(name.replace(" ", "\0") for name in [*names, f"{shades[-1]} all"])  # wrapped between signs only
-    unit = f"a sign: {cells.query_step} queries by {plural(cells.key_step, 'key')}"
+    unit = f"a sign: {cells.query_step} queries by {plural(cells.key_step, 'key')}".replace("\u202f", ",")
     return [line.replace("\0", " ") for text in (unit, key) for line in textwrap.wrap(text, columns)]
 
 
