@@ -8,5 +8,8 @@ if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "attnflow.hf")
 
 from attnflow.hf.attach import MaskHandle, use_mask
+from attnflow.hf.loader import Loaded, load_model
+from attnflow.hf.packages import MODELS, MissingPackage
+from attnflow.hf.text import sample_text
 
-__all__ = ["MaskHandle", "use_mask"]
+__all__ = ["MODELS", "Loaded", "MaskHandle", "MissingPackage", "load_model", "sample_text", "use_mask"]
