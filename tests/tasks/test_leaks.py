@@ -34,7 +34,7 @@ def build(spec: tuple) -> Task:
 
 
 @given(specs(), st.none() | st.integers(0, 4))
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 def test_against_the_definition(spec, layers):
     task = build(spec)
     report = tasks.check(task, layers=layers)

@@ -101,6 +101,15 @@ def test_the_reference_is_an_ordinary_forward_pass():
     assert found.merged_loss == pytest.approx(float(expected.detach()), rel=1e-5)  # HF's norms compute in float32
 
 
+def test_lost_labels_show_in_the_gradients():
+    family = FAMILIES["causal"]
+    merged = tasks.merge(family)
+    bare = replace(merged, task=Task(merged.task.inputs, [], merged.task.mask))
+    found = tasks.verify(family, bare, llama())
+    assert found.output_difference < 1e-12
+    assert found.gradient_difference == pytest.approx(1.0)
+
+
 def test_weights_count():
     family = [replace_weights(task, 0.5) for task in tasks.causal_lm(IDS)]
     full = tasks.verify(tasks.causal_lm(IDS), tasks.merge(tasks.causal_lm(IDS)), llama())

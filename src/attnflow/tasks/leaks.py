@@ -10,6 +10,7 @@ import numpy as np
 
 from attnflow._core.checks import IntArray, integer, preview
 from attnflow._core.errors import LeakFound
+from attnflow._core.markup import plural
 from attnflow.masks.intervals import BoolArray
 from attnflow.tasks.task import Label, Task
 
@@ -124,15 +125,14 @@ class Report:
         return Text.assemble((first, "bold green" if self.ok else "bold red"), "\n" + "\n".join(rest))
 
     def _lines(self) -> Iterator[str]:
-        layers = self.layers
-        within = "any number of layers" if layers is None else f"{layers} layer{'s' * (layers != 1)}"
+        within = "any number of layers" if self.layers is None else plural(self.layers, "layer")
         leaking = len({(leak.position, leak.label) for leak in self.leaks})
         verdict = f"{leaking} of {self.num_labels} labels leak{'s' * (leaking == 1)}" if leaking else "no label leaks"
         yield f"{verdict} within {within}"
         yield from (f"  {leak}" for leak in self.leaks[:_SHOWN])
         if len(self.leaks) > _SHOWN:
             yield f"  ... and {len(self.leaks) - _SHOWN} more"
-        size = f"{self.num_positions} positions, {self.num_labels} labels"
+        size = f"{plural(self.num_positions, 'position')}, {plural(self.num_labels, 'label')}"
         yield f"{size}, depth {self.depth}, density {self.density:.3f}"
         yield f"dead positions: {preview(self.dead, _SHOWN) if self.dead else 'none'}"
         yield f"unsupervised data tokens: {preview(self.unsupervised, _SHOWN) if self.unsupervised else 'none'}"

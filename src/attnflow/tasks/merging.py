@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnflow._core.checks import IntArray, preview
+from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
@@ -21,7 +22,7 @@ from attnflow.tasks.nodes import Poset, isomorphism, typed
 from attnflow.tasks.task import Task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MergedTask:
     """The minimal merged task of a family (hasse, def. 3.6): one forward pass trains every subtask.
 
@@ -47,12 +48,16 @@ class MergedTask:
         """The position id of each merged position, int64."""
         return self.task.position_ids
 
+    def __repr__(self) -> str:
+        return f"MergedTask({plural(len(self.position_of), 'subtask')} in {self.task!r})"
+
     def __str__(self) -> str:
-        subtasks = sum(len(part) for part in self.position_of)
-        proof = "minimal" if self.is_minimal else f"not proved minimal: at least {self.lower_bound} nodes are needed"
+        before = plural(sum(len(part) for part in self.position_of), "position")
+        proof = "minimal" if self.is_minimal else f"not proved minimal: at least {self.lower_bound} are needed"
         return (
-            f"{len(self.position_of)} tasks with {subtasks} positions in {self.task.size}: {len(self.nodes)} nodes "
-            f"({proof}), {self.task.mask.nnz} pairs; every down-set of every task is embedded (checked)"
+            f"{plural(len(self.position_of), 'task')} with {before} in {self.task.size}: "
+            f"{plural(len(self.nodes), 'node')} ({proof}), {plural(self.task.mask.nnz, 'pair')}; "
+            "every down-set of every task is embedded (checked)"
         )
 
 
