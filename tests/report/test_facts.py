@@ -14,7 +14,7 @@ from attnflow.report.grid import grid, square_grid, ticks
 from tests.strategies import dense_masks, permuted_masks, square_masks
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.one_of(dense_masks(9), permuted_masks(9)), st.integers(1, 11), st.integers(1, 11))
 def test_a_grid_counts_the_pairs_of_each_cell(mask, query_step, key_step):
     table, cells = mask.dense().numpy(), grid(mask, query_step, key_step)
@@ -47,7 +47,7 @@ def test_ticks_are_few_and_span_the_axis(size, most):
     assert found[-1:] == ([size - 1] if size else [])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(square_masks(9))
 def test_growth_is_the_size_of_each_power(mask):
     flow = analyze(mask)

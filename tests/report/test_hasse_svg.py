@@ -23,7 +23,7 @@ def random_order(size, share, seed=0):
     return masks.from_dense(torch.from_numpy(table))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(square_masks(9), st.booleans())
 def test_small_diagrams_are_complete(mask, standalone):
     hasse = analyze(mask).hasse

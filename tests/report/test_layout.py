@@ -43,7 +43,7 @@ def overlap(a, b):
     return a[0] < b[2] - SLACK and b[0] < a[2] - SLACK and a[1] < b[3] - SLACK and b[1] < a[3] - SLACK
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(diagrams())
 def test_nothing_overlaps_and_everything_is_on_the_page(diagram):
     sizes, placed = diagram[0], placed_with_levels(diagram)
@@ -56,7 +56,7 @@ def test_nothing_overlaps_and_everything_is_on_the_page(diagram):
         assert bottom <= placed.height + SLACK
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(diagrams())
 def test_edges_go_up_and_pass_no_box(diagram):
     (sizes, edges), placed = diagram, placed_with_levels(diagram)

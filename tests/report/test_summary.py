@@ -54,7 +54,7 @@ def check(hasse, grouping):
     assert bool(grouping.how) == (len(grouping.boxes) < len(hasse.nodes))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(square_masks(9), st.integers(2, 12), st.data())
 def test_every_class_and_cover_is_counted_once(mask, max_nodes, data):
     hasse = analyze(mask).hasse
@@ -66,7 +66,7 @@ def test_every_class_and_cover_is_counted_once(mask, max_nodes, data):
         check(hasse, grouping)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(square_masks(9), st.integers(1, 5))
 def test_bands_add_up(mask, limit):
     hasse = analyze(mask).hasse

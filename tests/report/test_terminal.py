@@ -70,7 +70,7 @@ def test_shades_say_nothing_some_all(mask, plain):
                 assert shades.index(sign) == 1 + min(2, int(part.mean() * 3))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.integers(20, 140), st.integers(0, 700), st.integers(0, 700), st.booleans())
 def test_it_fits_the_width(width, queries, keys, plain):
     text = mask_text(masks.full(queries, keys), width=width, ascii_only=plain)
