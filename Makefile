@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports unit compiled kernels docs gpu bench format clean env bench-env
+.PHONY: help demo test lint types imports unit compiled docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -56,7 +56,7 @@ unit: $(ENV)  ## tests and doctests under the shape and type checker
 
 compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
 	$(call say,tests of compiled functions)
-	$(PYTEST) tests -m "compiled and not gpu"
+	$(PYTEST) tests -m compiled
 
 docs: $(ENV)  ## the site, warnings as errors
 	$(call say,documentation)
@@ -66,10 +66,10 @@ docs: $(ENV)  ## the site, warnings as errors
 gpu: $(ENV)  ## on a machine with a GPU: the tests marked gpu, then the benchmarks on it
 	$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device: run this on a machine with a GPU")'
 	$(PYTEST) tests -m gpu
-	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file" --device cuda; done
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) -m benchmarks.$$(basename "$$file" .py) --device cuda; done
 
 bench: $(BENCH_ENV)  ## benchmarks against named peers, into benchmarks/results.csv
-	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) -m benchmarks.$$(basename "$$file" .py); done
 
 format: $(ENV)  ## rewrite the sources in the project's format
 	$(PY) -m ruff format .
