@@ -13,7 +13,7 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import doctor, mask_check, mask_list, mask_merge, mask_show
+from attnflow.cli import audit, demo, doctor, mask_check, mask_list, mask_merge, mask_show, report
 from attnflow.cli._output import BadUsage
 
 _OK: Final = 0
@@ -38,7 +38,10 @@ mask.command("list")(mask_list.mask_list)
 mask.command("show")(mask_show.mask_show)
 mask.command("check")(mask_check.mask_check)
 mask.command("merge")(mask_merge.mask_merge)
+app.command("audit")(audit.audit)
+app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
 
 
 def _print_version(asked: bool) -> bool:

@@ -228,12 +228,16 @@ def mask_argument(name: str, n: int | None, settings: Sequence[str]) -> Mask:
 
 
 def task_argument(path: str) -> Task:
-    """The task in a JSON file: the format of `attnflow.tasks.spec`, with every form of mask that `mask_from` knows."""
+    """The task in a JSON file, or on stdin for "-"."""
+    return task_from(read_json(path), path)
+
+
+def task_from(spec: dict[str, object], where: str) -> Task:
+    """The task of a JSON spec: the format of `attnflow.tasks.spec`, with every form of mask that `mask_from` knows."""
     from attnflow.tasks import Task
 
-    spec = read_json(path)
-    given = {**spec, "mask": mask_from(spec["mask"], f"{path}: mask")} if "mask" in spec else spec
+    given = {**spec, "mask": mask_from(spec["mask"], f"{where}: mask")} if "mask" in spec else spec
     try:
         return Task.from_dict(given)
     except (ValueError, TypeError) as error:
-        raise BadUsage(f"{path}: {error}") from error
+        raise BadUsage(f"{where}: {error}") from error

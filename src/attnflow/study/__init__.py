@@ -1,0 +1,1 @@
+"""What the papers claim, made runnable: experiments on real models and real text."""
