@@ -85,9 +85,11 @@ def test_parts_without_a_mask_keep_their_own(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_generate(name):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(name, cache):
     model, source = tiny(name, eos_token_id=None), tokens(2, SOURCE)
     options = {"attention_mask": torch.ones_like(source), "max_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    options |= {"cache_implementation": cache, "disable_compile": True}
     plain = model.generate(source, **options)
     with af.hf.use_mask(model, {"encoder": af.masks.full(SOURCE), "decoder": af.masks.causal(10)}):
         assert torch.equal(model.generate(source, **options), plain)

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -55,6 +55,7 @@ def native(call, implementation, dtype=torch.float64):
 
 
 @given(calls())
+@example((af.masks.full(4), 0, 2, 4, torch.tensor([[False, True, True, True]])))  # a real key in a slot not written
 def test_dense_forms(call):
     wanted = torch.from_numpy(expected(*call))
     for implementation in ("sdpa", "eager"):
@@ -65,6 +66,14 @@ def test_dense_forms(call):
         assert torch.equal(shut.expand(wanted.shape[:2]), ~wanted.any(dim=-1))
         assert allowed.any(dim=-1).all()  # no softmax over nothing
         assert (found.dtype, found.shape[1]) == ((torch.bool, 1) if implementation == "sdpa" else (torch.float64, 1))
+
+
+def test_additive_forms_of_one_call_keep_their_dtypes():
+    placement, tables = Placement(1, 3, 3), MaskTables(af.masks.causal(3))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        found, _ = placement.native(tables, False, False, "eager", CPU, dtype)
+        assert found.dtype == dtype
+        assert found.min() == torch.finfo(dtype).min
 
 
 @settings(max_examples=30)  # torch takes 0.3 s for its block mask

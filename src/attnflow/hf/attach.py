@@ -15,7 +15,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.hf import attention
 from attnflow.hf.attention import ATTRIBUTE, IMPLEMENTATIONS, Rule, base_implementation, registered_name
 from attnflow.hf.placement import FLEX
-from attnflow.hf.sites import Site, find_sites, other_mixers
+from attnflow.hf.sites import Site, find_sites, models_around, other_mixers
 from attnflow.hf.tables import MaskTables
 from attnflow.masks.mask import Mask
 
@@ -36,14 +36,16 @@ class MaskHandle:
         masks: path of each masked attention module -> its mask.
     """
 
-    def __init__(self, model: nn.Module, backend: str, rules: Mapping[nn.Module, Rule], owners: list[nn.Module]):
+    def __init__(
+        self, model: nn.Module, backend: str, rules: Mapping[nn.Module, Rule], around: Sequence[nn.Module]
+    ) -> None:
         self.model = model
         self.backend = backend
         self.masks = {rule.name: rule.tables.mask for rule in rules.values() if rule.tables is not None}
         self._rules = dict(rules)
         self._before: list[tuple[nn.Module, object]] = []
         self._configs: list[tuple[PreTrainedConfig, object]] = []
-        self._apply(owners)
+        self._apply(around)
 
     @property
     def active(self) -> bool:
@@ -83,9 +85,9 @@ class MaskHandle:
         state = "" if self.active else ", removed"
         return f"<{distinct} on {len(self.masks)} attention modules of {type(self.model).__name__}{state}>"
 
-    def _apply(self, owners: list[nn.Module]) -> None:
+    def _apply(self, around: Sequence[nn.Module]) -> None:
         attention.register()
-        configs = {id(m.config): cast(PreTrainedConfig, m.config) for m in (*owners, *self._rules)}
+        configs = {id(m.config): cast(PreTrainedConfig, m.config) for m in (*around, *self._rules)}
         for config in configs.values():
             self._configs.append((config, config.__dict__["_attn_implementation_internal"]))
             # Past the property, which would also set sub-configs that this mask is not for.
@@ -186,7 +188,7 @@ def use_mask(
     }
     names = ", ".join(dict.fromkeys(map(repr, masks.values())))
     _log.info("attention of %s runs with %s under %s", type(model).__name__, backend, names)
-    return MaskHandle(model, backend, rules, list({id(s.owner): s.owner for s in masked}.values()))
+    return MaskHandle(model, backend, rules, models_around(model, masked))
 
 
 other_mixers_of = other_mixers  # the argument of `use_mask` has the function's name

@@ -200,7 +200,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def _quiet() -> Generator[None, None, None]:
     """Transformers without log lines and progress bars; what fails is raised, and what is raised says it all."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
@@ -216,7 +216,7 @@ def _quiet() -> Generator[None]:
 
 
 @contextmanager
-def _without_gguf_bar() -> Generator[None]:
+def _without_gguf_bar() -> Generator[None, None, None]:
     """The one bar of transformers that asks nobody whether it may show."""
     try:
         reader = cast(Any, import_module("transformers.modeling_gguf_pytorch_utils"))

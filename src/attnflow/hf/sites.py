@@ -87,6 +87,15 @@ def find_sites(model: object) -> tuple[Site, ...]:
     )
 
 
+def models_around(model: nn.Module, sites: Sequence[Site]) -> list[PreTrainedModel]:
+    """The transformers models, from `model` inwards, that contain one of `sites`; each may ask for masks by its config.
+
+    `generate` with a static cache asks by the config of the outermost, forward passes by that of the innermost.
+    """
+    models = [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    return [module for name, module in models if any(_inside(site.name, name) for site in sites)]
+
+
 def other_mixers(model: nn.Module, sites: Sequence[Site]) -> list[str]:
     """Paths of what moves information between positions beside the self-attention at `sites`; a mask rules none of it.
 
