@@ -18,6 +18,7 @@ Path = Literal["forward", "cached"]
 
 
 @runtime_checkable
+@runtime_checkable
 class Progress(Protocol):
     """Called during long work: `progress(done, total, what)`."""
 
@@ -82,17 +83,27 @@ class Runner:
     def record(self, kwargs: Mapping[str, Any]) -> Recording:
         """One pass with all its events kept; tensors that are changed in place later are copied."""
         with torch.no_grad():
-            events: dict[Key, Event] = {}
-            versions: dict[Key, int] = {}
-
-            def keep(event: Event) -> None:
-                events[event.key] = event
-                versions[event.key] = event.raw._version
-
-            self.run(kwargs, keep)
-            if any(events[key].raw._version != version for key, version in versions.items()):
-                self.run(kwargs, lambda event: events.__setitem__(event.key, _copied(event)))
+            events, raw = self.distinct(kwargs)
+            if any(tensor._version != version for tensor, version in raw.values()):
+                events, _ = self.distinct(kwargs, copy=True)
             return Recording(events)
+
+    def distinct(
+        self, kwargs: Mapping[str, Any], copy: bool = False
+    ) -> tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]:
+        """The events of one pass, without inputs that an earlier event has shown already, and (tensor, version)s."""
+        events: dict[Key, Event] = {}
+        seen: dict[int, tuple[Tensor, int]] = {}  # holds the tensors, so that no id is used twice
+
+        def keep(event: Event) -> None:
+            known = seen.get(id(event.raw))
+            if event.key.side == "in" and known is not None and known[1] == event.raw._version:
+                return
+            seen[id(event.raw)] = (event.raw, event.raw._version)
+            events[event.key] = copied(event) if copy else event
+
+        self.run(kwargs, keep)
+        return events, seen
 
     def _cached(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
@@ -151,6 +162,7 @@ def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _copied(event: Event) -> Event:
+def copied(event: Event) -> Event:
+    """The event with values that later in-place changes do not touch."""
     values = event.values.clone()
     return Event(event.key, event.blame, event.layer, event.depth, event.offset, values, values)

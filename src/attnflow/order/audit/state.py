@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -53,7 +53,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None, No
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
-        with _GroupedMatmul():
+        with _GroupedMatmul() if dtype == torch.float64 else nullcontext():
             yield
     finally:
         for tensor, data in saved:

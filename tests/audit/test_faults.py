@@ -1,0 +1,348 @@
+"""Faults injected into real architectures: each is found in the right layer and module, with source and target."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import attnflow as af
+from attnflow.order.audit import audit
+from tests.audit.zoo import (
+    LENGTH,
+    WINDOW,
+    CentredOverSequence,
+    Convolved,
+    inputs,
+    open_attention,
+    tiny,
+    tokens,
+    wrapped,
+)
+
+LAYER = 1
+ATTENTION = {
+    "Llama": "model.layers.1.self_attn",
+    "Mistral": "model.layers.1.self_attn",
+    "GPT2": "transformer.h.1.attn",
+    "Qwen3": "model.layers.1.self_attn",
+    "Gemma3": "model.layers.1.self_attn",
+}
+
+
+def pair(target, source):
+    allow = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    allow[target, source] = True
+    return allow
+
+
+def only(report, kind="order"):
+    assert not report.ok
+    assert [violation.kind for violation in report.violations] == [kind], str(report)
+    return report.violations[0]
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_one_future_pair_in_one_head(name, mode):
+    with open_attention(tiny(name, attn_implementation="eager"), LAYER, pair(5, 9), head=2) as model:
+        report = audit(model, inputs(name), mode=mode)
+    found = only(report)
+    assert (found.layer, found.module, found.source, found.target) == (LAYER, ATTENTION[name], 9, 5)
+    assert found.source_row == found.target_row
+    assert found.change > 0
+    assert {module.module for module in report.modules if module.status == "breaks"} == {ATTENTION[name]}
+    assert report.modules[-1].status == "carries"  # the model's own output
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+@pytest.mark.parametrize("target", range(0, LENGTH - 1, 3))
+def test_neighbouring_pairs(target, mode):
+    with open_attention(tiny("Llama", attn_implementation="eager"), 2, pair(target, target + 1)) as model:
+        found = only(audit(model, tokens(batch=1), mode=mode))
+    assert (found.layer, found.source, found.target) == (2, target + 1, target)
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_the_first_of_two_leaks_comes_first(mode):
+    model = tiny("Llama", attn_implementation="eager")
+    norm = model.model.layers[2].mlp
+    with open_attention(model, LAYER, pair(3, 10)), wrapped(norm, lambda out, hidden: out + 1e-2 * hidden.roll(-1, 1)):
+        report = audit(model, tokens(batch=1), mode=mode)
+    assert report.violations[0].module == "model.layers.1.self_attn"
+    assert [v.module for v in report.violations] == ["model.layers.1.self_attn", "model.layers.2.mlp"]
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_a_window_that_is_one_too_wide(mode):
+    wide = af.masks.sliding_window(LENGTH, WINDOW + 1).dense()
+    with open_attention(tiny("Mistral", attn_implementation="eager"), LAYER, wide) as model:
+        found = only(audit(model, tokens(batch=1), mode=mode))
+    assert (found.layer, found.module) == (LAYER, "model.layers.1.self_attn")
+    assert found.target - found.source == 2 * (WINDOW - 1) + 1  # one beyond the field of two layers
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_packed_documents_that_mix_in_one_layer(mode):
+    lengths = [5, 4, 4]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    given = {"input_ids": tokens(batch=1), "position_ids": positions, "use_cache": False}
+    clean = audit(tiny("Llama"), given, mode=mode)
+    assert clean.ok
+    assert clean.order == "causal, packed documents (3 in the longest row)"
+    with open_attention(tiny("Llama", attn_implementation="eager"), LAYER, pair(7, 2), head=3) as model:
+        found = only(audit(model, given, mode=mode))
+        stated = only(audit(model, given, order=af.masks.document(lengths), mode=mode))
+    assert (found.layer, found.module, found.source, found.target) == (LAYER, "model.layers.1.self_attn", 2, 7)
+    assert (stated.module, stated.source, stated.target) == (found.module, 2, 7)
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+@pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
+def test_a_normalisation_over_the_sequence(strength, mode):
+    model = tiny("Llama")
+    layer = model.model.layers[2]
+    layer.post_attention_layernorm = CentredOverSequence(layer.post_attention_layernorm, strength)
+    found = only(audit(model, tokens(), mode=mode))
+    assert (found.layer, found.module) == (2, "model.layers.2.post_attention_layernorm")
+    assert found.source > found.target
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_a_convolution_that_looks_ahead(mode):
+    model = tiny("Qwen3")
+    model.model.layers[LAYER].mlp = Convolved(model.model.layers[LAYER].mlp, 32)
+    found = only(audit(model, tokens(), mode=mode))
+    assert (found.layer, found.module) == (LAYER, "model.layers.1.mlp.conv")
+    assert found.source == found.target + 1
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("Mamba2", "backbone.layers.1.mixer"),
+        ("Jamba", "model.layers.2.mamba"),
+        ("Qwen3Next", "model.layers.2.linear_attn"),
+    ],
+)
+def test_a_scan_that_also_runs_backwards(name, module, mode):
+    model = tiny(name)
+    scan = model.get_submodule(module)
+    original = scan.forward
+
+    def both_ways(hidden_states, *args, **kwargs):
+        return original(hidden_states, *args, **kwargs) + 0.1 * original(hidden_states.flip(1), *args, **kwargs).flip(1)
+
+    scan.forward = both_ways
+    found = only(audit(model, {**inputs(name), "use_cache": False}, mode=mode))
+    assert found.module == module
+    assert found.layer == int(module.split(".")[2])
+    assert found.source > found.target
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_crosstalk_in_the_batch(mode):
+    model = tiny("GPT2")
+    module = model.transformer.h[LAYER].mlp
+    with wrapped(module, lambda out, hidden: out + 1e-3 * hidden.mean(0, keepdim=True)):
+        found = only(audit(model, tokens(batch=3), mode=mode), kind="batch")
+    assert (found.layer, found.module) == (LAYER, "transformer.h.1.mlp")
+    assert found.source_row != found.target_row
+    assert found.source == found.target
+
+
+def test_crosstalk_between_two_rows_only():
+    model = tiny("Bert")
+
+    def mix(output, hidden):
+        output = output.clone()
+        output[3, 2] += 1e-2 * hidden[1, 6].repeat(2)[:48]
+        return output
+
+    with wrapped(model.bert.encoder.layer[LAYER].intermediate, mix):
+        found = only(audit(model, tokens(batch=5)), kind="batch")
+    assert (found.layer, found.module) == (LAYER, "bert.encoder.layer.1.intermediate")
+    assert found.target_row == 3
+    assert found.source_row == 1
+
+
+def test_crosstalk_does_not_hide_an_order_leak():
+    model = tiny("Llama", attn_implementation="eager")
+    early = model.model.layers[0].mlp
+    with open_attention(model, 2, pair(5, 9)), wrapped(early, lambda out, hidden: out + 0.1 * hidden.mean(0)):
+        report = audit(model, tokens())
+    assert [(v.kind, v.module) for v in report.violations] == [
+        ("batch", "model.layers.0.mlp"),
+        ("order", "model.layers.2.self_attn"),
+    ]
+    assert (report.violations[1].source, report.violations[1].target) == (9, 5)
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_a_decoder_that_reads_ahead(mode):
+    model = tiny("T5")
+    module = model.decoder.block[2].layer[2]
+    with wrapped(module, lambda out, hidden: out + 1e-2 * hidden.roll(-1, 1)):
+        found = only(audit(model, inputs("T5"), mode=mode))
+    assert (found.layer, found.module) == (2, "decoder.block.2.layer.2")
+    assert LENGTH <= found.target < found.source < LENGTH + 9  # joint positions: the encoder's come first
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_padding_that_is_read(mode):
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :4] = 0
+    model = tiny("Llama", attn_implementation="eager")
+    with open_attention(model, LAYER, pair(8, 2)):
+        found = only(audit(model, {"input_ids": tokens(), "attention_mask": mask}, mode=mode))
+    assert (found.layer, found.module, found.source, found.target) == (LAYER, "model.layers.1.self_attn", 2, 8)
+    assert found.target_row == 0  # in the other sequence position 2 is no padding
+
+
+def test_a_leak_between_the_layers_is_the_models():
+    class Loose(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+
+        def forward(self, ids):
+            hidden = self.embed(ids)
+            for index, layer in enumerate(self.layers):
+                hidden = hidden + layer(hidden)
+                if index == 1:
+                    hidden = hidden + 0.1 * hidden.flip(1)
+            return hidden
+
+    for mode in ("perturb", "vjp"):
+        found = only(audit(Loose(), torch.randint(20, (1, 7)), order=af.masks.causal(7), mode=mode))
+        assert (found.layer, found.module) == (None, "Loose")
+        assert found.source == 6 - found.target
+
+
+def test_a_leak_that_no_gradient_shows():
+    model = tiny("Llama")
+
+    def route(out, hidden):
+        return out + (hidden[..., :1] > 0).to(out).flip(1)
+
+    with wrapped(model.model.layers[LAYER].mlp, route):
+        report = audit(model, tokens(batch=1))
+        assert only(report).module == "model.layers.1.mlp"
+        assert audit(model, tokens(batch=1), mode="vjp").ok  # documented: blind to the discrete
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_an_encoder_asked_to_be_causal(mode):
+    found = only(audit(tiny("Bert"), inputs("Bert"), order=af.masks.causal(LENGTH), mode=mode))
+    assert (found.layer, found.module) == (0, "bert.encoder.layer.0.attention.self")
+    assert found.source > found.target
+
+
+def test_weak_leak_below_rounding_needs_more_precision():
+    model = tiny("Llama")
+    with wrapped(model.model.layers[LAYER].mlp, lambda out, hidden: out + 1e-12 * hidden.flip(1)):
+        assert audit(model, tokens(batch=1)).ok
+        found = only(audit(model, tokens(batch=1), dtype=torch.float64))
+    assert found.module == "model.layers.1.mlp"
+
+
+def test_leak_among_experts_is_told_from_their_rounding():
+    model = tiny("Qwen3Moe")
+    module = model.model.layers[2].mlp
+    with wrapped(module, lambda out, hidden: out + 1e-3 * hidden.roll(-1, 1)):
+        report = audit(model, tokens(batch=3))
+    found = only(report)
+    assert (found.layer, found.module, found.confirmed) == (2, "model.layers.2.mlp", True)
+    assert found.source == found.target + 1
+
+
+def test_state_that_outlives_a_call():
+    model = tiny("Llama")
+    memory = {}
+
+    def remember(out, hidden):
+        old = memory.get("mean", torch.zeros(1))
+        memory["mean"] = hidden.mean()
+        return out + 1e-3 * old
+
+    with wrapped(model.model.layers[LAYER].mlp, remember):
+        found = only(audit(model, tokens()), kind="state")
+    assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.mlp", None)
+
+
+@contextlib.contextmanager
+def leaky_update(model, change):
+    """The cache hands the attention of one layer other keys and values than it should."""
+    from transformers.cache_utils import DynamicCache
+
+    original = DynamicCache.update
+
+    def update(self, key, value, layer_idx, *args, **kwargs):
+        keys, values = original(self, key, value, layer_idx, *args, **kwargs)
+        return change(keys, values, key.shape[-2]) if layer_idx == LAYER else (keys, values)
+
+    DynamicCache.update = update
+    try:
+        yield
+    finally:
+        DynamicCache.update = original
+
+
+def test_a_cache_that_forgets():
+    model = tiny("Llama")
+
+    def forget(keys, values, new):
+        return keys, torch.cat([values[..., :1, :] * 0, values[..., 1:, :]], -2) if new == 1 else values
+
+    with leaky_update(model, forget):
+        assert audit(model, tokens()).ok  # one full forward never shows it
+        found = only(audit(model, tokens(), cache=True), kind="cache")
+    assert (found.layer, found.module, found.path) == (LAYER, "model.layers.1.self_attn", "cached")
+    assert found.target >= LENGTH - 4
+
+
+def test_a_cache_that_mixes_the_batch():
+    model = tiny("Llama")
+
+    def mix(keys, values, new):
+        return keys, torch.cat([values[..., :-1, :].roll(1, 0), values[..., -1:, :]], -2) if new == 1 else values
+
+    with leaky_update(model, mix):
+        report = audit(model, tokens(), cache=True)
+    found = report.violations[0]
+    assert (found.kind, found.layer, found.module, found.path) == ("batch", LAYER, "model.layers.1.self_attn", "cached")
+    assert found.target >= LENGTH - 4
+    assert found.source_row != found.target_row
+
+
+def test_a_window_that_the_cache_widens():
+    model = tiny("Mistral", attn_implementation="eager")
+    given = {"input_ids": tokens(batch=1, length=24)}
+    assert audit(model, given, cache=True, passes=8).ok
+    kept = {}
+
+    def hoard(keys, values, new):
+        if new > 1:
+            kept["first"] = values[..., :1, :]
+            return keys, values
+        return keys, values + 0.1 * kept["first"]
+
+    # the first value of the sequence is still there when the window has long left it
+    with leaky_update(model, hoard):
+        report = audit(model, given, cache=[20, 1, 1, 1, 1], passes=24)
+    found = report.violations[0]
+    assert (found.kind, found.path) == ("order", "cached")
+    assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.self_attn", 0)
+    assert found.target >= 20
+
+
+def test_a_chunk_that_reads_ahead_through_the_cache():
+    model = tiny("Llama", attn_implementation="eager")
+    with open_attention(model, LAYER, pair(9, 11)):
+        report = audit(model, tokens(batch=1), cache=[6, 7])
+    assert [(v.path, v.layer, v.source, v.target) for v in report.violations] == [
+        ("forward", LAYER, 11, 9),
+        ("cached", LAYER, 11, 9),
+    ]
