@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -48,12 +48,12 @@ class Named:
             raise BadUsage(f"expected at least 2 tokens, got {len(found)}: nothing can flow")
         return found[:limit]
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token as text."""
-        return [str(self.tokenizer.decode([token])) for token in ids]
+    def texts(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        """Each token of the inputs as text, an encoder's first."""
+        return [str(self.tokenizer.decode([token])) for ids in inputs.values() for token in ids[0].tolist()]
 
     def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Arguments of the model's forward: one sequence, for an encoder-decoder the same on both sides."""
+        """Arguments of the model's forward: one sequence, for an encoder-decoder on both sides."""
         import torch
 
         vocabulary = self.model.get_input_embeddings().num_embeddings
@@ -62,7 +62,7 @@ class Named:
             raise BadUsage(f"token ids of {self.name} lie in [0, {vocabulary}), got {bad}")
         tokens = torch.tensor([list(ids)])
         if getattr(self.model.config, "is_encoder_decoder", False):
-            return {"input_ids": tokens, "decoder_input_ids": tokens.clone()}
+            return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-1]}  # an audit tells them by their lengths
         return {"input_ids": tokens}
 
 

@@ -74,8 +74,8 @@ def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> Mad
     spinner("writing the report")
     relation = relation_of(loaded.model, read(loaded.model, inputs), None)
     flow = _masks(relation)
-    labels = loaded.texts(ids) * len(inputs)
-    return Made("model", model_report(name, audit, flow=flow, labels=labels, details={"Model": loaded.line}), audit.ok)
+    page = model_report(name, audit, flow=flow, labels=loaded.texts(inputs), details={"Model": loaded.line})
+    return Made("model", page, audit.ok)
 
 
 def _masks(relation: Relation) -> Mask | list[Mask]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, working
+from attnflow.cli._output import JsonFlag, console, print_json, say, working
 
 
 class Mode(StrEnum):
@@ -50,6 +50,9 @@ def audit(
         print_json("attnflow.audit/1", report)
     else:
         screen = console()
-        screen.print(loaded.line, style="bold", markup=False, soft_wrap=True)
-        screen.print(found)
+        say(screen, loaded.line, "bold")
+        if screen.is_terminal:
+            screen.print(found)
+        else:  # with room for the names of modules
+            print(found)
     raise typer.Exit(0 if found.ok else 1)

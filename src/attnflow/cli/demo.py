@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +35,7 @@ def demo(
     from attnflow.study.main_report import main_report
     from attnflow.study.run import Steps, run_main_job
 
+    began = time.perf_counter()
     target = output_path(output, [".html"])
     _require_packages(model)
     screen = console()
@@ -46,12 +49,12 @@ def demo(
         def tell(told: Told) -> None:
             show(f"{'ok  ' if told.ok else 'FAIL'} {told.title} ({told.seconds:.1f} s)", _style(told.ok))
             for line in told.lines:
-                show(f"       {line}")
+                show(textwrap.fill(line, screen.width, initial_indent="       ", subsequent_indent="         "))
 
         loaded = _models.load(model)
         settings = Settings()
         ids = loaded.ids(None, None, settings.num_tokens)
-        texts = loaded.texts(ids)
+        texts = loaded.texts(loaded.inputs(ids))
         show(loaded.line, "bold")
         show(f"text: {shorten(''.join(texts), screen.width - 6)}")
         job = run_main_job(model, loaded.model, ids, texts, Steps(spinner, tell), settings)
@@ -61,7 +64,7 @@ def demo(
         print_json("attnflow.demo/1", {**job.to_dict(), "written": str(output)})
     else:
         verdict = "everything came out as claimed" if job.ok else "NOT everything came out as claimed"
-        say(screen, f"{verdict}, in {sum(job.seconds.values()):.0f} s; the report: {output}", _style(job.ok))
+        say(screen, f"{verdict}, in {time.perf_counter() - began:.0f} s. Report: {output}", _style(job.ok))
     raise typer.Exit(0 if job.ok else 1)
 
 

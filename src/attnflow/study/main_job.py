@@ -40,7 +40,7 @@ class Settings:
         audit_passes: perturbations of the audit.
     """
 
-    block_tokens: int = 64
+    block_tokens: int = 96
     block: int = 16
     butterfly_tokens: int = 16
     audit_tokens: int = 64

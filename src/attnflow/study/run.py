@@ -162,9 +162,9 @@ def _say_printed(printed: Printed) -> tuple[bool, list[str]]:
     n = printed.num_tokens
     pairs = preview([f"{query}->{key}" for query, key in printed.missing_pairs], 4)
     return printed.ok, [
-        f"it drops {plural(len(printed.missing_pairs), 'pair')} (query->key): {pairs}",
-        f"{len(printed.lost_tasks)} of {n} subtasks are not embedded, their centres miss a neighbour:",
-        f"centres {preview(printed.lost_tasks, n)}",
+        f"wrong: it drops {plural(len(printed.missing_pairs), 'pair')} (query->key): {pairs}",
+        f"{len(printed.lost_tasks)} of {n} subtasks are not embedded, their centres miss the right neighbour: "
+        f"{preview(printed.lost_tasks, n)}",
     ]
 
 
@@ -177,7 +177,11 @@ def _say_audited(audited: Audited) -> tuple[bool, list[str]]:
     ]
     lines += [f"leak: {violation}" for violation in report.violations[:3]]
     if control.violations:
-        lines.append(f"control: causal mask taken away, found at once: {control.violations[0]}")
+        first = control.violations[0]
+        lines.append(
+            f"control: causal mask taken away, found in {first.module}: position {first.target} moves with position "
+            f"{first.source}"
+        )
     else:
         lines.append("control: causal mask taken away, and NOTHING was found")
     return audited.ok, lines

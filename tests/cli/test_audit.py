@@ -1,0 +1,129 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import T5Config, T5ForConditionalGeneration
+
+import attnflow as af
+from attnflow.cli import _models
+
+
+def test_clean_model(run: Callable, tiny_model: str) -> None:
+    code, out, err = run("audit", tiny_model, "--tokens", "12")
+    assert (code, err) == (0, "")
+    assert f"{tiny_model}: LlamaForCausalLM" in out
+    assert "clean: causal" in out
+    assert "1 x 12 positions, 2 layers" in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
+
+
+def test_json(run: Callable, tiny_model: str) -> None:
+    arguments = ["audit", tiny_model, "--text", "the rest of my life is not for me", "--tokens", "6", "--json"]
+    code, out, err = run(*arguments)
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (found["schema"], found["ok"], found["architecture"]) == ("attnflow.audit/1", True, "LlamaForCausalLM")
+    assert (found["order"], found["positions"], len(found["token_ids"])) == ("causal", 6, 6)
+    assert found["violations"] == []
+
+
+def test_a_leak_is_a_finding_with_its_module(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = _models.load
+
+    def bidirectional(name: str, tokenizer: bool = True) -> _models.Named:
+        named = real(name, tokenizer)
+        af.hf.use_mask(named.model, af.masks.full(8))
+        return named
+
+    monkeypatch.setattr(_models, "load", bidirectional)
+    code, out, err = run("audit", tiny_model, "--tokens", "8")
+    assert (code, err) == (1, "")
+    assert "LEAK: causal" in out
+    assert "model.layers.0.self_attn" in out
+    found = json.loads(run("audit", tiny_model, "--tokens", "8", "--json").out)
+    assert found["violations"][0]["module"] == "model.layers.0.self_attn"
+    assert found["violations"][0]["source"] > found["violations"][0]["target"]
+
+
+def test_order_ids_mode_cache_and_precision(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    ids = ["--ids", "3,1,4,1,5,9,2,6"]
+    assert run("audit", tiny_model, *ids, "--mode", "vjp", "--float64").code == 0
+    assert run("audit", tiny_model, *ids, "--cache", "--passes", "3").code == 0
+    assert run("audit", tiny_model, *ids, "--order", "full").code == 0
+    window = tmp_path / "window.json"
+    window.write_text(json.dumps({"name": "sliding_window", "parameters": {"n": 8, "window": 3}}))
+    code, out, _ = run("audit", tiny_model, *ids, "--order", str(window), "--json")
+    assert code == 1, "a causal model sees more than a window"
+    assert json.loads(out)["token_ids"] == [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def test_models_without_a_tokenizer(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(tiny_model) / name, tmp_path)
+    code, out, err = run("audit", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "has no tokenizer" in err
+    assert "--ids 5,6,7" in err
+    assert run("audit", str(tmp_path), "--ids", "5,6,7,8").code == 0
+
+
+def test_encoder_decoder(run: Callable, tmp_path: Path) -> None:
+    config = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    code, out, _ = run("audit", str(tmp_path), "--ids", "5,6,7,8", "--json")
+    assert code == 0
+    assert json.loads(out)["positions"] == 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ids", "1,2", "--text", "the"], "give --text or --ids, not both"),
+        (["--ids", "1,x"], "--ids must be integers with commas"),
+        (["--ids", "1,99"], "lie in [0, 21), got 99"),
+        (["--ids", "1,-2"], "lie in [0, 21), got -2"),
+        (["--ids", "1"], "expected at least 2 tokens, got 1"),
+        (["--text", ""], "expected at least 2 tokens, got 0"),
+        (["--tokens", "1"], "--tokens"),
+        (["--order", "casual"], "unknown order 'casual': did you mean causal?"),
+        (["--order", "none.json"], "cannot read none.json"),
+        (["--mode", "guess"], "--mode"),
+        (["--mode", "vjp", "--cache", "--tokens", "4"], "the cached path is audited by perturbation"),
+    ],
+)
+def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:
+    code, out, err = run("audit", tiny_model, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_orders_of_another_size(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    window = tmp_path / "window.json"
+    window.write_text(json.dumps({"name": "causal", "parameters": {"n": 9}}))
+    code, _, err = run("audit", tiny_model, "--tokens", "8", "--order", str(window))
+    assert code == 2
+    assert "expected an order over 8 positions" in err
+
+
+def test_no_such_model(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, err = run("audit", str(tmp_path / "nothing"))
+    assert (code, out) == (2, "")
+    assert "nothing" in err
+    code, _, err = run("audit", str(tmp_path))
+    assert code == 2
+    assert "no config.json" in err
+    code, _, err = run("audit", "butterfly")
+    assert code == 2
+    assert "butterfly is a mask: see `attnflow report butterfly`" in err
+
+
+@pytest.mark.slow
+def test_the_real_models_are_clean(run: Callable) -> None:
+    for name, order in (("smollm2-135m", "causal"), ("minilm", "bidirectional")):
+        code, out, err = run("audit", name, "--tokens", "12", "--passes", "4")
+        assert (code, err) == (0, "")
+        assert f"clean: {order}" in out

