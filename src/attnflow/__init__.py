@@ -3,13 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attnflow import masks, order, tasks
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
-from attnflow.order.audit import audit
 
 if TYPE_CHECKING:
-    from attnflow import hf, report
+    from attnflow import hf, masks, order, report, tasks
+    from attnflow.order.audit import audit
 
 __all__ = [
     "AttnflowError",
@@ -27,7 +26,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import what brings heavy dependencies on first use."""
-    if name in {"hf", "report"}:
+    """Import a concept on first use: `attnflow --help` and `--version` need not wait for torch."""
+    if name == "audit":
+        return import_module("attnflow.order.audit").audit
+    if name in __all__:
         return import_module(f"attnflow.{name}")
     raise AttributeError(f"module 'attnflow' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
