@@ -15,7 +15,7 @@ def test_clean_model(run: Callable, tiny_model: str) -> None:
     assert (code, err) == (0, "")
     assert f"{tiny_model}: LlamaForCausalLM" in out
     assert "clean: causal" in out
-    assert "1 x 12 positions, 2 layers" in out
+    assert "2 x 12 positions, 2 layers" in out
     assert not any(line != line.rstrip() for line in out.splitlines())
 
 
@@ -45,6 +45,24 @@ def test_a_leak_is_a_finding_with_its_module(run: Callable, tiny_model: str, mon
     found = json.loads(run("audit", tiny_model, "--tokens", "8", "--json").out)
     assert found["violations"][0]["module"] == "model.layers.0.self_attn"
     assert found["violations"][0]["source"] > found["violations"][0]["target"]
+
+
+def test_crosstalk_within_the_batch_is_a_finding(
+    run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _models.load
+
+    def mixed(name: str, tokenizer: bool = True) -> _models.Named:
+        named = real(name, tokenizer)
+        norm = named.model.model.layers[1].input_layernorm
+        norm.register_forward_hook(lambda module, inputs, output: output + 0.1 * output.mean(0, keepdim=True))
+        return named
+
+    monkeypatch.setattr(_models, "load", mixed)
+    code, out, _ = run("audit", tiny_model, "--tokens", "6", "--json")
+    assert code == 1
+    found = json.loads(out)["violations"][0]
+    assert (found["kind"], found["module"]) == ("batch", "model.layers.1.input_layernorm")
 
 
 def test_order_ids_mode_cache_and_precision(run: Callable, tiny_model: str, tmp_path: Path) -> None:

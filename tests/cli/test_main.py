@@ -96,7 +96,7 @@ def test_interruption(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_is_cheap() -> None:
     probe = (
         "import sys; from attnflow.cli import main; code = main(['mask', 'show', '--help']);"
-        "heavy = {'transformers', 'matplotlib', 'accelerate'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'accelerate'} & set(sys.modules);"
         "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)

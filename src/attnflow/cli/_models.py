@@ -53,14 +53,17 @@ class Named:
         return [str(self.tokenizer.decode([token])) for ids in inputs.values() for token in ids[0].tolist()]
 
     def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Arguments of the model's forward: one sequence, for an encoder-decoder on both sides."""
+        """Arguments of the model's forward: the tokens, and reversed as a second sequence of the batch.
+
+        With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides.
+        """
         import torch
 
         vocabulary = self.model.get_input_embeddings().num_embeddings
         bad = next((token for token in ids if not 0 <= token < vocabulary), None)
         if bad is not None:
             raise BadUsage(f"token ids of {self.name} lie in [0, {vocabulary}), got {bad}")
-        tokens = torch.tensor([list(ids)])
+        tokens = torch.tensor([list(ids), list(ids)[::-1]])
         if getattr(self.model.config, "is_encoder_decoder", False):
             return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-1]}  # an audit tells them by their lengths
         return {"input_ids": tokens}
