@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import StaticCache
 
 import attnflow as af
 from tests.hf.models import outputs, tiny, tokens
@@ -37,7 +38,7 @@ def test_flex_attention_equals_sdpa_with_empty_rows_padding_and_a_mask_per_layer
 
 def test_generate_with_flex_attention_takes_the_rows_of_the_new_tokens():
     """A block mask over all positions would be longer than one query, which FlexAttention refuses."""
-    model, ids = tiny("Llama", torch.float32, eos_token_id=None), tokens(1, 5)
+    model, ids = tiny("Llama", torch.float32, eos_token_id=None), tokens(2, 5)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     mask = af.masks.attention_sink(20, 1, 3)
     with af.hf.use_mask(model, mask):
@@ -79,11 +80,33 @@ def test_a_compiled_model_checks_its_sequences():
 
 
 def test_a_compiled_model_under_the_leading_part_of_a_causal_mask():
-    model, ids = tiny("Llama", torch.float32), tokens(1, 6)
+    """Lengths vary, so that the compiler makes them symbols; and the mask is put on the model after compiling it."""
+    model = tiny("Llama", torch.float32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad(), af.hf.use_mask(model, af.masks.sliding_window(40, 3)):
+    with torch.no_grad():
+        plain = outputs(compiled, input_ids=(ids := tokens(1, 6)), use_cache=False)
+        with af.hf.use_mask(compiled, af.masks.sliding_window(40, 3)):
+            for length in (6, 7, 9):
+                here = tokens(1, length)
+                expected = outputs(model, input_ids=here)
+                ours = outputs(compiled, input_ids=here, use_cache=False)
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(outputs(compiled, input_ids=ids, use_cache=False), plain)
+
+
+def test_a_compiled_model_with_a_static_cache():
+    model, ids, mask = tiny("Llama", torch.float32), tokens(1, 8), af.masks.attention_sink(8, 2, 3)
+    with torch.no_grad(), af.hf.use_mask(model, mask):
         expected = outputs(model, input_ids=ids)
-        torch.testing.assert_close(outputs(compiled, input_ids=ids, use_cache=False), expected, rtol=1e-4, atol=1e-4)
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        parts = [model(ids[:, :5], past_key_values=cache).logits]
+        compiled = torch.compile(model, backend="aot_eager")
+        for i in range(5, 8):
+            where = torch.tensor([[i]])
+            parts.append(compiled(ids[:, i : i + 1], past_key_values=cache, position_ids=where).logits)
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(Exception, match=r"longer than its mask|9 positions"):
+            compiled(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[8]]))
 
 
 def test_a_compiled_model_on_a_padded_batch():

@@ -109,6 +109,17 @@ def test_left_padded_cache_in_chunks():
     torch.testing.assert_close(torch.cat(parts, dim=1)[shown], whole[shown])
 
 
+def test_a_long_mask_over_a_short_padded_batch():
+    model, n = tiny("Llama"), 200_000  # 40 GB as a dense table
+    rows = [tokens(1, length)[0] for length in LENGTHS]
+    ids, real, positions = padded(rows, "left")
+    with torch.no_grad():
+        with af.hf.use_mask(model, MASKS["sink"]):
+            expected = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+        with af.hf.use_mask(model, af.masks.attention_sink(n, 2, 2)):
+            assert torch.equal(outputs(model, input_ids=ids, attention_mask=real, position_ids=positions), expected)
+
+
 def test_holes_keep_their_positions():
     """Only leading pads shift; a pad in the middle is a position that nobody reads."""
     model, ids = tiny("Llama"), tokens(1, SIZE)

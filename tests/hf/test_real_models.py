@@ -37,7 +37,7 @@ def _smollm():
 
 @pytest.fixture(name="text")
 def _text(smollm):
-    return smollm[1](af.hf.sample_text("sonnets", 400), return_tensors="pt").input_ids[:, :64]
+    return smollm[1](af.hf.sample_text("sonnets", 200), return_tensors="pt").input_ids[:, :32]
 
 
 def test_smollm2_is_an_ordinary_model_with_the_logits_of_the_file(smollm, text, tmp_path):

@@ -94,6 +94,40 @@ def test_the_newest_mask_holds_and_is_removed_first(model):
         pass
 
 
+def test_masks_on_parts_that_share_a_config():
+    model, source, target = tiny("Bart"), tokens(1, LENGTH), tokens(1, LENGTH)
+    before = state(model)
+
+    def run():
+        with torch.no_grad():
+            return model(input_ids=source, decoder_input_ids=target).logits
+
+    plain = run()
+    with af.hf.use_mask(model, {"encoder": WINDOW, "decoder": WINDOW}):
+        both = run()
+    encoder = af.hf.use_mask(model.get_encoder(), WINDOW)
+    decoder = af.hf.use_mask(model.get_decoder(), WINDOW)
+    assert torch.equal(run(), both)
+    with pytest.raises(RuntimeError, match="newest first"):
+        encoder.remove()  # would take the decoder's mask out of force
+    assert torch.equal(run(), both)
+    decoder.remove()
+    assert not torch.allclose(run(), both)
+    encoder.remove()
+    assert torch.equal(run(), plain)
+    assert state(model) == before
+
+
+def test_changing_the_implementation_under_a_mask_does_not_pass_unnoticed(model):
+    before = state(model)
+    with (
+        pytest.raises(RuntimeError, match="set to 'eager' while a mask was in use, which took the mask out of force"),
+        af.hf.use_mask(model, WINDOW),
+    ):
+        model.set_attn_implementation("eager")
+    assert state(model) == before
+
+
 def test_models_that_share_a_config_do_not_share_the_mask(model):
     twin = type(model)(model.config).double().eval()
     ids = tokens(1, LENGTH)

@@ -15,7 +15,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.hf import attention
 from attnflow.hf.attention import ATTRIBUTE, IMPLEMENTATIONS, Rule, base_implementation, registered_name
 from attnflow.hf.placement import FLEX
-from attnflow.hf.sites import Site, find_sites, models_around, other_mixers
+from attnflow.hf.sites import Site, find_sites, mixers_beside, models_around
 from attnflow.hf.tables import MaskTables
 from attnflow.masks.mask import Mask
 
@@ -43,6 +43,8 @@ class MaskHandle:
         self.backend = backend
         self.masks = {rule.name: rule.tables.mask for rule in rules.values() if rule.tables is not None}
         self._rules = dict(rules)
+        # Handles on two parts of a model may share a config: each knows its own entry there by identity.
+        self._name = registered_name(backend)
         self._before: list[tuple[nn.Module, object]] = []
         self._configs: list[tuple[PreTrainedConfig, object]] = []
         self._apply(around)
@@ -56,11 +58,16 @@ class MaskHandle:
         """Restore what the model had before; a second call does nothing.
 
         Raises:
-            RuntimeError: a mask put on the same model later is still in use.
+            RuntimeError: a mask put on the same model later is still in use (nothing is restored); or somebody has
+                changed the model's attention implementation since, and with it taken the mask out of force (all is
+                restored).
         """
-        for module, rule in self._rules.items() if self._before else ():
-            if module.__dict__.get(ATTRIBUTE) is not rule:
-                raise RuntimeError("a mask put on this model later is still in use: remove the newest first")
+        if not self._before:
+            return
+        newer = any(module.__dict__.get(ATTRIBUTE) is not rule for module, rule in self._rules.items())
+        current = [config.__dict__["_attn_implementation_internal"] for config, _ in self._configs]
+        if newer or any(name is not self._name and attention.is_registered(name) for name in current):
+            raise RuntimeError("a mask put on this model later is still in use: remove the newest first")
         for module, before in self._before:
             if before is _UNSET:
                 delattr(module, ATTRIBUTE)
@@ -69,6 +76,12 @@ class MaskHandle:
         for config, before in self._configs:
             config.__dict__["_attn_implementation_internal"] = before
         self._before, self._configs = [], []
+        changed = [name for name in current if name is not self._name]
+        if changed:
+            raise RuntimeError(
+                f"the model's attention implementation was set to {changed[0]!r} while a mask was in use, which took "
+                "the mask out of force; choose it with use_mask(..., attn_implementation=...)"
+            )
 
     def __enter__(self) -> MaskHandle:
         if not self._before:
@@ -91,7 +104,7 @@ class MaskHandle:
         for config in configs.values():
             self._configs.append((config, config.__dict__["_attn_implementation_internal"]))
             # Past the property, which would also set sub-configs that this mask is not for.
-            config.__dict__["_attn_implementation_internal"] = registered_name(self.backend)
+            config.__dict__["_attn_implementation_internal"] = self._name
         for module, rule in self._rules.items():
             self._before.append((module, module.__dict__.get(ATTRIBUTE, _UNSET)))
             setattr(module, ATTRIBUTE, rule)
@@ -151,47 +164,54 @@ def use_mask(
     >>> handle.backend, handle.active
     ('sdpa', False)
     """
-    for name, value, allowed in (
-        ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)),
-        ("other_mixers", other_mixers, get_args(OtherMixers)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    _check_options(flex_on_cpu, other_mixers)
     sites = find_sites(model)
     masks = _assign(sites, mask)
     masked = [site for site in sites if site.module in masks]
-    mixers = other_mixers_of(model, masked) if other_mixers == "error" else []
-    if mixers:
-        more = f" and {len(mixers) - 4} more" if len(mixers) > 4 else ""
-        raise UnsupportedArchitecture(
-            f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
-            f"{', '.join(mixers[:4])}{more}; pass other_mixers='keep' to mask its attention alone"
-        )
+    if other_mixers == "error":
+        _refuse_mixers(model, masked)
     backend = _implementation(model, masked, attn_implementation)
-    kernels = (backend, "sdpa") if backend == FLEX else (backend,)
     tables = {one: MaskTables(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
         devices = {parameter.device for site in masked for parameter in site.module.parameters()}
         for table in tables.values():
             table.prepare(devices - {torch.device("meta")})
+    kernels = (backend, "sdpa") if backend == FLEX else (backend,)
+    owners = {id(site.owner) for site in masked}
     rules = {
         site.module: Rule(
-            site.name,
-            tables[masks[site.module]] if site.module in masks else None,
-            site.kind == "cross",
-            crop,
-            flex_on_cpu,
-            {name: attention.kernel(site.module, name) for name in kernels},
+            name=site.name,
+            tables=tables[masks[site.module]] if site.module in masks else None,
+            cross=site.kind == "cross",
+            crop=crop,
+            flex_on_cpu=flex_on_cpu,
+            kernels={name: attention.kernel(site.module, name) for name in kernels},
         )
         for site in sites
-        if site.owner in {s.owner for s in masked}
+        if id(site.owner) in owners
     }
     names = ", ".join(dict.fromkeys(map(repr, masks.values())))
     _log.info("attention of %s runs with %s under %s", type(model).__name__, backend, names)
     return MaskHandle(model, backend, rules, models_around(model, masked))
 
 
-other_mixers_of = other_mixers  # the argument of `use_mask` has the function's name
+def _check_options(flex_on_cpu: object, other_mixers: object) -> None:
+    for name, value, allowed in (
+        ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)),
+        ("other_mixers", other_mixers, get_args(OtherMixers)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
+    mixers = mixers_beside(model, sites)
+    if mixers:
+        more = f" and {len(mixers) - 4} more" if len(mixers) > 4 else ""
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
+            f"{', '.join(mixers[:4])}{more}; pass other_mixers='keep' to mask its attention alone"
+        )
 
 
 def _assign(sites: Sequence[Site], mask: object) -> dict[nn.Module, Mask]:

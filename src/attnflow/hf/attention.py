@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, cast
@@ -20,7 +19,6 @@ from attnflow.hf.tables import MaskTables
 IMPLEMENTATIONS: Final = ("sdpa", "eager", FLEX)
 ATTRIBUTE: Final = "_attnflow_rule"
 _PREFIX: Final = "attnflow_"  # the rest of the name is kept: transformers looks for "sdpa" and "flex_attention" in it
-_log: Final = logging.getLogger("attnflow.hf")
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -47,8 +45,13 @@ class Rule:
 
 
 def registered_name(implementation: str) -> str:
-    """The name under which our version of an implementation is registered."""
-    return _PREFIX + implementation
+    """The name under which our version of an implementation is registered, as a string object of its own."""
+    return "".join([_PREFIX, implementation])
+
+
+def is_registered(name: object) -> bool:
+    """Whether a config's implementation is one of ours."""
+    return isinstance(name, str) and name.startswith(_PREFIX)
 
 
 def base_implementation(name: str) -> str:

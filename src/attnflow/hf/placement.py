@@ -35,7 +35,6 @@ class Placement(BlockMask):
         first_query: int | Tensor = 0,
         first_key: int = 0,
         padding: Tensor | None = None,
-        request: dict[str, object] | None = None,
     ) -> None:
         eager = not torch.compiler.is_compiling()
         if isinstance(first_query, Tensor):
@@ -46,7 +45,7 @@ class Placement(BlockMask):
         self.padding, self.left = _normal(padding, first_key + num_keys, first_query + num_queries, eager)
         # Only outside of a trace: the leading pads of each batch element as Python integers.
         self.lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
-        self._request = request
+        self._request: dict[str, object] | None = None
         self._made: dict[tuple[object, ...], tuple[Kernel, Tensor | None]] = {}
 
     @property
@@ -128,7 +127,7 @@ class Placement(BlockMask):
     def _check(self, tables: MaskTables, span: Span, cross: bool, crop: bool) -> bool:
         """Raise unless the mask covers the call and, without `crop`, loses nothing; returns whether it was cut."""
         mask = tables.mask
-        what = "encoder and decoder" if cross else "sequence"
+        what = "encoder" if cross else "sequence"
         if cross and span.num_queries != mask.num_queries:
             raise ValueError(
                 f"a cross mask needs all its queries in one call: {mask!r} has {mask.num_queries}, the decoder was "
@@ -151,8 +150,8 @@ class Placement(BlockMask):
                 query = rows.start + int(late.argmax())
                 raise ValueError(
                     f"{mask!r} lets query {query} attend to key {last[query] - 1}, but the {what} has only "
-                    f"{span.end} positions so far; pass a mask of this size, such as mask[:{span.end}, :{span.end}], "
-                    "or crop=True to drop the keys that are not there"
+                    f"{span.end} positions so far; pass a mask of this size, such as "
+                    f"mask[:{'' if cross else span.end}, :{span.end}], or crop=True to drop the keys that are not there"
                 )
             if (early & (first[rows] < last[rows])).any():
                 query = rows.start + int(early.argmax())
@@ -201,20 +200,22 @@ class Placement(BlockMask):
             allowed = table[None, None]
             return allowed if padding is None else allowed & padding[:, None, None, self.first_key :]
         left = torch.zeros(1, dtype=torch.int64, device=device) if self.left is None else self.left.to(device)
-        first = first.to(device) if isinstance(first, Tensor) else first
+        rows, columns = mask.shape
+        if isinstance(first, Tensor):
+            first, end = first.to(device), cast(Tensor, end).to(device)
+        else:  # no position lies beyond its slot, and a mask may be far larger than the sequence
+            rows, columns = min(rows, first + queries), min(columns, self.first_key + keys)
         slot = torch.arange(keys, device=device) + self.first_key
         query = torch.arange(queries, device=device) + first - (torch.zeros_like(left) if cross else left)[:, None]
         key = slot - left[:, None]
+        real = (slot < end) if padding is None else (slot < end) & padding[:, self.first_key :]
         if torch.compiler.is_compiling():
-            real = torch.ones_like(query, dtype=torch.bool) if padding is None else key < mask.num_keys
-            fits = (real | (query < mask.num_queries)).all()
+            fits = (~real | (key < mask.num_keys)).all()
             torch._assert_async(fits, "the sequence is longer than its mask")  # pyright: ignore[reportPrivateImportUsage]
-        table = tables.dense(mask.num_queries, mask.num_keys, device)
-        valid = (key >= 0) & (key < mask.num_keys) & (slot < end)
-        valid = valid if padding is None else valid & padding[:, self.first_key :]
-        inside = (query >= 0) & (query < mask.num_queries)
-        query, key = query.clamp(0, mask.num_queries - 1), key.clamp(0, mask.num_keys - 1)
-        return (table[query[:, :, None], key[:, None, :]] & inside[:, :, None] & valid[:, None, :])[:, None]
+        table = tables.dense(rows, columns, device)
+        seen, sees = real & (key >= 0) & (key < columns), (query >= 0) & (query < rows)
+        query, key = query.clamp(0, rows - 1), key.clamp(0, columns - 1)
+        return (table[query[:, :, None], key[:, None, :]] & sees[:, :, None] & seen[:, None, :])[:, None]
 
     def __getitem__(self, index: object) -> NoReturn:  # pyright: ignore
         self._misused("[...]")

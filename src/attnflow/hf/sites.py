@@ -96,7 +96,7 @@ def models_around(model: nn.Module, sites: Sequence[Site]) -> list[PreTrainedMod
     return [module for name, module in models if any(_inside(site.name, name) for site in sites)]
 
 
-def other_mixers(model: nn.Module, sites: Sequence[Site]) -> list[str]:
+def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
     """Paths of what moves information between positions beside the self-attention at `sites`; a mask rules none of it.
 
     A layer without attention in a list of layers that have it, a module of a known recurrent, state-space or
