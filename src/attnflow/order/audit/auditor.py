@@ -187,6 +187,8 @@ class _Work:
             self.notes.append(
                 f"changes up to {prober.rounding:.2g} were rounding (they scale with the precision), not leaks"
             )
+        if any(violation.confirmed is None and violation.kind != "state" for violation in found):
+            self.notes.append("the model does not run in another precision, so small changes may be rounding")
         place = {event.blame: number for number, event in reversed(list(enumerate(prober.base.events.values())))}
         self.violations += sorted(found, key=lambda v: place[v.module])
         self.forward_passes += runner.passes
@@ -259,7 +261,7 @@ class _Work:
         relation = self.fields.relation
         if not relation.repeat and len(relation.layers) != runner.layer_calls:
             raise ValueError(
-                f"expected one mask per layer call, {runner.layer_calls} of them ({_few(runner.layer_names)}), got an "
+                f"expected one mask per layer call, {runner.layer_calls} of them ({_few(list(runner.layer_names))}), got an "
                 f"order with {len(relation.layers)}"
             )
         watched = {event.key.module for event in events if event.key.side == "out"}
@@ -286,5 +288,5 @@ class _Work:
             self.progress(done, total, what)
 
 
-def _few(names: set[str], limit: int = 2) -> str:
-    return ", ".join(sorted(names)[:limit]) + (", ..." if len(names) > limit else "")
+def _few(names: Sequence[str], limit: int = 2) -> str:
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

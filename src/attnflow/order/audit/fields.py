@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 
+_RANKING_DEPTH: Final = 64  # deep enough to rank positions by the order; ties fall back to their number
 _PLAN_WORK: Final = 500_000_000  # multiply-adds that one step of planning may cost
 
 
@@ -65,6 +66,12 @@ class Fields:
         """Rows that must not move after `depth` layers when the `selected` positions change."""
         field = self.at(depth).expand(self.batch, -1, -1)
         return ~((field.float() @ selected.float()[:, :, None])[:, :, 0] > 0)
+
+    def ranked(self, positions: Sequence[tuple[int, int]], row: int) -> list[tuple[int, int]]:
+        """(sequence, position) pairs: those of other sequences than `row` first, lower before upper in the order."""
+        field = self.at(_RANKING_DEPTH if self.relation.repeat else len(self.relation.layers))
+        counts = field.sum(-1).expand(self.batch, -1).tolist()
+        return sorted(positions, key=lambda pair: (pair[0] == row, pair[0], counts[pair[0]][pair[1]], pair[1]))
 
 
 @dataclass(frozen=True)

@@ -144,16 +144,22 @@ def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = 
 def _settle(subject: Subject, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor) -> None:
     other = torch.float32 if subject.dtype == torch.float64 else torch.float64
     border = math.sqrt(torch.finfo(other).eps / torch.finfo(subject.dtype).eps)
-    with state.precision(subject.module, other):
-        base = subject.outputs(other)
-        for (column, sample), unsure in doubtful.items():
-            if all(relation[o : o + u.shape[1], column][(u > 0).any(0)].all() for o, u in unsure.items()):
-                continue
-            after = subject.outputs(other, column, sample)
-            for offset, change in unsure.items():
-                scaled = row_change(after[offset], base[offset])
-                kept = scaled >= change * border if border < 1 else scaled <= change * border
-                relation[offset : offset + change.shape[1], column] |= (kept & (change > 0)).any(0)
+    try:
+        with state.precision(subject.module, other):
+            base = subject.outputs(other)
+            for (column, sample), unsure in doubtful.items():
+                if all(relation[o : o + u.shape[1], column][(u > 0).any(0)].all() for o, u in unsure.items()):
+                    continue
+                after = subject.outputs(other, column, sample)
+                for offset, change in unsure.items():
+                    scaled = row_change(after[offset], base[offset])
+                    kept = scaled >= change * border if border < 1 else scaled <= change * border
+                    relation[offset : offset + change.shape[1], column] |= (kept & (change > 0)).any(0)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UnsupportedArchitecture(
+            f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "
+            f"({error}): measure it with mode='vjp'"
+        ) from error
 
 
 def _by_gradient(graph: Graph, size: int, say: Callable[[int], None] | None = None) -> Tensor:

@@ -110,24 +110,23 @@ class Prober:
         return Hit(selected, drawn, real[0], confirmed) if real else None
 
     def violation(self, hit: Hit) -> Violation:
-        """The hit narrowed down to one source by halving the changed set: about log2(size of the set) passes."""
+        """The hit narrowed down to one source in about log2(size of the changed set) passes.
+
+        What leaks at this module is one position's state, which may depend on many inputs that are forbidden as well.
+        The changed positions are therefore ranked by the declared order, and the last one that is needed to move the
+        target is the source: the state that leaked is its own.
+        """
         event, (row, target) = hit.moved.event, hit.moved.largest()
-        candidates: list[tuple[int, int]] = sorted(
-            ((b, j) for b, j in hit.selected.nonzero().tolist()), key=lambda pair: pair[0] != row
-        )
-        background = torch.zeros_like(hit.selected)
+        ranked = self.fields.ranked([(b, j) for b, j in hit.selected.nonzero().tolist()], row)
         reach = float(hit.moved.change.max())
-        while len(candidates) > 1:
-            half = candidates[: len(candidates) // 2]
-            if self._change(_with(background, half), hit, row, target)[0] > self._floor(event.key, reach):
-                candidates = half
-            else:  # what does not move the target stays changed, so that the rest still does
-                background = _with(background, half)
-                candidates = candidates[len(half) :]
-        change, moved = self._change(_with(background, candidates), hit, row, target)
-        source_row, source = candidates[0]
+        low, high = 0, len(ranked)  # ranked[low:] moves the target, ranked[high:] does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            moves = self._change(ranked[middle:], hit, row, target) > self._floor(event.key, reach)
+            low, high = (middle, high) if moves else (low, middle)
+        source_row, source = ranked[low]
+        change = self._change(ranked[low:], hit, row, target)
         kind: Kind = "order" if source_row == row else "batch"
-        assert moved, "the last candidate moves the target by construction"
         return Violation(
             kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed
         )
@@ -217,13 +216,15 @@ class Prober:
         noise = max(self.rounding, self._noise.get(key, 0.0))
         return math.sqrt(noise * reach) if self.rounding else noise
 
-    def _change(self, selected: Tensor, hit: Hit, row: int, target: int) -> tuple[float, bool]:
+    def _change(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> float:
+        selected = torch.zeros_like(hit.selected)
+        for b, j in pairs:
+            selected[b, j] = True
         key = hit.moved.event.key
         after = self.runner.record(self.runner.inputs.changed(selected, hit.drawn))
         if key not in after.events:
-            return 0.0, False
-        change = row_change(after.at(key, row, target)[None, None], self.base.at(key, row, target)[None, None])
-        return float(change), bool(change > 0)
+            return 0.0
+        return float(row_change(after.at(key, row, target)[None, None], self.base.at(key, row, target)[None, None]))
 
 
 def row_change(after: Tensor, before: Tensor) -> Tensor:
@@ -231,10 +232,3 @@ def row_change(after: Tensor, before: Tensor) -> Tensor:
     same = (after == before) | (after.isnan() & before.isnan())
     difference = (after.double() - before.double()).abs().nan_to_num(nan=torch.inf)
     return torch.where(same, 0.0, difference).amax(-1).cpu()
-
-
-def _with(selected: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-    result = selected.clone()
-    for row, position in pairs:
-        result[row, position] = True
-    return result

@@ -47,7 +47,7 @@ class Runner:
         passes: forward passes so far (a cached run counts each step).
         layer_calls: layer calls of the last pass.
         skipped: {module: reason} for what could not be watched.
-        layer_names: dotted names of the layers.
+        layer_names: {dotted name: index} of the layers.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watch, seed: int, chunks: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ class Runner:
         self.passes = 0
         self.layer_calls = 0
         self.skipped: dict[str, str] = {}
-        self.layer_names = set(layer_names(model))
+        self.layer_names = layer_names(model)
 
     @property
     def path(self) -> Path:
@@ -69,7 +69,7 @@ class Runner:
     def run(self, kwargs: Mapping[str, Any], visit: Callable[[Event], None]) -> None:
         """One pass (or one cached run); `visit` sees every event in order of execution."""
         frame = Frame(self.inputs.batch, self.inputs.batched, {s.length: s.offset for s in self.inputs.slots})
-        tracer = Tracer(self.model, frame, visit, self.watch)
+        tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch)
         state.seed_all(self.seed)
         with tracer.attached():
             if self.chunks:

@@ -108,12 +108,14 @@ class Tracer:
         layer_calls: how often each layer was called in the last pass.
     """
 
-    def __init__(self, model: nn.Module, frame: Frame, visit: Callable[[Event], None], watch: Watch) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, int], frame: Frame, visit: Callable[[Event], None], watch: Watch
+    ) -> None:
         self.model = model
+        self.layers = layers
         self.frame = frame
         self.visit = visit
         self.watch = watch
-        self.layers = layer_names(model)
         self.skipped: dict[str, str] = {}
         self.begin(0)
 

@@ -80,27 +80,28 @@ class Puller:
             low, high = (low, middle) if self._reaches(cotangents[:middle], selected) else (middle, high)
         event, cotangent = cotangents[low]
         self.dirty |= self._carriers(cotangents[low:], selected)
-        rows: list[tuple[int, int]] = cotangent.flatten(2).abs().amax(-1).nonzero().tolist()
+        rows = [(row, position) for row, position in cotangent.abs().amax(-1).nonzero().tolist()]
         while len(rows) > 1:
             half = rows[: len(rows) // 2]
             rows = half if self._reaches([(event, _only(cotangent, half))], selected) else rows[len(half) :]
         reached = self._pull([(event, _only(cotangent, rows))]) * selected
         row, target = rows[0]
-        source_row, source = divmod(int(reached.argmax()), reached.shape[1])
+        # several inputs of the state that leaked may be forbidden: the last of them in the order is its own
+        source_row, source = self.fields.ranked([(b, j) for b, j in reached.nonzero().tolist()], row)[-1]
         return Violation(
             "order" if source_row == row else "batch",
             event.layer,
             event.blame,
             source,
             target + event.offset,
-            float(reached.max()),
+            float(reached[source_row, source]),
             source_row,
             row,
         )
 
     def _carriers(self, cotangents: Sequence[tuple[Event, Tensor]], selected: Tensor) -> set[str]:
         """Modules whose output has a gradient in the set, one backward pass for each layer output and the model's."""
-        names = self.runner.layer_names | {""}
+        names = {*self.runner.layer_names, ""}
         return {
             event.key.module
             for event, cotangent in cotangents

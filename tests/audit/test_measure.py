@@ -1,0 +1,106 @@
+"""The measured order of models, with and without masks."""
+
+import pytest
+import torch
+from torch import nn
+
+import attnflow as af
+from attnflow.order.audit import audit
+from tests.audit.zoo import LENGTH, RECURRENT, WINDOW, inputs, tiny, tokens, wrapped
+
+CHAIN = [(i, i + 1) for i in range(LENGTH - 1)]
+
+
+@pytest.mark.parametrize("by", ["layer", "output"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_and_hybrid_models_are_chains(name, by):
+    flow = audit.measure(tiny(name), inputs(name), by=by)
+    assert flow.hasse.nodes == [(i,) for i in range(LENGTH)]
+    assert flow.hasse.edges == CHAIN
+    assert flow.hasse.levels == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("name", ["Mamba2", "FalconMamba", "Jamba", "Qwen3Next", "MiniMax"])
+def test_exact_support_of_recurrent_layers_is_causal(name):
+    flow = audit.measure(tiny(name), inputs(name), mode="vjp")
+    assert all(mask == af.masks.causal(LENGTH) for mask in flow.masks)
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [
+        ("Llama", [af.masks.causal(LENGTH)] * 3),
+        ("Mistral", [af.masks.sliding_window(LENGTH, WINDOW)] * 3),
+        ("Gemma3", [af.masks.sliding_window(LENGTH, WINDOW)] * 2 + [af.masks.causal(LENGTH)]),
+        ("Bert", [af.masks.full(LENGTH)] * 3),
+        ("ModernBert", [af.masks.sliding_window(LENGTH, 3, causal=False)] * 3),
+        ("Lfm2", [af.masks.sliding_window(LENGTH, 3), af.masks.causal(LENGTH), af.masks.sliding_window(LENGTH, 3)]),
+    ],
+)
+def test_layers_are_measured_as_they_are_masked(name, masks, mode):
+    assert list(audit.measure(tiny(name), inputs(name), mode=mode).masks) == masks
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_output_of_a_stack_of_windows_is_their_product(mode):
+    flow = audit.measure(tiny("Mistral"), inputs("Mistral"), mode=mode, by="output")
+    assert flow.num_layers is None
+    assert flow.masks[0] == af.masks.sliding_window(LENGTH, 3 * (WINDOW - 1) + 1)
+
+
+def test_encoder_and_decoder_are_measured_together():
+    flow = audit.measure(tiny("T5"), inputs("T5"))
+    joint = torch.zeros(LENGTH + 9, LENGTH + 9, dtype=torch.bool)
+    joint[:, :LENGTH] = True
+    joint[:LENGTH, LENGTH:] = False
+    joint[LENGTH:, LENGTH:] = torch.ones(9, 9).tril().bool()
+    assert torch.equal(flow.reachability(), joint)
+    assert flow.classes[0] == tuple(range(LENGTH))
+    assert flow.num_layers == 5
+
+
+def test_measured_order_is_an_order_to_audit_against():
+    model = tiny("Jamba")
+    flow = audit.measure(model, inputs("Jamba"))
+    given = {**inputs("Jamba"), "use_cache": False}
+    assert audit(model, given, order=flow).ok
+    with wrapped(model.model.layers[2].feed_forward, lambda out, hidden: out + 0.1 * hidden.roll(-1, 1)):
+        assert audit(model, given, order=flow).violations[0].module == "model.layers.2.feed_forward"
+
+
+def test_rounding_of_experts_is_not_measured_as_flow():
+    assert audit.measure(tiny("Qwen3Moe"), inputs("Qwen3Moe")).hasse.edges == CHAIN
+    assert audit.measure(tiny("Qwen3Moe"), inputs("Qwen3Moe"), by="output").hasse.edges == CHAIN
+
+
+class Recurrent(nn.Module):
+    """No layers, no configuration, no batch axis."""
+
+    def __init__(self, reverse=False):
+        super().__init__()
+        self.scan = nn.GRU(6, 6)
+        self.reverse = reverse
+
+    def forward(self, signal):
+        signal = signal.flip(0) if self.reverse else signal
+        return {"states": self.scan(signal)[0]}
+
+
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_any_module(mode):
+    signal = torch.randn(9, 6)
+    assert audit.measure(Recurrent(), signal, mode=mode, by="output").hasse.edges == [(i, i + 1) for i in range(8)]
+    assert audit(Recurrent(), signal, order=af.masks.causal(9), mode=mode).ok
+    assert not audit(Recurrent(reverse=True), signal, order=af.masks.causal(9), mode=mode).ok
+    with pytest.raises(af.UnsupportedArchitecture, match="by='output'"):
+        audit.measure(Recurrent(), signal, mode=mode)
+
+
+def test_flow_outside_of_the_layers_is_refused():
+    model = tiny("Llama")
+    with (
+        wrapped(model.model.norm, lambda out, hidden: out + hidden.flip(1)),
+        pytest.raises(af.UnsupportedArchitecture, match="outside of the layers"),
+    ):
+        audit.measure(model, tokens())
