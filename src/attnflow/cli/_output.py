@@ -32,8 +32,8 @@ def console(stderr: bool = False) -> Console:
 
 
 def say(screen: Console, text: str, style: str = "") -> None:
-    """Print `text` as it is: no markup, and lines left whole for the terminal, or a pipe, to deal with."""
-    screen.print(text, style=style, markup=False, soft_wrap=True)
+    """Print `text` as it is: no markup, no narrow spaces, and lines left whole for the terminal or a pipe."""
+    screen.print(text.replace("\u202f", ",").replace("\xa0", " "), style=style, markup=False, soft_wrap=True)
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:

@@ -12,6 +12,7 @@ import torch
 from attnflow._core.checks import preview
 from attnflow._core.markup import percent, plural
 from attnflow.order.audit.state import precision
+from attnflow.order.hasse import label
 from attnflow.study import main_job
 from attnflow.study.main_job import TOLERANCE, Agreement, Audited, Derived, MainJob, Printed, Settings
 from attnflow.tasks import Verification
@@ -111,7 +112,7 @@ def run_main_job(
         agreements = tuple(
             steps(
                 f"verify_{derived.name.replace(' ', '_').replace('-', '_')}",
-                f"Run {derived.name} on {model_name}: merged once, and every subtask alone",
+                f"Run {derived.name} on {model_name}, merged and one by one",
                 lambda derived=derived: main_job.verify_on(model, derived),
                 _say_agreement,
             )
@@ -147,24 +148,24 @@ def _say_derived(derived: Derived) -> tuple[bool, list[str]]:
     lines = [
         f"{plural(len(derived.family), 'subtask')} of {derived.one_by_one:,} positions merge to {merged.task.size:,}",
         f"{plural(len(merged.nodes), 'node')} in the Hasse diagram: {least}",
-        f"mask: {equal} {derived.formula}; {dense}",
+        f"mask: {equal} {derived.formula}",
+        f"depth: {dense}",
         f"leaks: {leaks}",
     ]
     lines += [f"leak: {leak}" for leak in check.leaks[:3]]
     if control.leaks:
-        lines.append(f"control: all attention allowed, {len(control.leaks)} leaks, such as {control.leaks[0].route}")
+        lines.append(f"control, all attention allowed: {len(control.leaks)} leaks, such as {control.leaks[0].route}")
     else:
-        lines.append("control: all attention allowed, and NO leak was found")
+        lines.append("control, all attention allowed: NO leak was found")
     return derived.ok, lines
 
 
 def _say_printed(printed: Printed) -> tuple[bool, list[str]]:
     n = printed.num_tokens
-    pairs = preview([f"{query}->{key}" for query, key in printed.missing_pairs], 4)
+    pairs = preview([f"{query}->{key}" for query, key in printed.missing_pairs], 3)
     return printed.ok, [
-        f"wrong: it drops {plural(len(printed.missing_pairs), 'pair')} (query->key): {pairs}",
-        f"{len(printed.lost_tasks)} of {n} subtasks are not embedded, their centres miss the right neighbour: "
-        f"{preview(printed.lost_tasks, n)}",
+        f"wrong: {plural(len(printed.missing_pairs), 'pair')} (query->key) are missing: {pairs}",
+        f"not embedded: subtasks {label(printed.lost_tasks)} of {n}, whose centres lack a neighbour",
     ]
 
 
@@ -178,12 +179,9 @@ def _say_audited(audited: Audited) -> tuple[bool, list[str]]:
     lines += [f"leak: {violation}" for violation in report.violations[:3]]
     if control.violations:
         first = control.violations[0]
-        lines.append(
-            f"control: causal mask taken away, found in {first.module}: position {first.target} moves with position "
-            f"{first.source}"
-        )
+        lines.append(f"control, causal mask removed: {first.module} leaks {first.source} -> {first.target}")
     else:
-        lines.append("control: causal mask taken away, and NOTHING was found")
+        lines.append("control, causal mask removed: NOTHING was found")
     return audited.ok, lines
 
 
@@ -193,7 +191,7 @@ def _say_agreement(agreement: Agreement) -> tuple[bool, list[str]]:
     return agreement.ok, [
         f"largest relative difference of outputs {found.output_difference:.1e}, of gradients "
         f"{found.gradient_difference or 0.0:.1e}",
-        f"tolerance {TOLERANCE:.0e}: float64 rounds at 1e-16, and 30 layers add up to about 1e-12",
+        f"tolerance {TOLERANCE:.0e} (float64 rounds at 1e-16; deep models reach about 1e-12)",
         f"loss of the merged task {found.merged_loss:.10f}, of its subtasks {alone:.10f}",
     ]
 
@@ -201,6 +199,6 @@ def _say_agreement(agreement: Agreement) -> tuple[bool, list[str]]:
 def _say_wrong(found: Verification) -> tuple[bool, list[str]]:
     wrong = sum(each.output_difference > main_job.WRONG for each in found.tasks)
     return found.output_difference > main_job.WRONG, [
-        f"outputs differ by up to {found.output_difference:.2f} of the largest logit; wrong in {wrong} of "
-        f"{len(found.tasks)} subtasks"
+        f"outputs differ by up to {found.output_difference:.2f} of the largest logit, in {wrong} of {len(found.tasks)} "
+        "subtasks"
     ]
