@@ -182,6 +182,15 @@ def test_closed_forms(mask, depth, classes, edges):
     assert (flow.depth, len(flow.classes), len(flow.hasse.edges)) == (depth, classes, edges)
 
 
+@settings(max_examples=200)
+@given(square_masks())
+def test_equal_masks_have_equal_diagrams(mask):
+    flow, again = analyze(mask), analyze(masks.from_dense(mask.dense()))
+    assert flow.classes == again.classes
+    assert flow.hasse == again.hasse
+    assert analyze(flow.sparsify().mask).hasse == flow.hasse
+
+
 def test_butterfly_hangs_every_centre_below_nothing():
     flow = analyze(masks.butterfly(5))
     above = {lower for lower, _ in flow.hasse.edges}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -54,8 +55,10 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
     >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
     0.625
     """
-    checks.integer("num_queries", num_queries)
+    num_queries = checks.integer("num_queries", num_queries)
     num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of (b, h, q, k), got {type(mask_mod).__name__}")
     zero, key = torch.zeros((), dtype=torch.int64), torch.arange(num_keys)[None, :]
     chunk = max(1, (1 << 22) // max(1, num_keys))
     parts: list[IntervalRows] = []
@@ -78,7 +81,7 @@ def from_intervals(
     [0, 2]
     """
     num_keys = len(rows) if num_keys is None else checks.integer("num_keys", num_keys)
-    flat = [(q, int(start), int(end)) for q, row in enumerate(rows) for start, end in row]
+    flat = [(q, *_pair("interval", item)) for q, row in enumerate(rows) for item in row]
     for q, start, end in flat:
         if not 0 <= start <= end <= num_keys:
             raise ValueError(f"row {q}: expected 0 <= start <= end <= {num_keys}, got the interval ({start}, {end})")
@@ -94,9 +97,19 @@ def from_edges(
     >>> from_edges([(1, 0)], 2).dense().tolist()
     [[False, False], [True, False]]
     """
-    checks.integer("num_queries", num_queries)
+    num_queries = checks.integer("num_queries", num_queries)
     num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
-    table = np.array([(int(q), int(k)) for q, k in edges], dtype=np.int64).reshape(-1, 2)
+    table = np.array([_pair("edge", edge) for edge in edges], dtype=np.int64).reshape(-1, 2)
     query = checks.index_array("queries of edges", table[:, 0], num_queries)
     key = checks.index_array("keys of edges", table[:, 1], num_keys)
     return Mask(IntervalRows.build(query, key, key + 1, num_queries, num_keys), name)
+
+
+def _pair(name: str, item: Iterable[int]) -> tuple[int, int]:
+    pair = tuple(item)
+    if len(pair) != 2:
+        raise ValueError(f"expected an {name} of two integers, got {pair}")
+    try:
+        return operator.index(pair[0]), operator.index(pair[1])
+    except TypeError:
+        raise TypeError(f"expected an {name} of two integers, got {pair}") from None

@@ -17,7 +17,7 @@ def full(n: int, num_keys: int | None = None) -> Mask:
     >>> full(3).density
     1.0
     """
-    integer("n", n)
+    n = integer("n", n)
     num_keys = n if num_keys is None else integer("num_keys", num_keys)
     return _mask(np.arange(n), 0, num_keys, n, num_keys, "full", n=n, num_keys=num_keys)
 
@@ -28,7 +28,8 @@ def causal(n: int) -> Mask:
     >>> causal(3).dense().int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
-    q = np.arange(integer("n", n))
+    n = integer("n", n)
+    q = np.arange(n)
     return _mask(q, 0, q + 1, n, n, "causal", n=n)
 
 
@@ -40,8 +41,9 @@ def sliding_window(n: int, window: int, causal: bool = True) -> Mask:
     >>> sliding_window(5, 2, causal=False).keys(3).tolist()
     [2, 3, 4]
     """
-    q = np.arange(integer("n", n))
-    integer("window", window, 1)
+    n = integer("n", n)
+    q = np.arange(n)
+    window = integer("window", window, 1)
     last = q + 1 if causal else q + window
     return _mask(q, q - window + 1, last, n, n, "sliding_window", n=n, window=window, causal=causal)
 
@@ -54,9 +56,10 @@ def dilated_window(n: int, window: int, dilation: int, causal: bool = True) -> M
     >>> dilated_window(8, window=3, dilation=2).keys(7).tolist()
     [3, 5, 7]
     """
-    q = np.arange(integer("n", n))
-    integer("window", window, 1)
-    integer("dilation", dilation, 1)
+    n = integer("n", n)
+    q = np.arange(n)
+    window = integer("window", window, 1)
+    dilation = integer("dilation", dilation, 1)
     # Numbered by residue class, each row is one interval.
     step, residue = q // dilation, q % dilation
     offset = np.concatenate([[0], np.cumsum(np.bincount(residue, minlength=dilation))])
@@ -73,8 +76,9 @@ def prefix_lm(n: int, prefix: int) -> Mask:
     >>> prefix_lm(4, 2).dense().int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
-    q = np.arange(integer("n", n))
-    integer("prefix", prefix, 0, n)
+    n = integer("n", n)
+    q = np.arange(n)
+    prefix = integer("prefix", prefix, 0, n)
     return _mask(q, 0, np.maximum(q + 1, prefix), n, n, "prefix_lm", n=n, prefix=prefix)
 
 
@@ -105,7 +109,9 @@ def block_causal(n: int, block: int) -> Mask:
     >>> block_causal(4, 2).dense().int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
-    q = np.arange(integer("n", n))
+    n = integer("n", n)
+    q = np.arange(n)
+    block = integer("block", block, 1)
     divides("n", n, block)
     return _mask(q, 0, (q // block + 1) * block, n, n, "block_causal", n=n, block=block)
 
@@ -116,7 +122,8 @@ def global_tokens(n: int, indices: Indices) -> Mask:
     >>> global_tokens(4, [1]).dense().int().tolist()
     [[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 1]]
     """
-    q = np.arange(integer("n", n))
+    n = integer("n", n)
+    q = np.arange(n)
     chosen = np.unique(index_array("indices", indices, n))
     # Numbered with the global tokens first, each row is at most two intervals.
     order = np.concatenate([chosen, np.setdiff1d(q, chosen)])
@@ -139,9 +146,15 @@ def longformer(n: int, window: int, indices: Indices = (0,)) -> Mask:
     >>> longformer(5, 2, [0]).keys(3).tolist()
     [0, 2, 3, 4]
     """
-    mask = sliding_window(n, window, causal=False) | global_tokens(n, indices)
-    chosen = tuple(np.unique(index_array("indices", indices, n)).tolist())
-    return Mask(mask.intervals(), "longformer", {"n": n, "window": window, "indices": chosen})
+    near, everywhere = sliding_window(n, window, causal=False), global_tokens(n, indices)
+    # Numbered as `global_tokens` does it, a window loses only the global tokens inside it: few pieces a row.
+    rows, rank = everywhere.relabelled()
+    assert rank is not None
+    pieces = near.permute(np.argsort(rank)).pieces(limit=n * n + 1)
+    assert pieces is not None
+    parameters = {"n": n, "window": near.parameters["window"], "indices": everywhere.parameters["indices"]}
+    rows = rows.union(IntervalRows.build(*pieces, n, n))
+    return Mask(rows, "longformer", parameters, query_rank=rank, key_rank=rank)
 
 
 def big_bird(
@@ -163,10 +176,11 @@ def big_bird(
     >>> big_bird(8, block=1, num_random=0).keys(4).tolist()
     [0, 3, 4, 5]
     """
-    divides("n", integer("n", n), block)
-    integer("num_global", num_global)
-    integer("num_window", num_window, 1)
-    integer("num_random", num_random)
+    n, block = integer("n", n), integer("block", block, 1)
+    divides("n", n, block)
+    num_global = integer("num_global", num_global)
+    num_window = integer("num_window", num_window, 1)
+    num_random = integer("num_random", num_random)
     if num_window % 2 == 0:
         raise ValueError(f"num_window must be odd, to be centred on the query's block, got {num_window}")
     count, half, generator = n // block, num_window // 2, np.random.default_rng(seed)
@@ -200,9 +214,10 @@ def attention_sink(n: int, sinks: int, window: int) -> Mask:
     >>> attention_sink(6, sinks=1, window=2).keys(5).tolist()
     [0, 4, 5]
     """
-    q = np.arange(integer("n", n))
-    integer("sinks", sinks)
-    integer("window", window, 1)
+    n = integer("n", n)
+    q = np.arange(n)
+    sinks = integer("sinks", sinks)
+    window = integer("window", window, 1)
     starts = np.concatenate([np.zeros_like(q), q - window + 1])
     ends = np.concatenate([np.minimum(sinks, q + 1), q + 1])
     return _mask(np.concatenate([q, q]), starts, ends, n, n, "attention_sink", n=n, sinks=sinks, window=window)
@@ -270,7 +285,7 @@ def _heavy_paths(parent: IntArray) -> tuple[IntArray, IntArray]:
 
 def divides(name: str, n: int, block: int) -> int:
     """The number of blocks in n; an error if a block would be cut."""
-    integer("block", block, 1)
+    block = integer("block", block, 1)
     if n % block:
         raise ValueError(f"{name} must be a multiple of block = {block}, got {n}; pad to {-(-n // block) * block}")
     return n // block

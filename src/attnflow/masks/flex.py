@@ -74,7 +74,9 @@ def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.devi
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
-    pair = (block_size, block_size) if isinstance(block_size, int) else block_size
+    pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(pair) != 2:
+        raise ValueError(f"block_size must be an integer or (query block, key block), got {block_size!r}")
     q_block, k_block = (checks.integer("block_size", size, 1) for size in pair)
     if 0 in mask.shape:
         raise ValueError(f"a BlockMask needs at least one query and one key, got shape {mask.shape}")

@@ -204,6 +204,7 @@ class Mask:
         Raises:
             ValueError: the shapes differ.
         """
+        _must_be_mask(other, "compares")
         self._same_shape(other, "compare")
         checks.integer("limit", limit, 1)
         if self._same_labels(other):
@@ -249,6 +250,9 @@ class Mask:
 
     def __getitem__(self, index: tuple[slice, slice]) -> Mask:
         """The sub-mask of a slice of queries and a slice of keys (steps of 1), e.g. `mask[4:8, :8]`."""
+        parts = cast("tuple[object, ...]", index if isinstance(index, tuple) else (index,))  # pyright: ignore[reportUnnecessaryIsInstance]
+        if len(parts) != 2 or not all(isinstance(part, slice) for part in parts):
+            raise TypeError(f"a mask is sliced as mask[queries, keys] with two slices, got {index!r}")
         queries, keys = index
         first, last, step = queries.indices(self.num_queries)
         left, right, key_step = keys.indices(self.num_keys)
@@ -258,10 +262,7 @@ class Mask:
         return Mask(rows, f"{self!r}[{first}:{last}, {left}:{right}]")
 
     def _combined(self, other: Mask, sign: str) -> Mask:
-        if not isinstance(other, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"a mask combines with a mask, got {type(other).__name__}; wrap it with af.masks.from_dense"
-            )
+        _must_be_mask(other, "combines")
         self._same_shape(other, "combine")
         same = self._same_labels(other)
         left, right = (self._rows, other._rows) if same else (self.intervals(), other.intervals())
@@ -323,6 +324,11 @@ def _rebuild(
     key_rank: IntArray | None,
 ) -> Mask:
     return Mask(rows, name, parameters, query_rank=query_rank, key_rank=key_rank)
+
+
+def _must_be_mask(value: object, verb: str) -> None:
+    if not isinstance(value, Mask):
+        raise TypeError(f"a mask {verb} with a mask, got {type(value).__name__}; wrap it with af.masks.from_dense")
 
 
 def _invert(rank: IntArray) -> IntArray:

@@ -53,8 +53,8 @@ def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -
     >>> block_two_stream(2, 1, predict_first=True).dense().int().tolist()
     [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
     """
-    integer("num_blocks", num_blocks, 1)
-    integer("block", block, 1)
+    num_blocks = integer("num_blocks", num_blocks, 1)
+    block = integer("block", block, 1)
     p = num_blocks - 1
     content, ahead = np.arange(p), np.arange(p + predict_first)
     below = ahead if predict_first else ahead + 1  # content blocks that a mask block sees
@@ -79,7 +79,7 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
     [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
     n = integer("num_blocks", num_blocks, 1)
-    integer("block", block, 1)
+    block = integer("block", block, 1)
     i = np.arange(n)
     # Numbered with the clean blocks first, information flows upwards only.
     blocks = IntervalRows.build(
@@ -109,7 +109,7 @@ def butterfly(n: int) -> Mask:
     >>> butterfly(5).nnz == 5 * (2 * 5 - 1)
     True
     """
-    integer("n", n)
+    n = integer("n", n)
     a = max(n - 1, 0)
     t, s = np.arange(a), np.arange(n)
     size = 2 * a + n
@@ -136,7 +136,7 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
     >>> multi_token_prediction(2, 2).dense().int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
-    integer("n", n)
+    n = integer("n", n)
     ahead = integer("horizon", horizon, 1) - 1
     q, m = np.arange(n), np.arange(n * ahead)
     i = m // max(ahead, 1)

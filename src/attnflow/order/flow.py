@@ -17,7 +17,7 @@ from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.order import bits, walk
-from attnflow.order.closure import Order, close
+from attnflow.order.closure import Order, close, renumbered
 from attnflow.order.depth import depth_of
 from attnflow.order.hasse import Hasse
 
@@ -50,6 +50,8 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
     >>> flow.depth, flow.is_dense, flow.path(0, 5)
     (3, False, [0, 1, 3, 5])
     """
+    if not isinstance(masks, Mask | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a Mask or a sequence with one per layer, got {type(masks).__name__}")
     per_layer = None if isinstance(masks, Mask) else tuple(masks)
     chosen = (cast(Mask, masks),) if per_layer is None else per_layer
     if not chosen:
@@ -173,25 +175,36 @@ class Flow:
         return walk.shortest_path(self._layers[0], source, target) if self.reaches(source, target) else []
 
     @cached_property
+    def _members(self) -> tuple[list[tuple[int, ...]], IntArray]:
+        """(the classes as `classes` lists them, number there of each class of `_order`)."""
+        rank = self._step[1]
+        parts = self._order.members
+        if rank is not None:
+            position = np.argsort(rank)
+            parts = [sorted(position[part].tolist()) for part in parts]
+        number = renumbered(self._order, np.array([part[0] for part in parts], dtype=np.int64))
+        return [tuple(parts[c]) for c in np.argsort(number).tolist()], number
+
+    @property
     def classes(self) -> list[tuple[int, ...]]:
         """The classes of mutually reachable positions, each sorted, in topological order (lower first).
 
-        For a stack: of the transitive closure of its product, the order that repeating the stack generates.
+        Where the order leaves a choice, the class with the smallest first position comes first: equal masks have
+        equal lists. For a stack: of the transitive closure of its product, the order that repeating it generates.
         """
-        rank = self._step[1]
-        if rank is None:
-            return [tuple(part) for part in self._order.members]
-        position = np.argsort(rank)
-        return [tuple(sorted(position[part].tolist())) for part in self._order.members]
+        return self._members[0]
 
     def class_of(self, position: int) -> int:
         """The index in `classes` of a position's class."""
-        return int(self._class_of[self._position("position", position)])
+        return int(self._members[1][self._class_of[self._position("position", position)]])
 
     @cached_property
     def hasse(self) -> Hasse:
-        """The Hasse diagram of the classes."""
-        return Hasse(self.classes, self._order.covers)
+        """The Hasse diagram of the classes; equal orders have equal diagrams."""
+        nodes, number = self._members
+        covers = number[np.array(self._order.covers, dtype=np.int64).reshape(-1, 2)]
+        covers = covers[np.lexsort((covers[:, 0], covers[:, 1]))]
+        return Hasse(nodes, [(lower, upper) for lower, upper in covers.tolist()])
 
     @overload
     def reachability(self, layers: int | None = None, chunk: None = None) -> Bool[Tensor, "n n"]: ...
@@ -245,7 +258,8 @@ class Flow:
 
         Same diagram does not mean same values at finite depth (order.md): the depth says how many layers the result
         needs until everything has flowed. Without arguments the result is the sparsest one: a pair for each cover, a
-        cycle through each class, and the diagonal. Arguments buy depth with pairs of the original mask.
+        cycle through each class, and the diagonal; these pairs belong to the closure, not always to the original mask.
+        Arguments buy depth with pairs of the original mask.
 
         Args:
             window: also keep the original pairs with |q - k| < window.
@@ -253,7 +267,7 @@ class Flow:
                 spread evenly.
         """
         edges: list[tuple[int, int]] = [(i, i) for i in range(self.size)]
-        edges += [(self.classes[upper][0], self.classes[lower][-1]) for lower, upper in self._order.covers]
+        edges += [(self.classes[upper][0], self.classes[lower][-1]) for lower, upper in self.hasse.edges]
         for members in self.classes:
             edges += [(q, k) for k, q in zip(members, (*members[1:], members[0]), strict=True) if q != k]
         mask = from_edges(edges, self.size, name="sparse")

@@ -160,6 +160,8 @@ def check(task: Task, layers: int | None = None) -> Report:
     >>> af.tasks.check(af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8])).task).ok
     True
     """
+    if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a Task, got {type(task).__name__}; check one task of a family, or merged.task")
     if layers is not None:
         integer("layers", layers)
     carried = np.array(

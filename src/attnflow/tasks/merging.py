@@ -215,6 +215,8 @@ def _own_nodes(task: Task, node: IntArray) -> list[IntArray]:
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
+    if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError("a family is a sequence of Task, got one Task; pass [task]")
     tasks = list(family)
     if not tasks:
         raise ValueError("a family needs at least one task, got none")

@@ -130,14 +130,19 @@ class Task:
     labels: tuple[Label, ...]
     mask: Mask
 
-    def __init__(self, inputs: Iterable[Token], labels: Iterable[Label], mask: Mask) -> None:
+    def __init__(
+        self, inputs: Iterable[Token], labels: Iterable[Label | tuple[int, Token, int, float]], mask: Mask
+    ) -> None:
         """Make a task.
+
+        A label may also be given as its tuple (position, target token, task, weight).
 
         Raises:
             TypeError: the mask is no `Mask`, or an input no `Token`, or a label no `Label`.
             ValueError: the mask is not square or not as long as the inputs, or a label lies outside the sequence.
         """
-        tokens, targets = tuple(inputs), tuple(labels)
+        tokens = tuple(inputs)
+        targets = tuple(Label(*label) if isinstance(label, tuple) else label for label in labels)
         if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with af.masks.from_dense")
         if mask.num_queries != mask.num_keys:
