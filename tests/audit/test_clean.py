@@ -57,6 +57,7 @@ def test_clean_caches_raise_no_alarm(name):
         ("Mistral", "eager", torch.bfloat16),
         ("Mistral", "sdpa", torch.float64),
         ("Gemma3", "eager", torch.float64),
+        ("Qwen3Moe", "eager", torch.float64),
     ],
 )
 def test_clean_in_every_precision(name, implementation, dtype):

@@ -261,7 +261,8 @@ class _Work:
         relation = self.fields.relation
         if not relation.repeat and len(relation.layers) != runner.layer_calls:
             raise ValueError(
-                f"expected one mask per layer call, {runner.layer_calls} of them ({_few(list(runner.layer_names))}), got an "
+                f"expected one mask per layer call, {runner.layer_calls} of them "
+                f"({_few(list(runner.layer_names))}), got an "
                 f"order with {len(relation.layers)}"
             )
         watched = {event.key.module for event in events if event.key.side == "out"}

@@ -12,6 +12,7 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.order.audit import state
 from attnflow.order.audit.inputs import Inputs
+from attnflow.order.audit.perturb import other_precision
 from attnflow.order.audit.report import Violation
 from attnflow.order.audit.runner import Recording, Runner
 from attnflow.order.audit.trace import Event
@@ -43,8 +44,7 @@ def mismatch(full: Runner, cached: Runner, base: Recording, stepped: Recording) 
     Raises:
         UnsupportedArchitecture: the model does not run in float64, so that rounding cannot be measured.
     """
-    dtype = next((p.dtype for p in full.model.parameters() if p.is_floating_point()), torch.float32)
-    reference = torch.float32 if dtype == torch.float64 else torch.float64
+    dtype, reference = full.dtype, other_precision(full.dtype)
     try:
         with state.precision(full.model, reference):
             exact = full.record(full.inputs.in_precision(reference).kwargs)

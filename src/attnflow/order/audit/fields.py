@@ -70,7 +70,7 @@ class Fields:
     def ranked(self, positions: Sequence[tuple[int, int]], row: int) -> list[tuple[int, int]]:
         """(sequence, position) pairs: those of other sequences than `row` first, lower before upper in the order."""
         field = self.at(_RANKING_DEPTH if self.relation.repeat else len(self.relation.layers))
-        counts = field.sum(-1).expand(self.batch, -1).tolist()
+        counts: list[list[int]] = field.sum(-1).expand(self.batch, -1).tolist()
         return sorted(positions, key=lambda pair: (pair[0] == row, pair[0], counts[pair[0]][pair[1]], pair[1]))
 
 

@@ -13,7 +13,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.build import from_dense
 from attnflow.order.audit import state
 from attnflow.order.audit.inputs import Inputs, accepts
-from attnflow.order.audit.perturb import row_change
+from attnflow.order.audit.perturb import is_leak, other_precision, row_change
 from attnflow.order.audit.replay import Replay, layer_calls
 from attnflow.order.audit.runner import Progress, Runner
 from attnflow.order.audit.trace import Event
@@ -87,10 +87,10 @@ class _Whole:
 
     def __init__(self, model: nn.Module, inputs: Inputs, seed: int) -> None:
         self.module = model
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.columns = range(inputs.size)
         self._inputs = inputs
         self._runner = Runner(model, inputs, "layers", seed)
+        self.dtype = self._runner.dtype
         generator = torch.Generator().manual_seed(seed)
         self._drawn = [inputs.draw(generator) for _ in range(SAMPLES)]
 
@@ -116,8 +116,7 @@ class _Whole:
 def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = None) -> Tensor:
     """bool [n, n]: the output at i moves when the input at j changes.
 
-    Changes below the root of the precision, relative to their row, may be rounding: they count if they keep their
-    size in the other precision (see `Prober`).
+    Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
     """
     relation = torch.eye(size, dtype=torch.bool)
     base = subject.outputs(None)
@@ -137,13 +136,15 @@ def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = 
                 if unsure.any():
                     doubtful.setdefault((column, sample), {})[offset] = unsure
     if doubtful:
-        _settle(subject, doubtful, relation)
+        _settle(subject, base, doubtful, relation)
     return relation
 
 
-def _settle(subject: Subject, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor) -> None:
-    other = torch.float32 if subject.dtype == torch.float64 else torch.float64
-    border = math.sqrt(torch.finfo(other).eps / torch.finfo(subject.dtype).eps)
+def _settle(
+    subject: Subject, own: Outputs, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor
+) -> None:
+    """Add to `relation` what of the doubtful changes is no rounding."""
+    other = other_precision(subject.dtype)
     try:
         with state.precision(subject.module, other):
             base = subject.outputs(other)
@@ -152,9 +153,8 @@ def _settle(subject: Subject, doubtful: dict[tuple[int, int], dict[int, Tensor]]
                     continue
                 after = subject.outputs(other, column, sample)
                 for offset, change in unsure.items():
-                    scaled = row_change(after[offset], base[offset])
-                    kept = scaled >= change * border if border < 1 else scaled <= change * border
-                    relation[offset : offset + change.shape[1], column] |= (kept & (change > 0)).any(0)
+                    leak = is_leak(change, own[offset], base[offset], after[offset], subject.dtype)
+                    relation[offset : offset + change.shape[1], column] |= (leak & (change > 0)).any(0)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedArchitecture(
             f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "

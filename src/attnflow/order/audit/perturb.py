@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,18 @@ from attnflow.order.audit.report import Kind, Violation
 from attnflow.order.audit.runner import Recording, Runner
 from attnflow.order.audit.trace import Event, Key
 
-_LOW: Final = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class Moved:
-    """Rows of one event that moved although the declared order forbids it; `change` is 0 elsewhere."""
+    """Rows of one event that moved although the declared order forbids it.
+
+    Attributes:
+        event: the event, as it was before.
+        change: largest change of each forbidden row [batch, positions of the event]; 0 elsewhere.
+    """
 
     event: Event
-    change: Tensor  # [batch, positions of the event]
+    change: Tensor
 
     def largest(self) -> tuple[int, int]:
         """(row of the batch, joint position) of the largest change."""
@@ -46,8 +49,8 @@ class Prober:
     """Perturbs the inputs of one runner and compares every event with the unperturbed pass.
 
     Comparison is exact where two runs on the same inputs agree exactly. A change that the order forbids is looked at
-    in a second floating-point precision: a leak keeps its size, rounding (a mixture of experts batches its tokens
-    differently) shrinks or grows with the precision. The border is the geometric mean of the two.
+    in a second floating-point precision (see `is_leak`): a mixture of experts batches its tokens differently, so that
+    rounding moves rows that nothing leaks into.
 
     Attributes:
         noise: largest difference between runs on the same inputs.
@@ -180,7 +183,7 @@ class Prober:
         self, found: list[Moved], selected: Tensor, drawn: Mapping[str, Tensor]
     ) -> tuple[list[Moved], bool | None]:
         """What of `found` is no rounding, and whether that could be told."""
-        dtype, other = self._precisions()
+        other = other_precision(self.runner.dtype)
         if self._other_fails:
             return found, None
         inputs = self.runner.inputs.in_precision(other)
@@ -192,24 +195,17 @@ class Prober:
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             self._other_fails = True  # the model insists on its precision: what was found stands, unconfirmed
             return found, None
-        border = math.sqrt(torch.finfo(other).eps / torch.finfo(dtype).eps)
         real: list[Moved] = []
         for moved in found:
-            key = moved.event.key
-            before, after = self._other.events.get(key), second.events.get(key)
+            before, after = self._other.events.get(moved.event.key), second.events.get(moved.event.key)
             if before is None or after is None or before.values.shape != after.values.shape:
                 real.append(moved)
                 continue
-            scaled = row_change(after.values, before.values)
-            leak = scaled >= moved.change * border if border < 1 else scaled <= moved.change * border
+            leak = is_leak(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
             self.rounding = max(self.rounding, float(torch.where(leak, 0.0, moved.change).max()))
             if (leak & (moved.change > 0)).any():
                 real.append(Moved(moved.event, torch.where(leak, moved.change, 0.0)))
         return real, True
-
-    def _precisions(self) -> tuple[torch.dtype, torch.dtype]:
-        dtypes = [p.dtype for p in self.runner.model.parameters() if p.is_floating_point()] or [torch.float32]
-        return dtypes[0], torch.float64 if dtypes[0] in _LOW else torch.float32
 
     def _floor(self, key: Key, reach: float) -> float:
         """What a change must exceed to count while the changed set is halved."""
@@ -232,3 +228,29 @@ def row_change(after: Tensor, before: Tensor) -> Tensor:
     same = (after == before) | (after.isnan() & before.isnan())
     difference = (after.double() - before.double()).abs().nan_to_num(nan=torch.inf)
     return torch.where(same, 0.0, difference).amax(-1).cpu()
+
+
+def other_precision(dtype: torch.dtype) -> torch.dtype:
+    """The precision to compare with."""
+    return torch.float32 if dtype == torch.float64 else torch.float64
+
+
+def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which rows moved by more than rounding.
+
+    In float32 or below: a leak keeps its size in float64, rounding shrinks with the precision; the border is the
+    geometric mean of the two. In float64 there is nothing finer: the rounding error is estimated as that of float32
+    against float64, scaled, and what exceeds twice that and one unit in the last place is a leak.
+
+    Args:
+        change: change of each row [batch, positions] in the model's precision.
+        values: the unperturbed values in the model's precision.
+        other_values: the same in the other precision.
+        other_moved: the perturbed ones in the other precision.
+        dtype: the model's precision (single modules may compute in another).
+    """
+    eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
+    if other < eps:
+        return row_change(other_moved, other_values) >= change * math.sqrt(other / eps)
+    error = float(row_change(values, other_values).max()) * eps / other
+    return change > 2 * (error + eps * float(values.abs().nan_to_num(nan=0.0).max()))

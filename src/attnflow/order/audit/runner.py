@@ -48,6 +48,7 @@ class Runner:
         layer_calls: layer calls of the last pass.
         skipped: {module: reason} for what could not be watched.
         layer_names: {dotted name: index} of the layers.
+        dtype: of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watch, seed: int, chunks: Sequence[int] = ()) -> None:
@@ -60,6 +61,7 @@ class Runner:
         self.layer_calls = 0
         self.skipped: dict[str, str] = {}
         self.layer_names = layer_names(model)
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     @property
     def path(self) -> Path:
