@@ -134,6 +134,8 @@ def test_no_such_model(run: Callable, tmp_path: Path, monkeypatch: pytest.Monkey
     code, _, err = run("audit", str(tmp_path))
     assert code == 2
     assert "no config.json" in err
+    code, _, err = run("audit", "")
+    assert (code, err[:23]) == (2, "attnflow: name a model:")
     code, _, err = run("audit", "butterfly")
     assert code == 2
     assert "butterfly is a mask: see `attnflow report butterfly`" in err

@@ -1,8 +1,10 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +85,15 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
     assert "Traceback" in run("mask", "list", "--json").err
 
 
+def test_too_little_memory_is_no_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise MemoryError("Unable to allocate 728. TiB")
+
+    monkeypatch.setattr(mask_list, "print_json", explode)
+    expected = (2, "", "attnflow: not enough memory: Unable to allocate 728. TiB\n")
+    assert run("mask", "list", "--json") == expected
+
+
 def test_interruption(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -101,6 +112,26 @@ def test_help_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminals_without_unicode(encoding: str) -> None:
+    done = attnflow_process("mask", "show", "causal", "--n", "3", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1  # # ." in done.stdout
+    assert "6 of 9 (66.7 %)" in done.stdout
+
+
+def test_progress_goes_to_a_terminal_only_and_not_into_the_output(tmp_path: Path) -> None:
+    script = shutil.which("script")
+    if script is None:
+        pytest.skip("needs script(1) for a terminal")
+    command = f"{sys.executable} -m attnflow mask merge butterfly --tokens 3 --json > {tmp_path}/out.json"
+    done = subprocess.run(
+        [script, "-qec", command, "/dev/null"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "merging butterfly(3 tokens)" in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["equals_closed_form"]
 
 
 def test_as_a_process() -> None:

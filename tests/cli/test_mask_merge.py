@@ -79,6 +79,7 @@ def test_output(run: Callable, tmp_path: Path) -> None:
         (["buterfly", "--tokens", "5"], "unknown family 'buterfly': did you mean butterfly?"),
         (["butterfly"], "--tokens"),
         (["butterfly", "--tokens", "0"], "--tokens"),
+        (["butterfly", "--tokens", "10001"], "--tokens"),
         (["butterfly", "--tokens", "1"], "at least 2 tokens, got 1"),
         (["butterfly", "--tokens", "5", "--block", "2"], "has no parameter 'block'"),
         (["block_generation", "--tokens", "10", "--block", "4"], "must be a multiple of block = 4, got 10; pad to 12"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 DEFAULT_N: Final = 16
+LARGEST: Final = 1 << 22
 
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
 EXAMPLES: Final[Mapping[str, str]] = {
@@ -57,6 +58,12 @@ class Parameter:
     default: object
     choices: tuple[str, ...] = ()
 
+    def bounded(self, value: int) -> int:
+        """`value`, unless it is so large that the machine would run out of memory before anything is shown."""
+        if value > LARGEST:
+            raise BadUsage(f"{self.name} is at most {LARGEST:,} on the command line, got {value}")
+        return value
+
     def read(self, text: str) -> object:
         """The value that `text` stands for."""
         given = f"{self.name}={text}"
@@ -65,7 +72,7 @@ class Parameter:
                 raise BadUsage(f"{self.name} must be true or false, got {given}")
             return text.lower() == "true"
         if self.kind == "int":
-            return _integer(text, f"{self.name} must be an integer, got {given}")
+            return self.bounded(_integer(text, f"{self.name} must be an integer, got {given}"))
         if self.kind == "ints":
             items = text.strip().removeprefix("[").removesuffix("]").split(",")
             message = f"{self.name} must be integers with commas between them, such as {self.name}=0,2,5, got {given}"
@@ -164,7 +171,7 @@ def make_mask(name: str, n: int | None, settings: Mapping[str, str]) -> Mask:
             raise BadUsage("n is given twice, by --n and by --set n=...")
     values = read_settings(entry.signature, known, settings)
     if "n" in known and "n" not in values:
-        values["n"] = DEFAULT_N if n is None else n
+        values["n"] = DEFAULT_N if n is None else known["n"].bounded(n)
     missing = [p.name for p in entry.parameters if p.required and p.name not in values]
     if missing:
         raise BadUsage(f"{entry.signature} needs {' and '.join(missing)}; {_example(name)}")

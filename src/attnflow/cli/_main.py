@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
     except (BadUsage, AttnflowError) as error:
         return _fail(str(error))
+    except MemoryError as error:
+        return _fail(f"not enough memory: {error}")
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         return _fail(f"{where}{error.strerror or error}")

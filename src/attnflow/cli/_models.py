@@ -77,6 +77,8 @@ def load(name: str, tokenizer: bool = True) -> Named:
     """
     from attnflow.hf import load_model
 
+    if not name.strip():
+        raise BadUsage("name a model: smollm2-135m, minilm, a folder, a GGUF file or a model id of the hub")
     try:
         model, tokens = load_model(name, tokenizer=tokenizer)
     except FileNotFoundError as error:

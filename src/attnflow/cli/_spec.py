@@ -126,7 +126,7 @@ def _typed(parameter: Parameter, value: object, where: str) -> object:
     if value is None and not parameter.required and parameter.default is None:
         return None
     if parameter.kind == "int":
-        return as_integer(value, where)
+        return parameter.bounded(as_integer(value, where))
     if parameter.kind == "ints":
         return [as_integer(item, where) for item in as_list(value, where)]
     if not isinstance(value, bool if parameter.kind == "bool" else str):

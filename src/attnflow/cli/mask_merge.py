@@ -12,7 +12,9 @@ from attnflow.cli._output import JsonFlag, console, output_path, print_json, say
 
 def mask_merge(
     name: Annotated[str, typer.Argument(metavar="FAMILY", help="causal_lm, block_generation, butterfly, ...")],
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Number of tokens of the sample.")],
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=1, max=10_000, help="Number of tokens of the sample.")
+    ],
     block: Annotated[
         int | None, typer.Option("--block", metavar="N", min=1, help="Tokens per block: --set block=...")
     ] = None,
