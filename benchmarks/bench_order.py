@@ -144,4 +144,4 @@ def cases(device: str) -> list[Case]:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(100_000)
-    main(cases, ["torch", "numpy", "scipy", "networkx", "rustworkx", "igraph"])
+    main(cases, ["torch", "numpy", "scipy", "networkx", "rustworkx", "igraph"], time_limit=20)

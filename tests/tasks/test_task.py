@@ -212,5 +212,5 @@ def test_bad_specs(change, error, message):
 
 def test_a_label_may_be_its_tuple():
     tokens = [Token(5, 0), Token(7, 1)]
-    task = Task(tokens[:1], [(0, tokens[1], 3, 0.5)], masks.causal(1))
+    task = Task(tokens[:1], [(0, tokens[1], 3, 0.5)], af.masks.causal(1))
     assert task.labels == (Label(0, tokens[1], task=3, weight=0.5),)
