@@ -93,7 +93,7 @@ def declared(model: nn.Module, inputs: Inputs) -> Relation:
     if given is not None:
         return Relation((given,), True, "the pairs that attention_mask allows")
     allow, words = _rows(stack, slot.length, inputs)
-    keep = _padding(inputs, "attention_mask", slot.length)
+    keep = padding(inputs, "attention_mask", slot.length)
     if keep is not None:
         words += f", padding ({int((~keep).sum())} positions)"
     layers = tuple(_without_padding(layer, keep) for layer in allow)
@@ -181,7 +181,7 @@ def _documents(inputs: Inputs, n: int) -> Tensor | None:
     return torch.nn.functional.pad(starts.cumsum(-1), (1, 0)) if starts.any() else None
 
 
-def _padding(inputs: Inputs, name: str, n: int) -> Tensor | None:
+def padding(inputs: Inputs, name: str, n: int) -> Tensor | None:
     """Which positions are real, bool [batch, n]; None without padding."""
     mask = inputs.kwargs.get(name)
     if not isinstance(mask, Tensor) or mask.ndim > 2 or mask.shape[-1] != n:
@@ -224,7 +224,7 @@ def _encoder_decoder(model: nn.Module, inputs: Inputs) -> Relation:
     real: list[Tensor] = []
     for slot, name in ((encoder, "attention_mask"), (decoder, "decoder_attention_mask")):
         if slot is not None:
-            keep = _padding(inputs, name, slot.length)
+            keep = padding(inputs, name, slot.length)
             every = torch.ones(inputs.batch, slot.length, dtype=torch.bool)
             real.append(every if keep is None else keep.expand(inputs.batch, -1))
     keep = torch.cat(real, dim=-1)

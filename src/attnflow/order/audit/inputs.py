@@ -104,6 +104,8 @@ def read(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Inputs:
         TypeError: neither a mapping nor a tensor, or a slot is no tensor.
         ValueError: no slot, an empty sequence, an empty batch, or sequences of different batch sizes.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a torch.nn.Module to audit, got {type(model).__name__}")
     if isinstance(inputs, Tensor):
         kwargs: dict[str, Any] = {_first_name(model, inputs): inputs}
     elif isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -16,6 +16,7 @@ from attnflow.order.audit.inputs import Inputs, accepts
 from attnflow.order.audit.perturb import is_leak, other_precision, row_change
 from attnflow.order.audit.replay import Replay, layer_calls
 from attnflow.order.audit.runner import Progress, Runner
+from attnflow.order.audit.sane import refuse_nan
 from attnflow.order.audit.trace import Event
 from attnflow.order.audit.vjp import Graph, record_graph
 from attnflow.order.flow import Flow, analyze
@@ -110,6 +111,8 @@ class _Whole:
             self._runner.run(inputs.changed(selected, self._drawn[sample]), visit)
         if not found:
             raise UnsupportedArchitecture(f"{type(self.module).__name__} returned nothing with a sequence axis")
+        for offset, values in found.items():
+            refuse_nan(inputs, "", offset, values)
         return found
 
 

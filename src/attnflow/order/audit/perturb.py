@@ -14,6 +14,7 @@ from attnflow.order.audit import state
 from attnflow.order.audit.fields import Fields
 from attnflow.order.audit.report import Kind, Violation
 from attnflow.order.audit.runner import Recording, Runner
+from attnflow.order.audit.sane import refuse_nan
 from attnflow.order.audit.trace import Event, Key
 
 
@@ -67,6 +68,9 @@ class Prober:
         self.dirty: set[str] = set()
         self.stateful: Moved | None = None
         self.base = runner.record(runner.inputs.kwargs)
+        for event in self.base.events.values():
+            if event.key.side == "out":
+                refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
         self.index = {key: number for number, key in enumerate(self.base.events)}
         self._noise: dict[Key, float] = {}

@@ -1,0 +1,35 @@
+"""NaN hides every change: it is refused, unless it lies in padding."""
+
+import pytest
+import torch
+
+import attnflow as af
+from attnflow.order.audit.inputs import read
+from attnflow.order.audit.sane import refuse_nan
+from tests.audit.zoo import tiny, tokens
+
+
+@pytest.mark.parametrize("ask", [af.audit, af.audit.measure])
+def test_weights_with_nan_are_refused(ask):
+    model = tiny("Llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="gives NaN at position 0"):
+        ask(model, tokens())
+
+
+def test_nan_in_padding_is_no_business_of_the_audit():
+    ids = tokens(batch=2, length=5)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    given = read(tiny("Llama"), {"input_ids": ids, "attention_mask": mask})
+    values = torch.zeros(2, 5, 3)
+    values[0, 0] = torch.nan
+    refuse_nan(given, "layer", 0, values)
+    values[1, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"layer gives NaN at position 2 \(sequence 1\)"):
+        refuse_nan(given, "layer", 0, values)
+
+
+def test_only_modules_are_audited():
+    with pytest.raises(TypeError, match="Module"):
+        af.audit(3, tokens())
