@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import attnflow as af
 from attnflow.order.audit.fields import Fields, Relation, batch_sets, plan
 
+EVERY = torch.ones(6, dtype=torch.bool)
+
 
 def relations(n):
     return st.lists(st.booleans(), min_size=n * n, max_size=n * n).map(lambda b: torch.tensor(b).reshape(1, n, n))
@@ -29,7 +31,7 @@ def pairs_tested(field, passes):
 @settings(max_examples=100)
 def test_coverage_is_what_the_passes_test(layers, passes):
     fields = Fields(Relation(tuple(layers), False, "random"), 1)
-    made = plan(fields, len(layers), passes)
+    made = plan(fields, {len(layers): EVERY}, passes)
     assert len(made.passes) <= passes
     reach = torch.eye(6, dtype=torch.bool)
     for allow in layers:
@@ -45,17 +47,18 @@ def test_coverage_is_what_the_passes_test(layers, passes):
 @pytest.mark.parametrize("n", [2, 7, 20])
 def test_cuts_are_exhaustive_for_a_causal_order(n):
     fields = Fields(Relation((af.masks.causal(n).dense()[None],), True, "causal"), 3)
-    made = plan(fields, 4, 100)
+    everywhere = torch.ones(n, dtype=torch.bool)
+    made = plan(fields, {1: everywhere, 2: everywhere, 4: everywhere}, 100)
     assert len(made.passes) == n - 1
     assert made.coverage == 1.0
     assert made.forbidden == 3 * n * (n - 1) // 2
-    few = plan(fields, 4, 1)
+    few = plan(fields, {4: everywhere}, 1)
     assert len(few.passes) == 1
     assert 0.4 < few.coverage <= 1.0
 
 
 def test_nothing_forbidden_needs_no_pass():
-    made = plan(Fields(Relation((torch.ones(1, 5, 5, dtype=torch.bool),), True, "full"), 2), 3, 32)
+    made = plan(Fields(Relation((torch.ones(1, 5, 5, dtype=torch.bool),), True, "full"), 2), {3: EVERY[:5]}, 32)
     assert (made.passes, made.coverage, made.forbidden) == ((), 1.0, 0)
 
 
@@ -75,3 +78,11 @@ def test_every_pair_of_sequences_is_told_apart(batch):
     pairs = {(a, b) for s in sets for a in range(batch) for b in range(batch) if s[a].all() and not s[b].any()}
     assert pairs == {(a, b) for a in range(batch) for b in range(batch) if a != b}
     assert len(sets) == 2 * (batch - 1).bit_length()
+
+
+def test_pairs_that_nobody_sees_are_not_counted():
+    fields = Fields(Relation((af.masks.causal(6).dense()[None],), True, "causal"), 1)
+    made = plan(fields, {1: torch.arange(6) < 3}, 32)
+    assert made.forbidden == 5 + 4 + 3
+    assert made.coverage == 1.0
+    assert len(made.passes) == 3

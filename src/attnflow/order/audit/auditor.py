@@ -280,8 +280,13 @@ class _Work:
 
     def _plan(self) -> Plan:
         if self.plan is None:
-            depth = max(1, self.layer_calls) if self.layer_calls else -1
-            self.plan = plan(self.fields, depth, self.passes)
+            assert self.base is not None
+            seen: dict[int, Tensor] = {}
+            for event in self.base.events.values():
+                depth = max(event.depth, 1) if self.layer_calls else -1
+                rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
+                rows[event.offset : event.offset + event.values.shape[1]] = True
+            self.plan = plan(self.fields, seen, self.passes)
         return self.plan
 
     def _say(self, done: int, total: int, what: str) -> None:

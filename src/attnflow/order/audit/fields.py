@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from attnflow._core.errors import UnsupportedArchitecture
 
 _RANKING_DEPTH: Final = 64  # deep enough to rank positions by the order; ties fall back to their number
+_STAGES: Final = 6
 _PLAN_WORK: Final = 500_000_000  # multiply-adds that one step of planning may cost
 
 
@@ -89,24 +90,29 @@ class Plan:
     forbidden: int
 
 
-def plan(fields: Fields, depth: int, passes: int) -> Plan:
+def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
     """At most `passes` sets of positions that together test as many forbidden pairs (target, source) as possible.
 
     Changing the set S tests all pairs (i, j) with j in S and F[i] disjoint from S. Sets are taken greedily from
     complements of receptive fields (cuts, for a causal order), dyadic blocks and single positions; for a causal order
-    of n positions, n - 1 cuts test every pair. Where fields grow (sliding windows), pairs are counted twice: as soon
-    as every position has read what it reads first, and at `depth`, the end of the model.
+    of n positions, n - 1 cuts test every pair. Where fields grow from layer to layer (sliding windows), pairs are
+    tested and counted at up to six depths.
+
+    Args:
+        fields: the declared receptive fields.
+        seen: {depth: bool [n]}, the positions that some module shows at that depth (a decoder's start late).
+        passes: how many sets.
     """
-    last, early = fields.at(depth), fields.at(_first_read(fields, depth))
+    depths = _stages(fields, seen)
+    rows = fields.at(depths[-1]).shape[0]
     chosen: list[list[Tensor]] = []
     tested = forbidden = 0
-    copies = fields.batch // last.shape[0]
-    for row in range(last.shape[0]):
-        stages = [last[row]] if torch.equal(last[row], early[row]) else [early[row], last[row]]
-        sets, left, total = _greedy(stages, passes)
+    for row in range(rows):
+        # where nobody looks nothing is forbidden
+        sets, left, total = _greedy([fields.at(depth)[row] | ~seen[depth][:, None] for depth in depths], passes)
         chosen.append(sets)
-        tested += (total - left) * copies
-        forbidden += total * copies
+        tested += (total - left) * (fields.batch // rows)
+        forbidden += total * (fields.batch // rows)
     count = max(len(sets) for sets in chosen)
     empty = torch.zeros(fields.size, dtype=torch.bool)
     per_pass = [torch.stack([sets[p] if p < len(sets) else empty for sets in chosen]) for p in range(count)]
@@ -124,13 +130,16 @@ def batch_sets(batch: int, size: int) -> list[Tensor]:
     return sets
 
 
-def _first_read(fields: Fields, depth: int) -> int:
-    """The first depth at which every position that ever reads others has read some (a decoder starts late)."""
-    if depth < 0:
-        return depth
-    identity = torch.eye(fields.size, dtype=torch.bool)
-    idle = (fields.at(depth) == identity).all(-1)
-    return next(d for d in range(min(1, depth), depth + 1) if torch.equal((fields.at(d) == identity).all(-1), idle))
+def _stages(fields: Fields, seen: Mapping[int, Tensor]) -> list[int]:
+    """The depths with different fields or positions, ascending; of many, a few evenly spread ones with both ends."""
+    depths: list[int] = []
+    for depth in sorted(seen):
+        same = depths and torch.equal(fields.at(depths[-1]), fields.at(depth))
+        if not (same and torch.equal(seen[depths[-1]], seen[depth])):
+            depths.append(depth)
+    if len(depths) > _STAGES:
+        depths = [depths[i] for i in torch.linspace(0, len(depths) - 1, _STAGES).long().tolist()]
+    return depths
 
 
 def _greedy(stages: Sequence[Tensor], passes: int) -> tuple[list[Tensor], int, int]:
@@ -139,7 +148,7 @@ def _greedy(stages: Sequence[Tensor], passes: int) -> tuple[list[Tensor], int, i
     fields = [field.float() for field in stages]
     untested = [1 - field for field in fields]
     totals = [float(left.sum()) for left in untested]
-    pool = _candidates(stages, max(16, _PLAN_WORK // max(1, size * size))).float()
+    pool = _candidates(stages, max(16, _PLAN_WORK // max(1, size * size * len(stages)))).float()
     chosen: list[Tensor] = []
     rows_of = [(field @ pool.T == 0).float() for field in fields]
     while len(chosen) < passes and len(pool):

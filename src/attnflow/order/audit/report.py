@@ -84,9 +84,9 @@ class AuditReport:
         batch: number of sequences.
         forward_passes: forward passes that were run, all told.
         backward_passes: backward passes, in mode "vjp".
-        coverage: share of the forbidden pairs (target, source) that were put to the test at the model's output;
-            1.0 if nothing is forbidden.
-        forbidden: number of forbidden pairs, over the whole batch.
+        coverage: share of the forbidden pairs (target, source) that were put to the test; 1.0 if none is forbidden.
+        forbidden: number of forbidden pairs over the whole batch, and over several depths where fields grow from
+            layer to layer (sliding windows).
         noise: largest difference between two runs on the same inputs; 0.0 where the model is deterministic.
         modules: every module whose output has a sequence axis, in order of execution.
         skipped: modules that could not be watched, each with the reason.
