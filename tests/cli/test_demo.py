@@ -36,6 +36,8 @@ def test_json(run: Callable, tiny_model: str, tmp_path: Path) -> None:
     assert (code, err, found["schema"], found["ok"]) == (0, "", "attnflow.demo/1", True)
     assert [each["merged_positions"] for each in found["derived"]] == [160, 46]
     assert found["eq_58_as_printed"]["tasks_not_embedded"] == list(range(15))
+    centres = [{"task": task, "positions": [task]} for task in range(15)]
+    assert found["eq_58_as_printed"]["nodes_not_embedded"] == centres
     assert found["eq_58_as_printed"]["output_difference"] > 0.01
     for each in found["verified"]:
         assert each["output_difference"] < 1e-12

@@ -260,6 +260,7 @@ class MainJob:
                 "num_tokens": self.printed.num_tokens,
                 "missing_pairs": [list(pair) for pair in self.printed.missing_pairs],
                 "tasks_not_embedded": list(self.printed.lost_tasks),
+                "nodes_not_embedded": [asdict(node) for node in self.printed.embedding.missing],
                 "output_difference": self.printed_verification.output_difference,
             },
             "audit": {"report": self.audited.report.to_dict(), "control": self.audited.control.to_dict()},

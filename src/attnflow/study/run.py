@@ -84,6 +84,36 @@ def run_main_job(
     if len(token_ids) < sizes.num_tokens:
         raise ValueError(f"the main job needs {sizes.num_tokens} tokens of text, got {len(token_ids)}")
     ids = list(token_ids)
+    block, butterfly, printed = _derive(steps, ids, sizes)
+    audited = steps(
+        "audit",
+        f"Audit {model_name}",
+        lambda: main_job.audit_on(model, ids[: sizes.audit_tokens], sizes.audit_passes),
+        _say_audited,
+    )
+    with precision(model, torch.float64):
+        agreements = tuple(_agree(steps, model_name, model, derived) for derived in (block, butterfly))
+        wrong = steps(
+            "verify_printed",
+            f"Run eq. 58, as printed, on {model_name}",
+            lambda: main_job.printed_on(model, butterfly, printed),
+            _say_wrong,
+        )
+    return MainJob(
+        model_name,
+        sum(parameter.numel() for parameter in model.parameters()),
+        tuple(token_texts[: sizes.num_tokens]),
+        sizes,
+        (block, butterfly),
+        printed,
+        wrong,
+        audited,
+        agreements,
+        steps.seconds,
+    )
+
+
+def _derive(steps: Steps, ids: list[int], sizes: Settings) -> tuple[Derived, Derived, Printed]:
     block = steps(
         "derive_block_two_stream",
         "Derive block two-stream attention from its tasks, and prove it",
@@ -102,39 +132,15 @@ def run_main_job(
         lambda: main_job.disprove_printed(butterfly),
         _say_printed,
     )
-    audited = steps(
-        "audit",
-        f"Audit {model_name}",
-        lambda: main_job.audit_on(model, ids[: sizes.audit_tokens], sizes.audit_passes),
-        _say_audited,
-    )
-    with precision(model, torch.float64):
-        agreements = tuple(
-            steps(
-                f"verify_{derived.name.replace(' ', '_').replace('-', '_')}",
-                f"Run {derived.name} on {model_name}, merged and one by one",
-                lambda derived=derived: main_job.verify_on(model, derived),
-                _say_agreement,
-            )
-            for derived in (block, butterfly)
-        )
-        wrong = steps(
-            "verify_printed",
-            f"Run eq. 58, as printed, on {model_name}",
-            lambda: main_job.printed_on(model, butterfly, printed),
-            _say_wrong,
-        )
-    return MainJob(
-        model_name,
-        sum(parameter.numel() for parameter in model.parameters()),
-        tuple(token_texts[: sizes.num_tokens]),
-        sizes,
-        (block, butterfly),
-        printed,
-        wrong,
-        audited,
-        agreements,
-        steps.seconds,
+    return block, butterfly, printed
+
+
+def _agree(steps: Steps, model_name: str, model: Any, derived: Derived) -> Agreement:
+    return steps(
+        f"verify_{derived.name.replace(' ', '_').replace('-', '_')}",
+        f"Run {derived.name} on {model_name}, merged and one by one",
+        lambda: main_job.verify_on(model, derived),
+        _say_agreement,
     )
 
 
