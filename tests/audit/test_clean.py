@@ -49,6 +49,13 @@ def test_clean_caches_raise_no_alarm(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("name", ["Bamba", "MiniMax"])
+def test_caches_that_need_position_ids_are_clean_with_them(name):
+    given = {**inputs(name, batch=1), "position_ids": torch.arange(LENGTH)[None]}
+    report = audit(tiny(name), given, cache=True, passes=2)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     ("name", "implementation", "dtype"),
     [

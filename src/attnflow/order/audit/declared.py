@@ -149,7 +149,7 @@ def _rows(stack: _Stack, n: int, inputs: Inputs) -> tuple[list[Tensor], str]:
     documents = _documents(inputs, n) if stack.causal and not stack.recurrent else None
     if documents is not None:
         base = base & (documents[:, :, None] == documents[:, None, :])
-        words += f", packed documents ({int(documents.max()) + 1} in the longest row)"
+        words += f", packed documents (up to {int(documents.max()) + 1} a sequence)"
     if stack.kinds is None:
         return [base], words
     near = (q - k).abs() < (stack.window or n)
