@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,8 +147,7 @@ class Tracer:
         caller = self._stack[-1][0] if self._stack else name
         call = self._calls[name] = self._calls.get(name, -1) + 1
         if self._stack:  # the inputs of the model itself are what is perturbed
-            data = {k: v for k, v in kwargs.items() if "past" not in k and "cache" not in k}
-            for leaf, tensor in _leaves((args, data), ""):
+            for leaf, tensor in _leaves((args, kwargs)):
                 self._emit(Key(self.step, name, call, "in", leaf), caller, tensor)
         self._stack.append((name, call))
         if name in self.layers:
@@ -158,7 +157,7 @@ class Tracer:
 
     def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         call = self._stack[-1][1]
-        for leaf, tensor in _leaves(output, ""):
+        for leaf, tensor in _leaves(output):
             self._emit(Key(self.step, name, call, "out", leaf), name, tensor)
         self._stack.pop()
         if name in self.layers:
@@ -173,14 +172,17 @@ class Tracer:
             self.visit(Event(key, label, self._current[-1], self.depth, found[1], found[0], tensor))
 
 
-def _leaves(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+def _leaves(root: object) -> list[tuple[str, Tensor]]:
     """All tensors in nested tuples, lists and mappings, each with its path; caches and other objects are left out."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in cast(Mapping[Any, object], value).items():
-            if "past" not in str(key) and "cache" not in str(key):
-                yield from _leaves(item, f"{path}.{key}")
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(cast(list[object], value)):
-            yield from _leaves(item, f"{path}.{index}")
+    found: list[tuple[str, Tensor]] = []
+    left: list[tuple[str, object]] = [("", root)]
+    while left:  # a loop: it runs for every module of every pass
+        path, value = left.pop()
+        if isinstance(value, Tensor):
+            found.append((path, value))
+        elif isinstance(value, Mapping):
+            items = cast(Mapping[Any, object], value).items()
+            left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
+        elif isinstance(value, tuple | list):
+            left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
+    return found
