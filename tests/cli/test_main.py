@@ -134,6 +134,17 @@ def test_progress_goes_to_a_terminal_only_and_not_into_the_output(tmp_path: Path
     assert json.loads((tmp_path / "out.json").read_text())["equals_closed_form"]
 
 
+def test_waiting_threads_do_not_spin() -> None:
+    probe = (
+        "import os, sys; from attnflow.cli import main; main(['--version']);"
+        "sys.exit('torch' in sys.modules or os.environ.get('OMP_WAIT_POLICY') != sys.argv[1])"
+    )
+    for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+        command = [sys.executable, "-c", probe, expected]
+        assert subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False).returncode == 0
+
+
 def test_as_a_process() -> None:
     done = attnflow_process("mask", "list", "--json")
     assert (done.returncode, done.stderr) == (0, "")

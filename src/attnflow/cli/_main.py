@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the program's name; by default, those of this process.
     """
+    # Before torch loads: threads that wait by spinning make a shared machine several times slower, and gain nothing.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows ?, and no traceback

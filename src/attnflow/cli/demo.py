@@ -28,7 +28,7 @@ def demo(
 
     On real text: derives block two-stream and butterfly attention from their tasks, proves them free of leaks, shows
     that the paper's eq. 58 is wrong as printed, audits the model, runs the merged tasks against every subtask, and
-    writes a report. Takes about a minute on two cores and 6 GB of memory; nothing is downloaded for the default
+    writes a report. Takes one to two minutes on two cores and 6 GB of memory; nothing is downloaded for the default
     model. Exits with 1 if anything comes out otherwise.
     """
     from attnflow.cli import _models
