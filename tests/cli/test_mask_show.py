@@ -134,3 +134,11 @@ def test_a_link_is_followed_and_kept(run: Callable, tmp_path: Path) -> None:
     assert run("mask", "show", "causal", "-o", str(link)).code == 0
     assert link.is_symlink()
     assert real.read_text().startswith("<svg")
+
+
+def test_a_bare_format_names_the_file_after_the_mask(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("mask", "show", "causal", "-o", "svg")
+    assert code == 0
+    assert "causal.svg" in out
+    assert (tmp_path / "causal.svg").read_text().startswith("<svg")

@@ -24,7 +24,8 @@ def mask_show(
         typer.Option("--block-size", metavar="N", min=1, help="Block of the block sparsity (default: a few)."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a .svg, .png or .html file.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Also write FILE.svg, .png or .html; bare svg: NAME.svg."),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -38,6 +39,8 @@ def mask_show(
     from attnflow.cli._spec import mask_argument
     from attnflow.report import mask_text
 
+    if output is not None and f".{output}" in _pictures.SUFFIXES:  # a bare format names the file after the mask
+        output = Path(f"{Path(name).stem}.{output}")
     target = None if output is None else output_path(output, _pictures.SUFFIXES)
     mask = mask_argument(name, n, settings or [])
     with working(f"analysing {mask.name}"):
