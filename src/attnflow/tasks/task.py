@@ -239,9 +239,8 @@ def _is_transitive(rows: IntervalRows) -> bool | None:
 
     Row i is closed iff no row that it holds reaches beyond it: range minima and maxima, O(n log n).
     """
-    node = np.arange(rows.num_rows)
-    with_diagonal = rows.union(IntervalRows.build(node, node, node + 1, rows.num_rows, rows.num_rows))
-    starts, ends = with_diagonal.starts, with_diagonal.ends
+    closed = rows.with_diagonal()
+    starts, ends = closed.starts, closed.ends
     if len(starts) != rows.num_rows:
         return None
     lowest = range_reduce(np.minimum, starts, starts, ends)

@@ -19,7 +19,7 @@ from attnflow.order.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.order.audit.inputs import Inputs, read
 from attnflow.order.audit.measure import measured
 from attnflow.order.audit.perturb import Prober
-from attnflow.order.audit.report import AuditReport, ModuleResult, Violation
+from attnflow.order.audit.report import AuditReport, ModuleResult, Violation, few
 from attnflow.order.audit.runner import Progress, Recording, Runner
 from attnflow.order.audit.trace import Watch
 from attnflow.order.audit.vjp import Puller
@@ -262,7 +262,7 @@ class _Work:
         if not relation.repeat and len(relation.layers) != runner.layer_calls:
             raise ValueError(
                 f"expected one mask per layer call, {runner.layer_calls} of them "
-                f"({_few(list(runner.layer_names))}), got an "
+                f"({few(list(runner.layer_names), limit=2)}), got an "
                 f"order with {len(relation.layers)}"
             )
         watched = {event.key.module for event in events if event.key.side == "out"}
@@ -292,7 +292,3 @@ class _Work:
     def _say(self, done: int, total: int, what: str) -> None:
         if self.progress is not None:
             self.progress(done, total, what)
-
-
-def _few(names: Sequence[str], limit: int = 2) -> str:
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

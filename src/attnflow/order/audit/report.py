@@ -154,7 +154,7 @@ class AuditReport:
             if carried:
                 parts.append(Text(f"{carried} later module outputs carry it on", style="dim"))
         if self.skipped:
-            parts.append(Text(f"{len(self.skipped)} modules not watched: {_few([n for n, _ in self.skipped])}", "dim"))
+            parts.append(Text(f"{len(self.skipped)} modules not watched: {few([n for n, _ in self.skipped])}", "dim"))
         return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in self.notes))
 
     def _table(self) -> Table:
@@ -174,5 +174,6 @@ class AuditReport:
         return list(dict.fromkeys(violation.kind for violation in self.violations))
 
 
-def _few(names: Sequence[str], limit: int = 4) -> str:
+def few(names: Sequence[str], limit: int = 4) -> str:
+    """The first few of many names, for a message."""
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
