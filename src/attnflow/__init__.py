@@ -7,7 +7,7 @@ from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, Unsupp
 from attnflow._core.version import __version__
 
 if TYPE_CHECKING:
-    from attnflow import hf, masks, order, report, tasks
+    from attnflow import bias, geometry, hf, masks, order, report, tasks
     from attnflow.order.audit import audit
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "UnsupportedArchitecture",
     "__version__",
     "audit",
+    "bias",
+    "geometry",
     "hf",
     "masks",
     "order",
