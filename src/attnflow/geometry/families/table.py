@@ -1,0 +1,118 @@
+"""The registry: how each family of models names and orders its queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from attnflow.geometry.families.heads import Heads
+from attnflow.geometry.families.rows import Rows
+
+# Names of separate projections: the last part of the query's path, and of the key's beside it.
+SEPARATE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "q_proj": "k_proj",
+        "query": "key",
+        "q_lin": "k_lin",
+        "q": "k",
+        "query_proj": "key_proj",
+        "linear_q": "linear_k",
+        "to_q": "to_k",
+        "wq": "wk",
+        "q_linear": "k_linear",
+        "query_net": "key_net",
+        "attn_q": "attn_k",
+        "cross_attn_q": "cross_attn_k",
+        "q_attn": "c_attn",
+        "q_proj_weight": "k_proj_weight",
+    }
+)
+
+# The query of latent attention when it is a product, too.
+LATENT: Final = frozenset({"q_b_proj"})
+# Families whose q_proj makes the query of each head and a gate after it.
+GATED: Final = frozenset("qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split())
+
+Arrange = Callable[[str, Heads, bool], tuple[Rows, Rows]]
+
+
+def contiguous(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
+    """[query heads | key heads | value heads]."""
+    blocks, both = heads.query + 2 * heads.key, heads.query + heads.key
+    return (
+        Rows(tensor, heads.dim, blocks, 0, heads.query, transposed=transposed),
+        Rows(tensor, heads.dim, blocks, heads.query, both, transposed=transposed),
+    )
+
+
+def grouped(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
+    """For each KV head its query heads, the key and the value; without sharing, (num_heads, 3, head_dim)."""
+    share = heads.query // heads.key
+    return (
+        Rows(tensor, heads.dim, share + 2, 0, share, heads.key, transposed),
+        Rows(tensor, heads.dim, share + 2, share, share + 1, heads.key, transposed),
+    )
+
+
+def quarters(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
+    """[query | value | key] in each of four parts, as CodeGen was trained on."""
+    part = heads.query // 4
+    return (
+        Rows(tensor, heads.dim, 3 * part, 0, part, 4, transposed),
+        Rows(tensor, heads.dim, 3 * part, 2 * part, 3 * part, 4, transposed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Families that store query, key and value in one tensor.
+
+    Attributes:
+        word: last part of the tensor's path.
+        arrange: the order of its rows.
+        model_types: `model_type` in the configs of these families; empty if the word alone tells.
+        transposed: whether it is stored (in, out), by `Conv1D`.
+    """
+
+    word: str
+    arrange: Arrange
+    model_types: frozenset[str]
+    transposed: bool = False
+
+
+def _fused(word: str, arrange: Arrange, model_types: str = "", transposed: bool = False) -> Fused:
+    return Fused(word, arrange, frozenset(model_types.split()), transposed)
+
+
+FUSED: Final = (
+    _fused("c_attn", contiguous, "gpt2 openai-gpt imagegpt decision_transformer", transposed=True),
+    _fused("query_key_value", grouped, "gpt_neox bloom persimmon falcon"),
+    _fused("in_proj", grouped, "deberta"),
+    _fused("qkv_proj", contiguous, "phi3 phi4_multimodal"),
+    _fused("qkv_proj", quarters, "codegen"),
+    _fused("Wqkv", contiguous, "modernbert modernbert-decoder"),
+    _fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
+    _fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
+)
+# Names that a tensor of query, key and value has in some family; "in_proj" occurs outside attention, too.
+FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"qkv", "wqkv", "W_pack", "qkv_linear"})
+
+
+def with_kv_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
+    """The config with the number of KV heads where a family says it by flags."""
+    if model_type != "falcon" or config.get("new_decoder_architecture"):
+        return config
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    return {**config, "num_kv_heads": 1 if config.get("multi_query", True) else heads}
+
+
+# Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
+# shapes alone if query and key are separate, and the result says so.
+VERIFIED: Final = frozenset(
+    """
+    gguf
+    llama bert
+    """.split()
+)
