@@ -1,1 +1,53 @@
-"""How strongly a model attends: learned, content-aware biases on attention scores, and what computes them."""
+"""How strongly a model attends: learned, content-aware biases on attention scores, and what computes them.
+
+`attach`, `capture` and what else needs a transformers model live in `attnflow.hf` and are reachable from here.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from attnflow.bias.allow import Allow
+from attnflow.bias.attention import IMPLEMENTATIONS, attention
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.kinds.base import ScoreTerm
+from attnflow.bias.kinds.custom import Custom
+from attnflow.bias.layer import LayerBias, parameters
+from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term
+
+if TYPE_CHECKING:
+    from attnflow.hf.bias import attach, detach, disabled, load, save_pretrained, summary
+
+_MODELS = ("attach", "detach", "disabled", "load", "save_pretrained", "summary")
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Additive",
+    "Allow",
+    "BiasConfig",
+    "Custom",
+    "Dense",
+    "Guidance",
+    "LayerBias",
+    "LayerShape",
+    "Offset",
+    "Product",
+    "ScoreTerm",
+    "Term",
+    "Vectors",
+    "attach",
+    "attention",
+    "detach",
+    "disabled",
+    "load",
+    "parameters",
+    "save_pretrained",
+    "summary",
+]
+
+
+def __getattr__(name: str) -> object:
+    """What needs transformers, on first use."""
+    if name in _MODELS:
+        return getattr(import_module("attnflow.hf.bias"), name)
+    raise AttributeError(f"module 'attnflow.bias' has no attribute {name!r}")

@@ -1,0 +1,97 @@
+"""The protocol of a kind, and the projections that most kinds begin with."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.terms import Term
+
+
+@runtime_checkable
+class ScoreTerm(Protocol):
+    """One bias of one attention layer. What it keeps of a key is `columns`, cached beside keys and values."""
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """What the bias must know of each new key, in float32; the width is fixed."""
+        ...
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
+        """The term for new queries and all keys.
+
+        Args:
+            queries: vectors of the new tokens.
+            columns: `columns` of all keys, cached ones first; slots of a static cache not written yet are zero.
+            slots: where the new tokens lie among the keys, int64[tokens], if each of them is a key.
+        """
+        ...
+
+    def is_zero(self) -> bool:
+        """Whether B is exactly 0 for every input, so that attention may run without it."""
+        ...
+
+
+class Projection(nn.Module):
+    """A linear map from a layer's vectors to `out` numbers per network: full-width, or from each head's own part."""
+
+    def __init__(self, config: BiasConfig, shape: LayerShape, side: str, out: int) -> None:
+        super().__init__()
+        width = shape.widths(config)[0 if side == "query" else 1]
+        self.networks = shape.groups(config)
+        self.heads = shape.num_heads if side == "query" else shape.num_kv_heads
+        self.num_heads = shape.num_heads
+        self.per_head = config.reference == "per_head"
+        self.weight = nn.Parameter(torch.empty(self.networks, out, width))
+
+    def reset_parameters(self, fan_in: int) -> None:
+        """What `nn.Linear` does: uniform within 1 / sqrt(fan_in) (Kaiming with a = sqrt 5)."""
+        bound = 1 / math.sqrt(fan_in)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, vectors: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch groups tokens out"]:
+        """One result per map: `networks` of them, or one per query head where heads are read apart."""
+        batch, tokens, _ = vectors.shape
+        weight = self.weight.to(vectors.dtype)
+        if not self.per_head:
+            flat = functional.linear(vectors, weight.flatten(0, 1))
+            return flat.view(batch, tokens, self.networks, -1).transpose(1, 2)
+        heads = vectors.view(batch, tokens, self.heads, -1).transpose(1, 2)
+        heads = heads.repeat_interleave(self.num_heads // self.heads, dim=1)
+        return heads @ weight.repeat_interleave(self.num_heads // self.networks, dim=0).mT
+
+
+class GroupedNorm(nn.Module):
+    """Gain and bias of a layer norm per network, [networks, width]; named so that optimisers find them as a norm's."""
+
+    def __init__(self, networks: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(networks, width))
+        self.bias = nn.Parameter(torch.zeros(networks, width))
+
+
+def num_maps(config: BiasConfig, shape: LayerShape) -> int:
+    """Number of distinct maps: the networks, or every head where one network reads heads apart."""
+    return shape.num_heads if config.reference == "per_head" else shape.groups(config)
+
+
+def spread(parameter: Tensor, maps: int) -> Tensor:
+    """A parameter [networks, ...] as one per map, [maps, ...]."""
+    return parameter if parameter.shape[0] == maps else parameter.repeat_interleave(maps // parameter.shape[0], dim=0)
+
+
+def flatten(features: Float[Tensor, "batch groups tokens out"]) -> Float[Tensor, "batch tokens width"]:
+    """Features of all maps side by side, as the cache holds them."""
+    return features.transpose(1, 2).flatten(2)
+
+
+def unflatten(columns: Float[Tensor, "batch keys width"], maps: int) -> Float[Tensor, "batch groups keys out"]:
+    """The inverse of `flatten`."""
+    batch, keys, _ = columns.shape
+    return columns.view(batch, keys, maps, -1).transpose(1, 2)

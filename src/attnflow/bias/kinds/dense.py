@@ -1,0 +1,60 @@
+"""A learned or given number for every pair of positions."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.terms import Dense
+
+
+class DenseTable(nn.Module):
+    """B_ij = values[i, j] by position: a parameter, or a tensor set for a batch (pair representations, graphs).
+
+    Assign `module.given = tensor` of shape [batch or 1, maps, length, length] to use it in place of the parameter;
+    gradients flow into it. None goes back.
+    """
+
+    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+        self.values = nn.Parameter(torch.empty(1, shape.groups(config), config.max_length, config.max_length))
+        self.given: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All zero, or normal with std 0.02 with init="kaiming"."""
+        nn.init.normal_(self.values, std=0.0 if self.config.init == "zero" else 0.02)
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """The position of each key."""
+        return keys.positions.to(self.values.dtype if self.values.dtype == torch.float64 else torch.float32)[..., None]
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
+        """The table at the positions of queries and keys.
+
+        Raises:
+            ValueError: a position beyond the table.
+        """
+        table = self.values if self.given is None else self.given
+        keys, rows = columns.squeeze(-1).long(), queries.positions
+        length = min(table.shape[2:])
+        if not torch.compiler.is_compiling() and max(int(keys.max()), int(rows.max())) >= length:
+            raise ValueError(
+                f"the dense bias covers {length} positions, the sequence reaches {max(int(keys.max()), int(rows.max()))}"
+                "; attach it with a larger max_length"
+            )
+        if rows.shape[0] == keys.shape[0] == 1:
+            return Dense(table[:, :, rows[0]][..., keys[0]])
+        batch = max(rows.shape[0], keys.shape[0])
+        where = torch.arange(batch, device=table.device)[:, None, None, None]
+        whole = table.expand(batch, -1, -1, -1)
+        maps = torch.arange(table.shape[1], device=table.device)[None, :, None, None]
+        return Dense(whole[where, maps, rows[:, None, :, None], keys[:, None, None, :]])
+
+    def is_zero(self) -> bool:
+        """Whether every number of the table is zero."""
+        return self.given is None and not bool(self.values.any())

@@ -1,0 +1,63 @@
+"""Dynamic Asymmetric Attention: a small network on (query, key) (daa, sec. 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.kinds.base import GroupedNorm, Projection, flatten, num_maps, spread, unflatten
+from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.terms import Guidance, wide
+
+
+class GuidanceNetwork(nn.Module):
+    """B_ij = Linear(GELU(LayerNorm(Linear([q_i; k_j])))) with one hidden layer (daa, sec. 3.2.1).
+
+    The first layer is kept as its two halves, `query` and `key` (terms.Guidance says why). With the paper's settings on
+    LLaMA-2-7B a layer has 2 * 4096 * 64 + 64 + 2 * 64 + 64 + 1 = 524,545 parameters. The output layer starts at zero,
+    so that the hidden layer gets no gradient in the first step: normal. Its bias never gets one, because softmax
+    cannot see it; it is kept for the parameter count.
+    """
+
+    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+        super().__init__()
+        networks, hidden = shape.groups(config), config.hidden_dim
+        self.config, self.fan_in = config, sum(shape.widths(config))
+        self.maps = num_maps(config, shape)
+        self.query = Projection(config, shape, "query", hidden)
+        self.key = Projection(config, shape, "key", hidden)
+        self.hidden_bias = nn.Parameter(torch.empty(networks, hidden))
+        self.norm = GroupedNorm(networks, hidden)
+        self.output_weight = nn.Parameter(torch.empty(networks, hidden))
+        self.output_bias = nn.Parameter(torch.empty(networks))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The hidden layer as `nn.Linear`, the output layer at zero or, with init="kaiming", as `nn.Linear` too."""
+        self.query.reset_parameters(self.fan_in)
+        self.key.reset_parameters(self.fan_in)
+        nn.init.uniform_(self.hidden_bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
+        nn.init.ones_(self.norm.weight)
+        nn.init.zeros_(self.norm.bias)
+        bound = 0.0 if self.config.init == "zero" else 1 / math.sqrt(self.config.hidden_dim)
+        nn.init.uniform_(self.output_weight, -bound, bound)
+        nn.init.uniform_(self.output_bias, -bound, bound)
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """c = W_k k of each key, [batch, tokens, maps * hidden_dim]."""
+        return flatten(wide(self.key(keys.reference(self.config.reference))))
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Guidance:
+        """The network on every (query, key)."""
+        rows = wide(self.query(queries.reference(self.config.reference)))
+        rows = rows + wide(spread(self.hidden_bias, self.maps))[:, None]
+        parameters = (self.norm.weight, self.norm.bias, self.output_weight, self.output_bias)
+        return Guidance(rows, unflatten(columns, self.maps), *(wide(spread(p, self.maps)) for p in parameters))
+
+    def is_zero(self) -> bool:
+        """Whether the output layer is zero."""
+        return not bool(self.output_weight.any()) and not bool(self.output_bias.any())

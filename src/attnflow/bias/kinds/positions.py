@@ -1,0 +1,128 @@
+"""Biases over the distance between query and key: ALiBi and T5's relative buckets."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.terms import Additive, Offset, wide
+
+_FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi
+
+
+class Alibi(nn.Module):
+    """B_ij = -gain_h * m_h * |i - j| with the slopes m_h of Press et al. (2022).
+
+    The gain of each head starts at 0, the identity; with init="kaiming" at 1, the published bias, which is meant to
+    stand in for rotary embedding (`rope="remove"`).
+    """
+
+    slopes: Tensor
+
+    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.config, self.is_causal = config, shape.is_causal
+        self.register_buffer("slopes", torch.tensor(slopes(shape.num_heads)), persistent=False)
+        self.gain = nn.Parameter(torch.empty(shape.num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gain 0, or 1 with init="kaiming"."""
+        nn.init.constant_(self.gain, 0.0 if self.config.init == "zero" else 1.0)
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """The position of each key."""
+        return _positions(keys, wide(self.gain))
+
+    def term(
+        self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
+    ) -> Additive | Offset:
+        """Linear in the key's position where keys lie before queries; else a table over distances."""
+        slope = wide(self.gain * self.slopes)
+        if self.is_causal:
+            where = (columns.squeeze(-1)[:, None], wide(queries.positions).to(columns.dtype)[:, None])
+            keys, rows = (slope[:, None] * positions for positions in where)
+            return Additive(keys, rows)
+        distance = torch.arange(-_FAR, _FAR + 1, device=slope.device)
+        table = -slope[:, None] * distance.abs()
+        keys = columns.squeeze(-1).long()
+        return Offset(table, distance + _FAR, queries.positions, keys, _FAR)
+
+    def is_zero(self) -> bool:
+        """Whether the gain is zero."""
+        return not bool(self.gain.any())
+
+
+class Relative(nn.Module):
+    """B_ij = table[head, bucket(j - i)] with T5's buckets: exact near, logarithmic up to `max_distance`.
+
+    One table per map: `share_heads=False` gives T5's one per head.
+    """
+
+    bucket_of: Tensor
+
+    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+        distances = torch.arange(-config.max_distance, config.max_distance + 1)
+        found = buckets(distances, config.num_buckets, config.max_distance, not shape.is_causal)
+        self.register_buffer("bucket_of", found, persistent=False)
+        self.table = nn.Parameter(torch.empty(shape.groups(config), config.num_buckets))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The table at zero, or normal with std 1 with init="kaiming"."""
+        nn.init.normal_(self.table, std=0.0 if self.config.init == "zero" else 1.0)
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """The position of each key."""
+        return _positions(keys, wide(self.table))
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Offset:
+        """The table over distances."""
+        keys = columns.squeeze(-1).long()
+        return Offset(wide(self.table), self.bucket_of, queries.positions, keys, self.config.max_distance)
+
+    def is_zero(self) -> bool:
+        """Whether the table is zero."""
+        return not bool(self.table.any())
+
+
+def slopes(num_heads: int) -> list[float]:
+    """ALiBi's slopes: 2^(-8 h / n) for a power of two; for others, those of the next lower one, filled from the next.
+
+    >>> slopes(8)[:3]
+    [0.5, 0.25, 0.125]
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    found = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    return found + [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+
+
+def buckets(
+    distance: Int[Tensor, " distances"], num_buckets: int, max_distance: int, bidirectional: bool
+) -> Int[Tensor, " distances"]:
+    """T5's bucket of each distance j - i (Raffel et al., 2020): half of them exact, half logarithmic."""
+    found = torch.zeros_like(distance)
+    if bidirectional:
+        num_buckets //= 2
+        found = (distance > 0).long() * num_buckets
+        away = distance.abs()
+    else:
+        away = (-distance).clamp(min=0)
+    exact = num_buckets // 2
+    # In float32 and in T5's order of operations, which decides on which side of a boundary a distance falls.
+    ratio = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (ratio * (num_buckets - exact)).long().clamp(max=num_buckets - exact - 1)
+    return found + torch.where(away < exact, away, far)
+
+
+def _positions(keys: Vectors, like: Tensor) -> Tensor:
+    """Positions as the cache holds them: exact in float32 up to 16 million."""
+    return keys.positions.to(like.dtype)[..., None]

@@ -1,0 +1,202 @@
+"""What a bias is to the code that computes attention: tensors per query, per key and per map, and a pair function.
+
+A term never holds one number per pair unless its kind is `Dense`: `tile` computes the block of pairs that is asked
+for, in plain PyTorch and with gradients. That is the definition that every fused implementation is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Final, Protocol, Self, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+EPS: Final = 1e-5  # of the guidance network's layer norm, PyTorch's default
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in the precision that scores are summed in: float64 stays, everything else becomes float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@runtime_checkable
+class Term(Protocol):
+    """One summand B of the pre-softmax score, as a function of (query, key).
+
+    `groups` maps are shared by the heads: one for all, one per key-value head, or one per query head; map g serves
+    heads `g * num_heads / groups` and the ones after it.
+    """
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        ...
+
+    def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
+        """B for a block of pairs, in float32 (or float64); the batch dimension may be 1."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensors:
+    """What all terms share: they are a handful of tensors and a few numbers."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by field name, in a fixed order; fields that are None are left out."""
+        return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """The same term on other tensors, given in the order of `tensors()`."""
+        return replace(self, **dict(zip(self.tensors(), tensors, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Guidance(_Tensors):
+    """The guidance network of Dynamic Asymmetric Attention on pairs: B = w . GELU(LayerNorm(a_i + c_j)) + b.
+
+    The first linear layer acts on a concatenation, so it separates: `a = W_q q + b_1` per query and `c = W_k k` per
+    key (daa, sec. 3.2.1; the paper concatenates, which needs n * n vectors of width 2d).
+
+    Attributes:
+        rows: a, [batch, groups, queries, hidden].
+        columns: c, [batch, groups, keys, hidden].
+        scale: gain of the layer norm, [groups, hidden].
+        shift: its bias, [groups, hidden].
+        weight: w, [groups, hidden].
+        offset: b, [groups]. Softmax cannot see it: its gradient is zero.
+    """
+
+    rows: Float[Tensor, "batch groups queries hidden"]
+    columns: Float[Tensor, "batch groups keys hidden"]
+    scale: Float[Tensor, "groups hidden"]
+    shift: Float[Tensor, "groups hidden"]
+    weight: Float[Tensor, "groups hidden"]
+    offset: Float[Tensor, " groups"]
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        return self.rows.shape[1]
+
+    def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
+        """B for a block of pairs. Memory: queries * keys * hidden."""
+        hidden = wide(self.rows)[:, :, rows, None, :] + wide(self.columns)[:, :, None, columns, :]
+        normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
+        scale, shift, weight, offset = map(wide, (self.scale, self.shift, self.weight, self.offset))
+        activated = functional.gelu(scale[:, None, None] * normal + shift[:, None, None])
+        return (activated * weight[:, None, None]).sum(dim=-1) + offset[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Product(_Tensors):
+    """An inner product of a vector per query and a vector per key: B = u_i . v_j (bilinear, dot, low rank).
+
+    Attributes:
+        rows: u, [batch, groups, queries, rank].
+        columns: v, [batch, groups, keys, rank].
+    """
+
+    rows: Float[Tensor, "batch groups queries rank"]
+    columns: Float[Tensor, "batch groups keys rank"]
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        return self.rows.shape[1]
+
+    def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
+        """B for a block of pairs."""
+        return wide(self.rows)[:, :, rows] @ wide(self.columns)[:, :, columns].mT
+
+
+@dataclass(frozen=True, eq=False)
+class Additive(_Tensors):
+    """A number per key, and one per query that softmax cannot see: B = s_j - r_i (key, cumulative gates).
+
+    Attributes:
+        columns: s, [batch, groups, keys], float32: in bfloat16 a column of -153 is off by 13 % after the softmax.
+        rows: r, [batch, groups, queries], or None for 0. Its gradient is zero; it keeps the map readable.
+    """
+
+    columns: Float[Tensor, "batch groups keys"]
+    rows: Float[Tensor, "batch groups queries"] | None = None
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        return self.columns.shape[1]
+
+    def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
+        """B for a block of pairs."""
+        keys = wide(self.columns)[:, :, None, columns]
+        if self.rows is None:
+            count = (rows.stop or 0) - (rows.start or 0)
+            return keys.expand(-1, -1, count, -1)
+        return keys - wide(self.rows)[:, :, rows, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Offset(_Tensors):
+    """A table over the distance between key and query: B = table[bucket(position_j - position_i)] (T5, ALiBi).
+
+    Attributes:
+        table: one number per bucket, [groups, buckets].
+        bucket_of: the bucket of each distance from -origin to distances - 1 - origin, [distances]; distances beyond
+            either end take the bucket there.
+        row_positions: position of each query, [batch or 1, queries].
+        column_positions: position of each key, [batch or 1, keys].
+        origin: index of distance 0 in `bucket_of`.
+    """
+
+    table: Float[Tensor, "groups buckets"]
+    bucket_of: Int[Tensor, " distances"]
+    row_positions: Int[Tensor, "batch queries"]
+    column_positions: Int[Tensor, "batch_or_1 keys"]
+    origin: int
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        return self.table.shape[0]
+
+    def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
+        """B for a block of pairs."""
+        distance = self.column_positions[:, None, columns] - self.row_positions[:, rows, None] + self.origin
+        bucket = self.bucket_of[distance.clamp(0, self.bucket_of.shape[0] - 1)]
+        return wide(self.table)[:, bucket].movedim(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(_Tensors):
+    """A given number for every pair, such as a pair representation or a graph's distances: B = values.
+
+    Attributes:
+        values: [batch or 1, groups, queries, keys].
+    """
+
+    values: Float[Tensor, "batch groups queries keys"]
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        return self.values.shape[1]
+
+    def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
+        """B for a block of pairs: a view where the type allows it."""
+        return wide(self.values[:, :, rows, columns])
+
+
+def per_head(tile: Float[Tensor, "batch groups queries keys"], num_heads: int) -> Tensor:
+    """A tile of `groups` maps as one per head: [batch, num_heads, queries, keys], without a copy if it is shared.
+
+    >>> per_head(torch.arange(2.0).reshape(1, 2, 1, 1), 4).flatten()
+    tensor([0., 0., 1., 1.])
+    """
+    groups = tile.shape[1]
+    if groups == 1:
+        return tile.expand(-1, num_heads, -1, -1)
+    return tile if groups == num_heads else tile.repeat_interleave(num_heads // groups, dim=1)
