@@ -67,6 +67,7 @@ def directionality(
     >>> directionality(matrix), directionality(matrix.T)
     (tensor(-1.), tensor(1.))
     """
+    check_reading(gamma, mode)
     _check_matrix(matrix, square=False)
     scaled, _ = unit(_at_least_float32(matrix))
     rows, columns = scaled.square().sum(-1).sqrt(), scaled.square().sum(-2).sqrt()
@@ -119,7 +120,6 @@ def check_reading(gamma: float, mode: str) -> None:
 
 
 def _outstanding_sum(norms: Tensor, gamma: float, mode: Mode) -> Tensor:
-    check_reading(gamma, mode)
     chosen, threshold = outstanding(norms, gamma)
     return torch.where(chosen, norms - threshold if mode == "excess" else norms, 0.0).sum(-1)
 
@@ -127,7 +127,7 @@ def _outstanding_sum(norms: Tensor, gamma: float, mode: Mode) -> Tensor:
 def _check_matrix(matrix: Tensor, square: bool) -> None:
     if not matrix.is_floating_point():
         raise TypeError(f"expected a matrix of floating-point numbers, got {matrix.dtype}; convert it with .float()")
-    if matrix.ndim < 2 or 0 in matrix.shape or (square and matrix.shape[-1] != matrix.shape[-2]):
+    if matrix.ndim < 2 or 0 in matrix.shape[-2:] or (square and matrix.shape[-1] != matrix.shape[-2]):
         what = "a square matrix [..., d, d]" if square else "a matrix [..., rows, columns]"
         raise ValueError(f"expected {what} with d > 0, got shape {list(matrix.shape)}")
     if not bool(matrix.isfinite().all()):

@@ -1,0 +1,267 @@
+"""Scores straight from the weights against the matrices that they stand for, in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnflow.geometry import directionality, factored, symmetry
+from attnflow.geometry.factored import full_scores, full_symmetry, head_scores, head_symmetry
+from tests.geometry import oracle
+
+EPS = torch.finfo(torch.float32).eps
+HEADS = [(1, 1), (4, 4), (6, 2), (8, 1), (3, 3), (9, 3)]
+FIELDS = ("symmetry", "directionality", "norm", "outlier_rows", "outlier_columns")
+
+
+def weights(num_heads, num_kv_heads, head_dim, width, seed=0, key_width=None):
+    """Random query and key weights, float64, with some directions of the token far above the others."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def make(rows, columns):
+        scale = torch.randn(columns, generator=draw, dtype=torch.float64).exp()
+        return torch.randn(rows, columns, generator=draw, dtype=torch.float64) * scale
+
+    return make(num_heads * head_dim, width), make(num_kv_heads * head_dim, key_width or width)
+
+
+@st.composite
+def cases(draw):
+    heads = draw(st.sampled_from(HEADS))
+    head_dim, width = draw(st.integers(1, 9)), draw(st.integers(1, 48))
+    return *weights(*heads, head_dim, width, draw(st.integers(0, 2**31))), *heads
+
+
+def agree(found, matrices, gamma, mode, tolerance):
+    for index, matrix in enumerate(matrices):
+        scores = {name: getattr(found, name).reshape(-1)[index].item() for name in FIELDS}
+        assert scores["norm"] == pytest.approx(float((matrix**2).sum() ** 0.5), rel=tolerance)
+        assert scores["symmetry"] == pytest.approx(oracle.symmetry(matrix), abs=tolerance)
+        expected = oracle.directionality(matrix, gamma, mode)
+        assert scores["directionality"] == pytest.approx(expected, abs=1000 * tolerance)
+
+
+@given(cases(), st.sampled_from(["excess", "norm"]), st.sampled_from([1.0, 2.0]))
+def test_scores_are_those_of_the_matrices(case, mode, gamma):
+    query, key, heads, kv_heads = case
+    matrices = oracle.head_matrices(query, key, heads, kv_heads)
+    agree(head_scores(query, key, heads, kv_heads, gamma, mode), matrices, gamma, mode, 1e-10)
+    agree(full_scores(query, key, heads, kv_heads, gamma, mode), [sum(matrices)], gamma, mode, 1e-10)
+
+
+@given(cases())
+def test_float32_is_as_exact_as_forming_the_matrix_in_float32(case):
+    query, key, heads, kv_heads = case
+    matrix = sum(oracle.head_matrices(query, key, heads, kv_heads))
+    formed = sum(
+        q.T @ k
+        for q, k in zip(
+            query.float().chunk(heads),
+            key.float().unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0),
+            strict=True,
+        )
+    )
+    expected = oracle.symmetry(matrix)
+    band = 2 * abs(oracle.symmetry(formed) - expected) + 64 * EPS
+    assert abs(full_scores(query.float(), key.float(), heads, kv_heads).symmetry.item() - expected) <= band
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("key_width", [None, 50])
+def test_tiles_and_factors_agree(heads, key_width, monkeypatch):
+    query, key = weights(*heads, 8, 70, key_width=key_width)
+    monkeypatch.setattr(factored, "_TILE", 16)  # 70 = 4 tiles and a rest
+    found = []
+    for ratio in (0, 10**6):
+        monkeypatch.setattr(factored, "_WIDTH_PER_ROW", ratio)
+        found.append(full_scores(query, key, *heads))
+    for name in FIELDS:
+        torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), equal_nan=True)
+
+
+def test_tiles_hold_for_more_keys_than_queries(monkeypatch):
+    monkeypatch.setattr(factored, "_TILE", 16)
+    monkeypatch.setattr(factored, "_WIDTH_PER_ROW", 10**6)
+    query, key = weights(2, 2, 8, 20, key_width=61)
+    agree_cross(full_scores(query, key, 2, 2), query.T @ key)
+
+
+def agree_cross(found, matrix):
+    assert math.isnan(found.symmetry.item())
+    assert found.norm.item() == pytest.approx(matrix.norm().item())
+    assert found.directionality.item() == pytest.approx(oracle.directionality(matrix), abs=1e-9)
+
+
+def test_widths_that_differ_have_no_symmetry_but_all_else():
+    query, key = weights(2, 2, 8, 40, key_width=61)
+    agree_cross(full_scores(query, key, 2, 2), query.T @ key)
+    assert head_scores(query, key, 2, 2).symmetry.isnan().all()
+    for function in (head_symmetry, full_symmetry):
+        function = getattr(function, "__wrapped__", function)
+        with pytest.raises(ValueError, match="one width, got 40 and 61"):
+            function(query, key, 2, 2)
+
+
+@given(cases())
+def test_heads_that_share_a_key_head_are_neighbours(case):
+    query, key, heads, kv_heads = case
+    group = heads // kv_heads
+    repeated = key.unflatten(0, (kv_heads, -1)).repeat_interleave(group, 0).flatten(0, 1)
+    for function in (head_scores, full_scores):
+        shared, own = function(query, key, heads, kv_heads), function(query, repeated, heads, heads)
+        for name in ("symmetry", "norm"):
+            torch.testing.assert_close(getattr(shared, name), getattr(own, name), rtol=1e-9, atol=1e-11)
+
+
+@given(cases(), st.integers(0, 2**31))
+def test_rotations_inside_a_head_change_nothing(case, seed):
+    query, key, heads, kv_heads = case
+    size = len(key) // kv_heads
+    random = torch.randn(kv_heads, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rotations, _ = torch.linalg.qr(random)
+    turned_query = rotations.repeat_interleave(heads // kv_heads, 0) @ query.unflatten(0, (heads, -1))
+    turned_key = rotations @ key.unflatten(0, (kv_heads, -1))
+    for function in (head_scores, full_scores):
+        before = function(query, key, heads, kv_heads)
+        after = function(turned_query.flatten(0, 1), turned_key.flatten(0, 1), heads, kv_heads)
+        torch.testing.assert_close(after.symmetry, before.symmetry, rtol=0, atol=1e-9)
+        torch.testing.assert_close(after.directionality, before.directionality, rtol=0, atol=1e-7)
+
+
+@given(cases())
+def test_exchanging_query_and_key_transposes(case):
+    query, key, heads, _ = case
+    key = query.flip(0) if len(key) != len(query) else key
+    for function in (head_scores, full_scores):
+        one, other = function(query, key, heads, heads), function(key, query, heads, heads)
+        torch.testing.assert_close(one.symmetry, other.symmetry, rtol=0, atol=1e-10)
+        torch.testing.assert_close(one.directionality, -other.directionality, rtol=0, atol=1e-8)
+        assert torch.equal(one.outlier_rows, other.outlier_columns)
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e-12, 1e12])
+def test_scaling_changes_only_the_norm(factor):
+    query, key = (w.float() for w in weights(6, 2, 8, 60))
+    for function in (head_scores, full_scores):
+        before, after = function(query, key, 6, 2), function(query * factor, key, 6, 2)
+        torch.testing.assert_close(after.symmetry, before.symmetry, rtol=0, atol=1e-5)
+        torch.testing.assert_close(after.directionality, before.directionality, rtol=0, atol=1e-4)
+        torch.testing.assert_close(after.norm, before.norm * factor, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_are_computed_in_float32(dtype):
+    query, key = (w.to(dtype) for w in weights(4, 4, 8, 60))
+    found, expected = full_scores(query, key, 4, 4), full_scores(query.float(), key.float(), 4, 4)
+    assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in FIELDS)
+
+
+def test_equal_weights_are_symmetric_and_opposite_blocks_skew():
+    query, _ = weights(4, 4, 8, 60)
+    assert (head_scores(query, query, 4, 4).symmetry > 1 - 1e-12).all()
+    pairs = query.unflatten(0, (4, 2, 4))  # W_k = J W_q with J = [[0, 1], [-1, 0]] inside each head
+    turned = torch.stack([pairs[:, 1], -pairs[:, 0]], 1).flatten(0, 2)
+    assert (head_scores(query, turned, 4, 4).symmetry < -1 + 1e-12).all()
+    assert full_symmetry(query, turned, 4, 4).item() == pytest.approx(-1.0)
+
+
+def test_zero_heads_score_zero():
+    query, key = weights(4, 4, 8, 60)
+    query[8:16] = 0
+    found = head_scores(query, key, 4, 4)
+    assert [getattr(found, name)[1].item() for name in FIELDS] == [0.0, 0.0, 0.0, 0, 0]
+    assert (found.norm[[0, 2, 3]] > 0).all()
+    assert full_scores(torch.zeros_like(query), key, 4, 4).symmetry == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("function", [head_scores, full_scores])
+def test_nan_and_inf_are_refused(bad, side, function):
+    given = dict(zip(("query", "key"), weights(4, 2, 8, 60), strict=True))
+    given[side][3, 5] = bad
+    with pytest.raises(ValueError, match=f"1 of .* {side} weights are NaN or Inf"):
+        function(**given, num_heads=4, num_kv_heads=2)
+
+
+@given(cases())
+def test_differentiable_symmetries_are_the_same_numbers(case):
+    query, key, heads, kv_heads = case
+    per_head, full = head_scores(query, key, heads, kv_heads), full_scores(query, key, heads, kv_heads)
+    torch.testing.assert_close(head_symmetry(query, key, heads, kv_heads), per_head.symmetry, rtol=0, atol=1e-10)
+    torch.testing.assert_close(full_symmetry(query, key, heads, kv_heads), full.symmetry, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("width", [5, 40])  # more rows than a third of the width, and fewer
+def test_differentiable_symmetries_have_the_right_gradients(width):
+    query, key = (w.requires_grad_() for w in weights(4, 2, 2, width))
+    assert torch.autograd.gradcheck(lambda q, k: head_symmetry(q, k, 4, 2), (query, key))
+    assert torch.autograd.gradcheck(lambda q, k: full_symmetry(q, k, 4, 2), (query, key))
+
+
+def test_no_gradient_comes_from_a_zero_matrix():
+    query, key = torch.zeros(8, 20, requires_grad=True), torch.randn(8, 20, requires_grad=True)
+    (head_symmetry(query, key, 4, 4).sum() + full_symmetry(query, key, 4, 4)).backward()
+    assert query.grad is not None
+    assert torch.equal(query.grad, torch.zeros_like(query))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not made._is_view():
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+def test_no_matrix_of_width_squared_is_made():
+    width = 3000
+    query, key = (w.float() for w in weights(4, 4, 32, width))
+    with Largest() as heads:
+        head_scores(query, key, 4, 4)
+    assert heads.numel <= query.numel()
+    wide = torch.randn(1600, width)  # more than a quarter of the width: tiles
+    with Largest() as full:
+        full_scores(wide, wide, 50, 50)
+    assert full.numel <= max(wide.numel(), 1024**2)
+    with Largest() as gradients:
+        head_symmetry(query, key, 4, 4)
+    assert gradients.numel <= query.numel()
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "heads", "match"),
+    [
+        ((8, 5), (8, 5), (3, 3), r"query weights \[3 heads \* head_dim, width\].* got shape \[8, 5\]"),
+        ((8, 5), (6, 5), (4, 2), r"same head_dim, got \[8, 5\] for 4 heads and \[6, 5\] for 2"),
+        ((8, 5), (8, 5), (4, 3), "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        ((8, 5), (8, 5), (4, 0), "num_kv_heads must be at least 1, got 0"),
+        ((0, 5), (0, 5), (4, 4), r"got shape \[0, 5\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(query, key, heads, match):
+    for function in (head_scores, full_scores, head_symmetry, full_symmetry):
+        with pytest.raises(ValueError, match=match):
+            function(torch.ones(query), torch.ones(key), *heads)
+
+
+def test_products_that_overflow_are_refused():
+    with pytest.raises(ValueError, match="overflows"):
+        full_scores(torch.full((4, 8), 1e30), torch.full((4, 8), 1e30), 1, 1)
+
+
+def test_scores_of_matrices_and_of_weights_are_the_same_functions():
+    query, key = weights(4, 4, 8, 60)
+    matrices = torch.stack([q.T @ k for q, k in zip(query.chunk(4), key.chunk(4), strict=True)])
+    found = head_scores(query, key, 4, 4, 1.5, "norm")
+    torch.testing.assert_close(found.symmetry, symmetry(matrices))
+    torch.testing.assert_close(found.directionality, directionality(matrices, 1.5, "norm"))
