@@ -117,7 +117,7 @@ def live_query_keys(model: nn.Module) -> list[LiveQueryKey]:
         TypeError: not a module.
         UnsupportedArchitecture: the model has no attention that is known.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(cast(object, model), nn.Module):
         raise TypeError(f"expected a torch module, got {type(model).__name__}")
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -78,7 +78,7 @@ class _Site:
 
     @property
     def kind(self) -> Kind:
-        return "cross" if _CROSS.search(self.stem) else "self"
+        return "cross" if _CROSS.search(f"{self.stem}.{self.word}") else "self"
 
     @property
     def tower(self) -> str:

@@ -10,6 +10,11 @@ from typing import Final
 from attnflow.geometry.families.heads import Heads
 from attnflow.geometry.families.rows import Rows
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Names of separate projections: the last part of the query's path, and of the key's beside it.
 SEPARATE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -33,7 +38,7 @@ SEPARATE: Final[Mapping[str, str]] = MappingProxyType(
 # The query of latent attention when it is a product, too.
 LATENT: Final = frozenset({"q_b_proj"})
 # Families whose q_proj makes the query of each head and a gate after it.
-GATED: Final = frozenset("qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split())
+GATED: Final = _words("qwen3_next qwen3_5_text qwen3_5_moe_text")
 
 Arrange = Callable[[str, Heads, bool], tuple[Rows, Rows]]
 
@@ -83,7 +88,7 @@ class Fused:
 
 
 def _fused(word: str, arrange: Arrange, model_types: str = "", transposed: bool = False) -> Fused:
-    return Fused(word, arrange, frozenset(model_types.split()), transposed)
+    return Fused(word, arrange, _words(model_types), transposed)
 
 
 FUSED: Final = (
@@ -100,6 +105,12 @@ FUSED: Final = (
 FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"qkv", "wqkv", "W_pack", "qkv_linear"})
 
 
+def is_query_or_key(name: str) -> bool:
+    """Whether a tensor of this name holds queries or keys in some family."""
+    word = name.removesuffix(".weight").rpartition(".")[2]
+    return word in SEPARATE or word in SEPARATE.values() or word in LATENT or word in FUSED_WORDS - {"in_proj"}
+
+
 def with_kv_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
     """The config with the number of KV heads where a family says it by flags."""
     if model_type != "falcon" or config.get("new_decoder_architecture"):
@@ -110,9 +121,12 @@ def with_kv_heads(config: Mapping[str, object], model_type: str) -> Mapping[str,
 
 # Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
 # shapes alone if query and key are separate, and the result says so.
-VERIFIED: Final = frozenset(
-    """
-    gguf
-    llama bert
-    """.split()
-)
+VERIFIED: Final = _words("""
+    albert audio-spectrogram-transformer bart beit bert blenderbot bloom clip clip_text_model clip_vision_model codegen
+    cohere cohere2 deberta deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers dinov3_vit
+    distilbert electra esm falcon falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt2 gpt_neo gpt_neox gpt_oss gptj
+    granite granitemoe hubert jamba llama m2m_100 marian mbart mistral mixtral mobilellm modernbert mpnet mt5 nemotron
+    olmo olmo2 olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next roberta
+    roformer siglip siglip_text_model siglip_vision_model smollm3 speecht5 stablelm starcoder2 swin t5 vit vit_mae
+    wav2vec2 wavlm whisper xlm-roberta
+""")

@@ -1,0 +1,115 @@
+"""Files of a checkpoint, on disk or elsewhere: listed, and read by ranges of bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+from attnflow._core.errors import AttnflowError
+
+
+class BadCheckpoint(AttnflowError, ValueError):
+    """A checkpoint is damaged, incomplete, or in a form that is not opened; the message names the file."""
+
+
+class File(Protocol):
+    """A file that is read by ranges of bytes."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        ...
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """The bytes from `start` to the one before `stop`; all of them, or an error."""
+        ...
+
+
+class Folder(Protocol):
+    """The files of one checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """What results and messages call it."""
+        ...
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files at its top level."""
+        ...
+
+    def file(self, name: str) -> File:
+        """One of its files."""
+        ...
+
+    def local(self, name: str) -> Path | None:
+        """Where a file is on this machine; None if it is not here."""
+        ...
+
+
+class LocalFile:
+    """A file on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = str(path)
+        self.size = path.stat().st_size
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """The bytes from `start` to the one before `stop`.
+
+        Raises:
+            BadCheckpoint: the file ends before.
+        """
+        # Read, not mapped: the pages of a map would stay in memory and count as this process's.
+        buffer = bytearray(max(stop - start, 0))
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(start)
+            view, done = memoryview(buffer), 0
+            while done < len(buffer):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise BadCheckpoint(f"{self.name} is truncated: it ends at byte {start + done}, not {stop}")
+                done += count
+        return buffer
+
+
+class LocalFolder:
+    """A folder on disk, or one file in it with its config beside it."""
+
+    def __init__(self, path: Path, only: str | None = None) -> None:
+        self._path = path
+        self.name = str(path / only) if only else str(path)
+        there = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+        self.files = tuple(name for name in there if only in (None, name) or name.endswith(".json"))
+
+    def file(self, name: str) -> LocalFile:
+        """One of its files."""
+        return LocalFile(self._path / name)
+
+    def local(self, name: str) -> Path:
+        """Where a file is."""
+        return self._path / name
+
+
+def read_json(folder: Folder, name: str) -> Mapping[str, object]:
+    """A JSON file of the folder.
+
+    Raises:
+        BadCheckpoint: it holds no JSON object.
+    """
+    file = folder.file(name)
+    try:
+        found = json.loads(file.read(0, file.size))
+    except ValueError as error:
+        raise BadCheckpoint(f"{file.name} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadCheckpoint(f"{file.name} holds no JSON object")
+    return cast(Mapping[str, object], found)

@@ -1,0 +1,110 @@
+"""The oracle of the registry: the bilinear form of each head, from what a model multiplies when it attends.
+
+The input of an attention module is replaced by the basis vectors, one a sample, and by zero in the last one; the first
+product of two batched tensors inside the module is that of queries and keys. Both are taken at the first position,
+where a rotation cancels, and biases are what the zero sample gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, F.scaled_dot_product_attention}
+_ADDED = {torch.baddbmm, Tensor.baddbmm}
+_NORMS = ("q_norm", "k_norm", "qk_norm", "q_a_layernorm", "kv_a_layernorm", "q_layernorm", "k_layernorm")
+_POSITIONS = ("position_embeddings", "object_queries", "spatial_position_embeddings", "attention_mask", "alibi")
+
+
+def used_form(model: nn.Module, name: str, run: Callable[[int], object], width: int) -> Tensor:
+    """[heads, d_query, d_key] up to one positive factor, of the module called `name`; `run(batch)` calls the model."""
+    module = model.get_submodule(name)
+    batch = width + 1
+    catch = _Catch()
+
+    def enter(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        catch.inside = True
+        changed = {k: v if k in _POSITIONS else _basis(v, batch) for k, v in kwargs.items()}
+        return tuple(_basis(value, batch) for value in args), changed
+
+    def leave(*_: object) -> None:
+        catch.inside = False
+
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+    try:
+        with torch.no_grad(), catch:
+            run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert catch.query is not None, f"{name} multiplied nothing"
+    assert catch.key is not None
+    query, key = _at_first_position(catch.query, batch), _at_first_position(catch.key, batch)
+    return torch.einsum("ihc,jhc->hij", query, key)
+
+
+def bypass_norms(model: nn.Module) -> None:
+    """Norms of queries and keys are no linear maps: the scores are of the weights, so they are taken out."""
+    for module in model.modules():
+        for word in _NORMS:
+            if isinstance(getattr(module, word, None), nn.Module):
+                setattr(module, word, nn.Identity())
+
+
+class _Catch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.query: Tensor | None = None
+        self.key: Tensor | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self.inside and self.query is None and (func in _PRODUCTS or func in _ADDED):
+            self._take(func, args, kwargs or {})
+        if self.inside and func is F.multi_head_attention_forward:  # what it calls is not seen from outside
+            with (
+                patch.object(torch, "bmm", self._seen(torch.bmm)),
+                patch.object(torch, "baddbmm", self._seen(torch.baddbmm)),
+            ):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _seen(self, func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def product(*args: object, **kwargs: object) -> Tensor:
+            if self.query is None:
+                self._take(func, args, kwargs)
+            return func(*args, **kwargs)
+
+        return product
+
+    def _take(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        first, second = values[1:3] if func in _ADDED else values[:2]
+        if min(first.ndim, second.ndim) < 3:
+            return
+        self.query = first.detach()
+        self.key = second.detach() if func is F.scaled_dot_product_attention else second.detach().mT
+
+
+def _basis(value: object, batch: int) -> object:
+    """The basis vectors in place of a tensor [batch * windows, ..., width] of activations."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
+        return value
+    width = value.shape[-1]
+    if value.shape[0] % batch or width >= batch:
+        return value
+    rows = torch.eye(batch, width, dtype=value.dtype).repeat_interleave(value.shape[0] // batch, 0)
+    return rows.view(-1, *[1] * (value.ndim - 2), width).expand(value.shape).contiguous()
+
+
+def _at_first_position(value: Tensor, batch: int) -> Tensor:
+    """[width, heads, head_dim] of [batch * windows, heads, tokens, head_dim] or [batch * heads, tokens, head_dim]."""
+    if value.ndim == 3:
+        value = value.unflatten(0, (batch, -1))
+    first = value[:: value.shape[0] // batch, ..., 0, :]
+    return first[:-1] - first[-1]

@@ -1,0 +1,232 @@
+"""Tiny random models of every family in the registry, each with the inputs that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from tests.hf import models as text
+from tests.hf.models import WIDTH
+
+_BASE, _GROUPED, _SPECIAL = text._BASE, text._GROUPED, text._SPECIAL
+_ENCODER_DECODER = text._ENCODER_DECODER
+_VISION = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_channels": 3,
+    "initializer_range": 0.3,
+}
+_AUDIO = {
+    "vocab_size": 50,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "conv_dim": (16,),
+    "conv_stride": (4,),
+    "conv_kernel": (4,),
+    "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "initializer_range": 0.3,
+}
+_CLIP_TEXT = {**_BASE, "projection_dim": WIDTH}
+_MLA = {k: v for k, v in text.CAUSAL["DeepseekV3"][1].items()}  # noqa: C416
+Inputs = Callable[[int], dict[str, torch.Tensor]]
+
+
+def tokens(batch: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.full((batch, 1), 5)}
+
+
+def pair(batch: int) -> dict[str, torch.Tensor]:
+    return {**tokens(batch), "decoder_input_ids": torch.full((batch, 1), 5)}
+
+
+def pixels(batch: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.zeros(batch, 3, 8, 8, dtype=torch.float64)}
+
+
+def both(batch: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.full((batch, 3), 2), **pixels(batch)}
+
+
+def waveform(batch: int) -> dict[str, torch.Tensor]:
+    return {"input_values": torch.zeros(batch, 64, dtype=torch.float64)}
+
+
+def spectrogram(batch: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_features": torch.zeros(batch, 8, 16, dtype=torch.float64),
+        "decoder_input_ids": torch.full((batch, 1), 5),
+    }
+
+
+@dataclass(frozen=True)
+class Animal:
+    """A tiny model: the class, the options of its config, and its inputs for a batch."""
+
+    model: str
+    config: str
+    options: dict[str, object]
+    inputs: Inputs = tokens
+
+    def build(self) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.options)
+        model = getattr(transformers, self.model)._from_config(config, attn_implementation="eager")
+        model = model.to(torch.float64).eval()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        return model
+
+
+def _of(
+    name: str, options: dict[str, object], suffix: str = "Model", inputs: Inputs = tokens, **more: object
+) -> Animal:
+    return Animal(name + suffix, name + "Config", {**options, **more}, inputs)
+
+
+def _known(name: str, inputs: Inputs = tokens) -> Animal:
+    suffix, options = text._ALL[name]
+    return Animal(name + suffix, text._CONFIGS.get(name, name + "Config"), options, inputs)
+
+
+_FALCON = {k: v for k, v in _BASE.items() if k != "intermediate_size"}
+ZOO: dict[str, Animal] = {
+    **{name: _known(name) for name in (*text.CAUSAL, *text.BIDIRECTIONAL, "Bloom", "GPTJ", "Jamba", "FalconH1")},
+    "T5": _known("T5", pair),
+    "Bart": _known("Bart", pair),
+    "Gemma": _of("Gemma", {**_GROUPED, "head_dim": 8}),
+    "Olmo": _of("Olmo", _GROUPED),
+    "Olmoe": _of("Olmoe", {**_GROUPED, "num_experts": 2, "num_experts_per_tok": 1}),
+    "Qwen2Moe": _of(
+        "Qwen2Moe",
+        {
+            **_GROUPED,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "Qwen3Moe": _of(
+        "Qwen3Moe", {**_GROUPED, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    ),
+    "Qwen3Next": _of(
+        "Qwen3Next",
+        {
+            **_GROUPED,
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "Phi": _of("Phi", _BASE),
+    "Phimoe": _of("Phimoe", {**_GROUPED, "num_local_experts": 2}),
+    "FalconGrouped": Animal(
+        "FalconModel", "FalconConfig", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
+    ),
+    "FalconMultiQuery": Animal("FalconModel", "FalconConfig", {**_FALCON, "multi_query": True}),
+    "FalconMultiHead": Animal("FalconModel", "FalconConfig", {**_FALCON, "multi_query": False, "alibi": True}),
+    "CodeGen": Animal("CodeGenModel", "CodeGenConfig", {**text._GPT, "rotary_dim": 4}),
+    "Persimmon": _of("Persimmon", _BASE),
+    "GPTNeo": Animal(
+        "GPTNeoModel",
+        "GPTNeoConfig",
+        {**_BASE, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    ),
+    "OpenAIGPT": Animal("OpenAIGPTModel", "OpenAIGPTConfig", text._GPT),
+    "DeepseekV2": _of("DeepseekV2", {**_MLA, "n_group": 1, "topk_method": "greedy", "first_k_dense_replace": 2}),
+    "DeepseekV3FullQuery": _of("DeepseekV3", {**_MLA, "q_lora_rank": None}),
+    "StableLm": _of("StableLm", _GROUPED),
+    "Starcoder2": _of("Starcoder2", _GROUPED),
+    "Cohere": _of("Cohere", _GROUPED),
+    "Granite": _of("Granite", _GROUPED),
+    "GraniteMoe": _of("GraniteMoe", {**_GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "SmolLM3": _of("SmolLM3", _GROUPED),
+    "Glm4": _of("Glm4", {**_GROUPED, "head_dim": 8}),
+    "Nemotron": _of("Nemotron", _GROUPED),
+    "Deberta": _of("Deberta", _BASE),
+    "DebertaRelative": _of("Deberta", {**_BASE, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "DebertaV2": _of("DebertaV2", {**_BASE, "relative_attention": True, "pos_att_type": ["c2p"]}),
+    "MPNet": _of("MPNet", _BASE),
+    "XLMRoberta": _of("XLMRoberta", _BASE),
+    "Esm": _of("Esm", {**_BASE, "mask_token_id": 3, "position_embedding_type": "rotary"}),
+    "RoFormer": _of("RoFormer", _BASE),
+    "MT5": _of("MT5", text._ALL["T5"][1], inputs=pair),
+    "MBart": _of("MBart", _ENCODER_DECODER, inputs=pair),
+    "Pegasus": _of("Pegasus", _ENCODER_DECODER, inputs=pair),
+    "Marian": _of("Marian", _ENCODER_DECODER, inputs=pair),
+    "M2M100": _of("M2M100", _ENCODER_DECODER, inputs=pair),
+    "Blenderbot": _of("Blenderbot", _ENCODER_DECODER, inputs=pair),
+    "Whisper": _of(
+        "Whisper",
+        {**_ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 8},
+        inputs=spectrogram,
+    ),
+    "ViT": _of("ViT", _VISION, inputs=pixels),
+    "DeiT": _of("DeiT", _VISION, inputs=pixels),
+    "Beit": _of("Beit", {**_VISION, "use_relative_position_bias": True}, inputs=pixels),
+    "Dinov2": _of("Dinov2", _VISION, inputs=pixels),
+    "Dinov2WithRegisters": _of("Dinov2WithRegisters", _VISION, inputs=pixels),
+    "DINOv3ViT": _of("DINOv3ViT", _VISION, inputs=pixels),
+    "ViTMAE": _of("ViTMAE", {**_VISION, "mask_ratio": 0.0}, inputs=pixels),
+    "CLIP": _of("CLIP", {"text_config": _CLIP_TEXT, "vision_config": _VISION}, inputs=both),
+    "CLIPText": Animal("CLIPTextModel", "CLIPTextConfig", _CLIP_TEXT),
+    "CLIPVision": Animal("CLIPVisionModel", "CLIPVisionConfig", _VISION, pixels),
+    "Siglip": _of("Siglip", {"text_config": _BASE, "vision_config": _VISION}, inputs=both),
+    "Swin": _of(
+        "Swin",
+        {"image_size": 8, "patch_size": 1, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4},
+        inputs=pixels,
+    ),
+    "Detr": Animal(
+        "DetrModel",
+        "DetrConfig",
+        {
+            **_ENCODER_DECODER,
+            "num_queries": 3,
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone": None,
+            "backbone_config": transformers.ResNetConfig(
+                embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", out_features=["stage1"]
+            ),
+        },
+        pixels,
+    ),
+    "Wav2Vec2": _of("Wav2Vec2", _AUDIO, inputs=waveform),
+    "Hubert": _of("Hubert", _AUDIO, inputs=waveform),
+    "WavLM": _of("WavLM", {**_AUDIO, "num_buckets": 8, "max_bucket_distance": 8}, inputs=waveform),
+    "AST": Animal(
+        "ASTModel",
+        "ASTConfig",
+        {
+            **_VISION,
+            "patch_size": 4,
+            "frequency_stride": 4,
+            "time_stride": 4,
+            "max_length": 8,
+            "num_mel_bins": 8,
+        },
+        lambda batch: {"input_values": torch.zeros(batch, 8, 8, dtype=torch.float64)},
+    ),
+    "SpeechT5": Animal(
+        "SpeechT5ForSpeechToText",
+        "SpeechT5Config",
+        {**_AUDIO, **_ENCODER_DECODER, "num_feat_extract_layers": 1},
+        lambda batch: {**waveform(batch), "decoder_input_ids": torch.full((batch, 1), 5)},
+    ),
+}
