@@ -1,0 +1,152 @@
+"""Initial weights whose bilinear forms M = W_q^T W_k are exactly symmetric, or exactly skew-symmetric."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.geometry.live import LiveQueryKey, live_query_keys
+
+Scale = Literal["matched", "paper"]
+
+
+def init_symmetric_(
+    model: nn.Module, scale: Scale = "matched", per_head: bool = True, generator: torch.Generator | None = None
+) -> None:
+    """Give every self-attention of a model a symmetric bilinear form, S = +1, in place.
+
+    Exact but for the rounding of the weights to their dtype: 1 - S is below 1e-6 in float32 and 1e-5 in bfloat16.
+
+    With as many key heads as query heads `W_k := c W_q` (geometry, sec. S2.1, with c = 1), so that every head's
+    `M_h = c W_q,h^T W_q,h` is symmetric and positive semi-definite, and so is their sum.
+
+    Query heads that share a key head (GQA) cannot keep weights of their own: where W_k has full rank, M_h is symmetric
+    if and only if `W_q,h = B_h W_k` with B_h symmetric. (The rows of M_h lie in the row space of W_k; if M_h = M_h^T so
+    do its columns, hence M_h = W_k^T B_h W_k with B_h symmetric, where W_k cancels on the right.) So `per_head` writes
+    the queries, with random positive semi-definite B_h. Without it W_k := c sum_h W_q,h makes the full form alone
+    symmetric and leaves the queries of a group independent; each head then has a symmetry of about 1/group.
+
+    Biases, rotations of positions and norms of queries and keys are as they were; what they add is not symmetric.
+
+    Args:
+        model: any model that `score` reads; weights of any dtype, frozen or not, separate or fused.
+        scale: "matched", both projections keep the root mean square that their entries have now, so that a model just
+            built keeps the scale of its own initialisation; "paper", what the model has is replaced first by the
+            default of `nn.Linear`, uniform in +-1/sqrt(d), as in the paper's runs: larger than BERT's own, by which
+            their comparison is confounded.
+        per_head: symmetric in every head, which makes it symmetric in full, rather than in full only. The two differ
+            under GQA alone.
+        generator: source of the random numbers.
+
+    Raises:
+        UnsupportedArchitecture: the model has no self-attention whose weights can be written.
+        ValueError: there is no such scale, or weights are zero, so that there is no scale to match.
+
+    Cost: O(d * head_dim) time for each row of a projection.
+    """
+    _initialise(model, 1, scale, per_head, generator)
+
+
+def init_skew_(
+    model: nn.Module, scale: Scale = "matched", per_head: bool = True, generator: torch.Generator | None = None
+) -> None:
+    """Give every self-attention of a model a skew-symmetric bilinear form, S = -1, in place.
+
+    `W_k,h := N_h W_q,h` with `N_h = (P - P^T) / 2`, P random, so that `M_h = W_q,h^T N_h W_q,h = -M_h^T`. The paper's
+    `W_k = W_q N` (sec. S2.1) is meant for weights (in, out); taken at its word for weights stored (out, in) it gives
+    W_q^T W_q N, which is not skew. Its N also mixes the heads, so that their sum is skew but no head is; ours has one
+    block for each head.
+
+    Under GQA the roles change as in `init_symmetric_`: `W_q,h := N_h W_k`, each query head with its own N_h.
+
+    Args:
+        model: as in `init_symmetric_`.
+        scale: as in `init_symmetric_`. The paper does not say how large P is, and its code has no skew initialisation:
+            with "paper" W_k gets the root mean square of W_q.
+        per_head: as in `init_symmetric_`.
+        generator: source of the random numbers.
+
+    Raises:
+        UnsupportedArchitecture: the model has no self-attention whose weights can be written, or heads of width 1,
+            which have no skew form but zero.
+        ValueError: there is no such scale, or weights are zero, so that there is no scale to match.
+
+    Cost: O(d * head_dim) time for each row of a projection.
+    """
+    _initialise(model, -1, scale, per_head, generator)
+
+
+def _initialise(
+    model: nn.Module, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
+) -> None:
+    if scale not in get_args(Scale):
+        raise ValueError(f'scale must be "matched" or "paper", got {scale!r}')
+    for live in live_query_keys(model):
+        if live.kind == "self":
+            with torch.no_grad():
+                _initialise_one(live, sign, scale, per_head, generator)
+
+
+def _initialise_one(
+    live: LiveQueryKey, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
+) -> None:
+    if sign < 0 and live.head_dim == 1:
+        raise UnsupportedArchitecture(f"{live.name} has heads of width 1: their only skew-symmetric form is zero")
+    if scale == "paper":
+        live.write(_uniform(live.query(), generator), _uniform(live.key(), generator))
+    query, key = (weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in (live.query(), live.key()))
+    group = live.num_heads // live.num_kv_heads
+    queries = query.unflatten(0, (live.num_kv_heads, group, live.head_dim))
+    keys = key.unflatten(0, (live.num_kv_heads, 1, live.head_dim))
+    if group == 1 or not per_head:
+        source = queries if group == 1 else queries.sum(1, keepdim=True)
+        made = source if sign > 0 else _skew(source, 1, generator) @ source
+        live.write(key=_scaled(made.flatten(0, 2), query if scale == "paper" else key, live.name, "key"))
+    else:
+        forms = _positive(keys, group, generator) if sign > 0 else _skew(keys, group, generator)
+        live.write(query=_scaled((forms @ keys).flatten(0, 2), key if scale == "paper" else query, live.name, "query"))
+
+
+def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
+    """The weight with the root mean square that the entries of `like` have."""
+    size, wanted = (tensor.square().mean().sqrt() for tensor in (weight, like))
+    if not bool(size * wanted > 0):  # NaN is no scale either
+        raise ValueError(
+            f"{name}: weights are zero or not numbers, so that there is no scale to give to the {what} weights; "
+            'initialise the model first, or pass scale="paper"'
+        )
+    return weight * (wanted / size)
+
+
+def _skew(like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """(P - P^T) / 2 for normal P, [kv_heads, count, head_dim, head_dim]."""
+    random = _normal(like, count, generator)
+    return (random - random.mT) / 2
+
+
+def _positive(like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """R R^T for normal R, [kv_heads, count, head_dim, head_dim]: heads of a group differ, as the identity would not."""
+    random = _normal(like, count, generator)
+    return random @ random.mT
+
+
+def _normal(like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    kv_heads, _, head_dim, _ = like.shape
+    return _on(like, torch.randn(kv_heads, count, head_dim, head_dim, generator=generator, device=_device(generator)))
+
+
+def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    bound = 1 / math.sqrt(like.shape[1])
+    return _on(like, torch.rand(like.shape, generator=generator, device=_device(generator)) * (2 * bound) - bound)
+
+
+def _device(generator: torch.Generator | None) -> torch.device:
+    return generator.device if generator else torch.device("cpu")  # the same numbers wherever the model is
+
+
+def _on(like: Tensor, tensor: Tensor) -> Tensor:
+    return tensor.to(like.device, like.dtype)

@@ -1,0 +1,79 @@
+"""Where a recorder's values go besides its file: TensorBoard, Weights & Biases, or a function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from attnflow._core.errors import MissingExtra
+from attnflow.geometry.table import Quartiles, ScoreRow
+
+Log = Callable[[dict[str, float], int], object]
+
+
+def log_to(target: object) -> Log:
+    """The function that sends values by name, and their step, to a target.
+
+    Args:
+        target: a `SummaryWriter`, a W&B run, or such a function.
+
+    Raises:
+        TypeError: none of these.
+    """
+    add_scalar, log = getattr(target, "add_scalar", None), getattr(target, "log", None)
+    if callable(add_scalar):
+        return lambda values, step: [add_scalar(name, value, step) for name, value in values.items()]
+    if callable(log):
+        return cast(Log, log)
+    if callable(target):
+        return cast(Log, target)
+    got = type(target).__name__
+    raise TypeError(f"log must be a TensorBoard SummaryWriter, a W&B run or a function of values and step, got {got}")
+
+
+def logs_of_trainer(args: Any) -> list[Log]:
+    """To where a Trainer reports, as far as we know how: TensorBoard and W&B.
+
+    Args:
+        args: its `TrainingArguments`.
+    """
+    reports = cast(Sequence[str], args.report_to or ())
+    logs: list[Log] = []
+    if "tensorboard" in reports:
+        folder = os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs")
+        # A run of its own: of two files that grow in one run, TensorBoard may read the newer one only.
+        logs.append(log_to(_summary_writer()(log_dir=str(Path(folder).expanduser() / "geometry"))))
+    if "wandb" in reports:
+        logs.append(_log_to_wandb)
+    return logs
+
+
+def values_of(rows: Sequence[ScoreRow]) -> dict[str, float]:
+    """Values by name: of every layer's full matrix, and their median over the layers."""
+    values: dict[str, float] = {}
+    for score in ("symmetry", "directionality"):
+        layers: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row.head == "all":
+                stem = "/".join(filter(None, ("geometry", row.tower, "cross" if row.kind == "cross" else "", score)))
+                layers.setdefault(stem, {})[f"{stem}/layer_{row.layer}"] = getattr(row, score)
+        for stem, named in layers.items():
+            values |= {stem: Quartiles.of(list(named.values())).median, **named}
+    return values
+
+
+def _summary_writer() -> Callable[..., object]:
+    for module in ("torch.utils.tensorboard", "tensorboardX"):
+        try:
+            return import_module(module).SummaryWriter
+        except ImportError:
+            continue
+    raise MissingExtra("tensorboard", "study", 'report_to="tensorboard"')
+
+
+def _log_to_wandb(values: Mapping[str, float], step: int) -> None:
+    # The Trainer's own values have this axis; W&B refuses a step below one that it has seen.
+    import_module("wandb").log({**values, "train/global_step": step})

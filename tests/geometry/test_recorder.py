@@ -1,0 +1,336 @@
+"""The recorder in a loop, in a Trainer, through crashes and resumed runs."""
+
+import csv
+import sys
+import types
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5Model, Trainer, TrainingArguments
+
+import attnflow as af
+from attnflow.geometry.factored import full_scores, head_scores
+from attnflow.geometry.live import live_query_keys
+from attnflow.geometry.record_file import RecordFile
+from attnflow.geometry.table import ScoreRow
+
+BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+    "max_position_embeddings": 16,
+}
+SCORES = ("symmetry", "directionality")
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps_in(path):
+    return sorted({int(row["step"]) for row in read(path)})
+
+
+def disturb(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+@pytest.fixture
+def model():
+    return BertModel(BertConfig(**BERT))
+
+
+def test_loop_records_the_start_and_every_so_many_steps(model, tmp_path):
+    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=3, per_head=True)
+    recorder.start(model)
+    found = [recorder.step() for _ in range(7)]
+    assert [scores is not None for scores in found] == [False, False, True, False, False, True, False]
+    assert steps_in(tmp_path / "geometry.csv") == [0, 3, 6]
+    assert len(read(tmp_path / "geometry.csv")) == 3 * 2 * (1 + 4)
+    recorder.step(9)
+    assert steps_in(tmp_path / "geometry.csv") == [0, 3, 6, 9]
+
+
+def test_values_are_the_scores_of_the_model_at_that_step(model, tmp_path):
+    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=1, per_head=True)
+    recorder.start(model)
+    disturb(model)
+    recorder.step()
+    rows = [row for row in read(tmp_path / "geometry.csv") if row["step"] == "1"]
+    expected = []
+    for live in live_query_keys(model):
+        weights = live.read()
+        given = (weights.query, weights.key, weights.num_heads, weights.num_kv_heads)
+        full, heads = full_scores(*given), head_scores(*given)
+        expected.append((full.symmetry.item(), full.directionality.item(), full.norm.item()))
+        expected += list(zip(heads.symmetry.tolist(), heads.directionality.tolist(), heads.norm.tolist(), strict=True))
+    got = [tuple(float(row[name]) for name in ("symmetry", "directionality", "norm")) for row in rows]
+    assert [row["head"] for row in rows] == ["all", "0", "1", "2", "3"] * 2
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_scores_of_the_last_record_are_there_without_a_file(model):
+    recorder = af.geometry.Recorder(every=2)
+    assert recorder.scores is None
+    recorder.start(model)
+    first = recorder.scores
+    assert len(first) == 2
+    disturb(model)
+    recorder.step()
+    assert recorder.scores is first
+    recorder.step()
+    assert recorder.scores.model == "step 2"
+    assert recorder.scores.rows != first.rows
+
+
+def test_a_record_cut_off_by_a_crash_is_made_again(model, tmp_path):
+    path = tmp_path / "geometry.csv"
+    recorder = af.geometry.Recorder(path, every=2)
+    recorder.start(model)
+    for _ in range(4):
+        recorder.step()
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        file = RecordFile(path, rows=2, step=4)
+        assert set(steps_in(path)) <= {0, 2}  # a record whose last line is not complete is never kept
+        assert whole.startswith(path.read_bytes())
+        assert file.last == max(steps_in(path), default=None)
+    again = af.geometry.Recorder(path, every=2)
+    again.start(model, step=2)
+    again.step()
+    again.step()
+    assert path.read_bytes() == whole
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_resuming_makes_later_records_again_and_keeps_the_old_file(model, tmp_path):
+    path = tmp_path / "geometry.csv"
+    recorder = af.geometry.Recorder(path, every=1)
+    recorder.start(model)
+    for _ in range(5):
+        recorder.step()
+    before = path.read_bytes()
+    recorder = af.geometry.Recorder(path, every=1)
+    recorder.start(model, step=2)
+    assert steps_in(path) == [0, 1, 2]
+    assert (tmp_path / "geometry.csv.old").read_bytes() == before
+    recorder.step()
+    assert steps_in(path) == [0, 1, 2, 3]
+
+
+def test_other_files_are_refused_and_stay_as_they_are(model, tmp_path):
+    path = tmp_path / "geometry.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="is not a record of geometry"):
+        af.geometry.Recorder(path).start(model)
+    assert path.read_text() == "a,b\n1,2\n"
+
+    path.unlink()
+    recorder = af.geometry.Recorder(path, every=1, per_head=True)
+    recorder.start(model)
+    recorder.step()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="10 rows for step 0 where this model gives 2"):
+        af.geometry.Recorder(path).start(model, step=1)
+    assert path.read_bytes() == before
+
+    path.write_bytes(before + b"\xff\xfe,damaged\n" + before.splitlines(keepends=True)[-1])
+    with pytest.raises(ValueError, match="is damaged"):
+        af.geometry.Recorder(path, per_head=True).start(model, step=1)
+
+
+def test_nan_scores_are_written_and_read_back(tmp_path):
+    row = ScoreRow(0, "all", "cross", float("nan"), -0.25, 3.0, 1, 2, "decoder")
+    RecordFile(tmp_path / "geometry.csv", 1, 0).append(0, [row])
+    assert read(tmp_path / "geometry.csv") == [
+        {
+            "step": "0",
+            "layer": "0",
+            "head": "all",
+            "tower": "decoder",
+            "kind": "cross",
+            "symmetry": "nan",
+            "directionality": "-0.25",
+            "norm": "3",
+        }
+    ]
+    assert RecordFile(tmp_path / "geometry.csv", 1, 0).last == 0
+
+
+def test_values_for_a_log_have_names_by_tower_and_kind():
+    config = T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, vocab_size=50)
+    got = {}
+    recorder = af.geometry.Recorder(attention="all", log=lambda values, step: got.update({step: values}))
+    recorder.start(T5Model(config))
+    values = got[0]
+    stems = [f"geometry/{tower}/{score}" for tower in ("encoder", "decoder", "decoder/cross") for score in SCORES]
+    assert set(values) == {name for stem in stems for name in (stem, f"{stem}/layer_0", f"{stem}/layer_1")}
+    for stem in stems:
+        assert values[stem] == pytest.approx((values[f"{stem}/layer_0"] + values[f"{stem}/layer_1"]) / 2)
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+
+class Run:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values, step=None):
+        self.logged.append((values, step))
+
+
+def test_logs_to_a_summary_writer_or_a_run(model):
+    writer, run = Writer(), Run()
+    for target in (writer, run):
+        recorder = af.geometry.Recorder(every=2, log=target)
+        recorder.start(model)
+        recorder.step()
+        recorder.step()
+    names = [name for name, _, step in writer.scalars if step == 2]
+    assert [step for _, step in run.logged] == [0, 2]
+    assert names == list(run.logged[1][0])
+    assert names[:3] == ["geometry/symmetry", "geometry/symmetry/layer_0", "geometry/symmetry/layer_1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1, got 0"),
+        ({"every": 1.5}, TypeError, "every must be an integer"),
+        ({"mode": "sum"}, ValueError, "mode must be"),
+        ({"attention": "both"}, ValueError, "attention must be"),
+        ({"log": 3}, TypeError, "log must be a TensorBoard SummaryWriter"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises((error, TypeCheckError)) as caught:
+        af.geometry.Recorder(**arguments)
+    assert isinstance(caught.value, TypeCheckError) or message in str(caught.value)
+
+
+def test_step_before_start_and_models_without_the_attention(model):
+    with pytest.raises(RuntimeError, match=r"call recorder\.start\(model\)"):
+        af.geometry.Recorder().step()
+    with pytest.raises(af.UnsupportedArchitecture):
+        af.geometry.Recorder().start(torch.nn.Linear(3, 3))
+    with pytest.raises(af.UnsupportedArchitecture, match="no cross-attention to record"):
+        af.geometry.Recorder(attention="cross").start(model)
+
+
+def test_only_the_first_process_records(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=1)
+    recorder.start(model)
+    assert recorder.step() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_events_are_answered_silently():
+    recorder = af.geometry.Recorder()
+    assert recorder.on_some_event_of_the_future(1, model=2) is None
+    with pytest.raises(AttributeError, match="has no attribute 'stepp'"):
+        recorder.stepp()
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(1, 50, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(folder, recorder, resume=None, **arguments):
+    torch.manual_seed(1)
+    given = {"max_steps": 7, "save_steps": 4, "report_to": "none"} | arguments
+    trainer = Trainer(
+        BertForMaskedLM(BertConfig(**BERT)),
+        TrainingArguments(
+            str(folder), per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, logging_steps=100, **given
+        ),
+        train_dataset=Tokens(),
+        callbacks=[recorder],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.slow
+def test_trainer_records_and_resumes_where_its_checkpoint_is(tmp_path):
+    path = tmp_path / "geometry.csv"
+    trainer = train(tmp_path / "out", af.geometry.Recorder(path, every=3))
+    assert steps_in(path) == [0, 3, 6, 7]  # the end too
+    whole = path.read_bytes()
+    last = [float(row["norm"]) for row in read(path) if row["step"] == "7"]
+    expected = af.geometry.Recorder(every=1)
+    expected.start(trainer.model)
+    assert last == pytest.approx([row.norm for row in expected.scores], rel=1e-6)
+
+    train(tmp_path / "out", af.geometry.Recorder(path, every=3), resume=str(tmp_path / "out" / "checkpoint-4"))
+    assert path.read_bytes() == whole  # the Trainer resumes exactly, so the record is that of one run
+    assert (tmp_path / "geometry.csv.old").read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_trainer_with_the_real_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = af.geometry.Recorder(every=4)
+    train(tmp_path / "out", recorder, report_to="tensorboard")
+    events = EventAccumulator(str(tmp_path / "out" / "runs" / "geometry")).Reload()
+    found = events.Scalars("geometry/symmetry")
+    assert [event.step for event in found] == [0, 4, 7]
+    assert found[-1].value == pytest.approx(recorder.scores.summary().symmetry.median)
+
+
+def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
+    from attnflow.geometry import record_log
+
+    writers = {}
+
+    def summary_writer():
+        def make(log_dir):
+            return writers.setdefault(log_dir, Writer())
+
+        return make
+
+    wandb = types.ModuleType("wandb")
+    logged = []
+    wandb.log = lambda values: logged.append(values)
+    monkeypatch.setattr(record_log, "_summary_writer", summary_writer)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    args = types.SimpleNamespace(report_to=["tensorboard", "wandb", "mlflow"], output_dir=str(tmp_path / "out"))
+    state = types.SimpleNamespace(global_step=0)
+    recorder = af.geometry.Recorder(every=2)
+    model = BertModel(BertConfig(**BERT))
+    recorder.on_train_begin(args, state, None, model=model, optimizer=None)
+    for state.global_step in (1, 2, 3):
+        recorder.on_step_end(args, state, None, model=model)
+    recorder.on_train_end(args, state, None, model=model)
+
+    assert list(writers) == [str(tmp_path / "out" / "runs" / "geometry")]
+    (writer,) = writers.values()
+    assert sorted({step for _, _, step in writer.scalars}) == [0, 2, 3]
+    assert [values["train/global_step"] for values in logged] == [0, 2, 3]
+    assert logged[1]["geometry/symmetry"] == recorder_median(writer, 2)
+
+
+def recorder_median(writer, at):
+    return next(value for name, value, step in writer.scalars if name == "geometry/symmetry" and step == at)
