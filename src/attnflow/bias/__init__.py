@@ -16,15 +16,26 @@ from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term
 
 if TYPE_CHECKING:
-    from attnflow.hf.bias import attach, detach, disabled, load, save_pretrained, summary
+    from attnflow.hf.bias.attach import attach, detach, disabled
+    from attnflow.hf.bias.saving import load, save_pretrained
+    from attnflow.hf.bias.summary import BiasSummary, summary
 
-_MODELS = ("attach", "detach", "disabled", "load", "save_pretrained", "summary")
+_MODELS = {
+    "BiasSummary": "summary",
+    "attach": "attach",
+    "detach": "attach",
+    "disabled": "attach",
+    "load": "saving",
+    "save_pretrained": "saving",
+    "summary": "summary",
+}
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Additive",
     "Allow",
     "BiasConfig",
+    "BiasSummary",
     "Custom",
     "Dense",
     "Guidance",
@@ -49,5 +60,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """What needs transformers, on first use."""
     if name in _MODELS:
-        return getattr(import_module("attnflow.hf.bias"), name)
+        return getattr(import_module(f"attnflow.hf.bias.{_MODELS[name]}"), name)
     raise AttributeError(f"module 'attnflow.bias' has no attribute {name!r}")

@@ -104,7 +104,7 @@ class BiasConfig:
 
     def to_dict(self) -> dict[str, object]:
         """As JSON holds it."""
-        found = asdict(self)
+        found: dict[str, object] = asdict(self)
         return found | {"layers": self.layers if isinstance(self.layers, str) else list(self.layers)}
 
     @classmethod

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from attnflow.bias.call import Call
 from attnflow.bias.kinds.base import ScoreTerm
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Term
@@ -20,16 +21,29 @@ class LayerBias(nn.Module):
     Attributes:
         kinds: the summands.
         shape: the layer's sizes.
+        num_layers: attention layers of the model.
         references: names of the vectors that the summands read.
+        impl: what computes attention with it: "auto" or one of `IMPLEMENTATIONS`.
         enabled: whether attention uses it.
+        observer: called with every attention call, before it runs, while something wants to look.
     """
 
-    def __init__(self, kinds: Sequence[nn.Module], shape: LayerShape, references: Sequence[str]) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[nn.Module],
+        shape: LayerShape,
+        references: Sequence[str],
+        impl: str = "auto",
+        num_layers: int = 1,
+    ) -> None:
         super().__init__()
         self.kinds = nn.ModuleList(kinds)
         self.shape = shape
+        self.num_layers = num_layers
         self.references = frozenset("unrotated" if name == "per_head" else name for name in references)
+        self.impl = impl
         self.enabled = True
+        self.observer: Callable[[Call], None] | None = None
         self._trained = False
         self._widths: list[int] = []
 

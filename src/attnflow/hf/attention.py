@@ -1,4 +1,4 @@
-"""The attention functions registered with transformers: each gives a layer its own mask and calls the real kernel."""
+"""The attention functions registered with transformers: each gives a layer its own mask, or its bias."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.bias.layer import LayerBias
+from attnflow.hf.bias.run import biased
+from attnflow.hf.bias.taps import CHILD
 from attnflow.hf.placement import FLEX, Placement, place
 from attnflow.hf.sites import eager_kernel
 from attnflow.hf.tables import MaskTables
@@ -82,21 +85,48 @@ def _attention(implementation: str) -> Attention:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
         rule = cast("Rule | None", getattr(module, ATTRIBUTE, None))
-        if rule is None or rule.tables is None:
-            function = kernel(module, implementation) if rule is None else rule.kernels[implementation]
-            own = attention_mask.original(implementation) if isinstance(attention_mask, Placement) else attention_mask
-            return function(module, query, key, value, own, **kwargs)
-        placement = _placement(rule, query, key, attention_mask)
-        route = _route(rule, implementation, query, key, value, kwargs)
-        mask, empty = placement.native(rule.tables, rule.cross, rule.crop, route, query.device, query.dtype)
-        output, weights = rule.kernels[route](module, query, key, value, mask, **kwargs)
-        if empty is not None:
-            output = output.masked_fill(empty[:, :, None, None], 0.0)
-            if weights is not None and route == "eager":
-                weights = weights.masked_fill(empty[:, None, :, None], 0.0)
-        return output, weights
+
+        def base() -> tuple[Tensor, Tensor | None]:
+            if rule is None or rule.tables is None:
+                function = kernel(module, implementation) if rule is None else rule.kernels[implementation]
+                own = attention_mask
+                if isinstance(attention_mask, Placement):
+                    own = attention_mask.original(implementation)
+                return function(module, query, key, value, own, **kwargs)
+            return _masked(module, rule, rule.tables, implementation, query, key, value, attention_mask, kwargs)
+
+        bias = getattr(module, CHILD, None)
+        if not isinstance(bias, LayerBias) or not bias.enabled:
+            return base()
+        tables = None if rule is None else rule.tables
+        mask = attention_mask if rule is None or tables is None else _placement(rule, query, key, attention_mask)
+        crop = rule is not None and rule.crop
+        return biased(module, bias, base, implementation == "eager", mask, tables, crop, query, key, value, kwargs)
 
     return attend
+
+
+def _masked(
+    module: nn.Module,
+    rule: Rule,
+    tables: MaskTables,
+    implementation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    kwargs: dict[str, object],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention under a mask of ours, by the kernel that transformers would call."""
+    placement = _placement(rule, query, key, attention_mask)
+    route = _route(rule, implementation, query, key, value, kwargs)
+    mask, empty = placement.native(tables, rule.cross, rule.crop, route, query.device, query.dtype)
+    output, weights = rule.kernels[route](module, query, key, value, mask, **kwargs)
+    if empty is not None:
+        output = output.masked_fill(empty[:, :, None, None], 0.0)
+        if weights is not None and route == "eager":
+            weights = weights.masked_fill(empty[:, None, :, None], 0.0)
+    return output, weights
 
 
 def _placement(rule: Rule, query: Tensor, key: Tensor, given: object) -> Placement:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, NoReturn, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.bias.allow import Allow
 from attnflow.hf.tables import MaskTables, Span
 
 FLEX: Final = "flex_attention"
@@ -46,7 +48,7 @@ class Placement(BlockMask):
         # Only outside of a trace: the leading pads of each batch element as Python integers.
         self.lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
         self._request: dict[str, object] | None = None
-        self._made: dict[tuple[object, ...], tuple[Kernel, Tensor | None]] = {}
+        self._made: dict[tuple[object, ...], tuple[Kernel | Allow, Tensor | None]] = {}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +81,25 @@ class Placement(BlockMask):
         if key not in self._made:
             make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
             self._made[key] = cast(Kernel, make(**self._request)), None
-        return self._made[key][0]
+        return cast(Kernel, self._made[key][0])
+
+    def own(self, device: torch.device) -> Allow:
+        """The model's own mask as a relation whose rows are made when they are asked for."""
+        key = ("own", str(device))
+        if key not in self._made:
+            batch, _, queries, keys = self._shape
+            rows = None if self._request is None else own_rows(self._request, batch, device)
+            self._made[key] = Allow(rows, queries, keys, batch=batch), None
+        return cast(Allow, self._made[key][0])
+
+    def allow(self, tables: MaskTables, crop: bool, device: torch.device) -> Allow:
+        """The mask of `use_mask` as a relation; checked like `native`, and all rows are held."""
+        key = ("allow", id(tables), str(device))
+        if key not in self._made:
+            if isinstance(self.first_query, int):
+                self._check(tables, self._span(False), False, crop)
+            self._made[key] = Allow.from_dense(self._allowed(tables, False, device)), None
+        return cast(Allow, self._made[key][0])
 
     def native(
         self, tables: MaskTables, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
@@ -88,7 +108,7 @@ class Placement(BlockMask):
         key = (id(tables), implementation, str(device), dtype)
         if key not in self._made:
             self._made[key] = self._make(tables, cross, crop, implementation, device, dtype)
-        return self._made[key]
+        return cast(tuple[Kernel, Tensor | None], self._made[key])
 
     def _make(
         self, tables: MaskTables, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
@@ -273,3 +293,28 @@ def _normal(
         return None, None
     left = (~padding).cumprod(dim=1).sum(dim=1)
     return padding, None if eager and not bool(left.any()) else left
+
+
+def own_rows(request: Mapping[str, Any], batch: int, device: torch.device) -> Callable[[slice], Tensor]:
+    """Rows of the mask that a model asks transformers for, made when they are asked for."""
+    inside = cast("Callable[..., Tensor | bool]", request["mask_function"])
+    first_query, first_key, num_keys = request["q_offset"], request["kv_offset"], request["kv_length"]
+    padding = cast("Tensor | None", request["attention_mask"])
+    real = None
+    if padding is not None:
+        real = padding.bool().to(device)
+        missing = first_key + num_keys - real.shape[1]
+        real = torch.nn.functional.pad(real, (0, max(missing, 0)))[:, None, None, first_key : first_key + num_keys]
+    element = torch.arange(batch, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.int64, device=device)[:, None, None, None]
+    key = (torch.arange(num_keys, device=device) + first_key)[None, None, None]
+
+    def rows(block: slice) -> Tensor:
+        query = (torch.arange(block.start, block.stop, device=device) + first_query)[None, None, :, None]
+        allowed = inside(element, head, query, key)
+        if not isinstance(allowed, Tensor):  # a function that allows everything may say so with a bool
+            allowed = torch.full((1, 1, 1, 1), bool(allowed), device=device)
+        shape = (allowed.shape[0], allowed.shape[1], block.stop - block.start, num_keys)
+        return allowed.expand(shape) if real is None else allowed.expand(shape) & real
+
+    return rows

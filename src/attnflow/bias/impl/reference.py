@@ -38,7 +38,7 @@ def weights_of(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     bias = bias_of(call.terms, call.num_heads, *every)
     if bias is not None:
         score = score + bias
-    allowed = call.allow.dense()
+    allowed, empty = call.allow.dense(), None
     if allowed is not None:
         # A softmax over nothing is NaN, and so is its gradient: such a query attends everywhere here, and is zeroed.
         empty = ~allowed.any(dim=-1, keepdim=True)
@@ -48,7 +48,7 @@ def weights_of(call: Call) -> Float[Tensor, "batch heads queries keys"]:
         weights = torch.cat([score, sink], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = score.softmax(dim=-1)
-    return weights if allowed is None else weights.masked_fill(empty, 0.0)
+    return weights if empty is None else weights.masked_fill(empty, 0.0)
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:

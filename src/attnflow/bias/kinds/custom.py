@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Custom:
         Raises:
             TypeError: `build` made something else.
         """
-        made = self.build(shape)
+        made = cast(object, self.build(shape))
         if not isinstance(made, nn.Module):
             raise TypeError(f"{self.name}: build must return an nn.Module, got {type(made).__name__}")
         return made if isinstance(made, ScoreTerm) else Pairwise(made, self.reference)

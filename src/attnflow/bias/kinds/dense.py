@@ -42,10 +42,11 @@ class DenseTable(nn.Module):
         table = self.values if self.given is None else self.given
         keys, rows = columns.squeeze(-1).long(), queries.positions
         length = min(table.shape[2:])
-        if not torch.compiler.is_compiling() and max(int(keys.max()), int(rows.max())) >= length:
+        last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))
+        if last >= length:
             raise ValueError(
-                f"the dense bias covers {length} positions, the sequence reaches {max(int(keys.max()), int(rows.max()))}"
-                "; attach it with a larger max_length"
+                f"the dense bias covers {length} positions, the sequence reaches {last}; attach it with a larger "
+                "max_length"
             )
         if rows.shape[0] == keys.shape[0] == 1:
             return Dense(table[:, :, rows[0]][..., keys[0]])

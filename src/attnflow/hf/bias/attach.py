@@ -1,0 +1,252 @@
+"""`attach`, `detach`, `disabled`: give a transformers model a bias, and take it away without a trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.bias.attention import IMPLEMENTATIONS
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.kinds import build
+from attnflow.bias.kinds.custom import Custom
+from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.hf import attention
+from attnflow.hf.bias.layers import Layer, layers_of
+from attnflow.hf.bias.summary import BiasSummary, summary
+from attnflow.hf.bias.taps import CHILD, Enter, Slot, install, uninstall
+from attnflow.hf.sites import models_around
+
+Bias = BiasConfig | Custom
+Train = Literal["guidance", "all"]
+
+_RECORD: Final = "_attnflow_bias"  # on the model: what `detach` must restore
+_log: Final = logging.getLogger("attnflow.hf")
+
+
+@dataclass(eq=False)
+class Record:
+    """What attaching changed.
+
+    Attributes:
+        biases: the configs, in the order of the summands.
+        configs: configs of the model whose attention implementation was changed, with the name before.
+        frozen: parameters that `train="guidance"` froze.
+    """
+
+    biases: tuple[Bias, ...]
+    configs: list[tuple[PreTrainedConfig, str]]
+    frozen: list[nn.Parameter]
+
+
+def attach(
+    model: nn.Module,
+    bias: Bias | Sequence[Bias] = BiasConfig(),  # noqa: B008 - frozen
+    *,
+    train: Train = "all",
+    impl: str = "auto",
+) -> BiasSummary:
+    """Give a transformers model a learned bias on its attention scores; it stays the object that it was.
+
+    At zero initialisation the model's outputs are unchanged, bit for bit. Everything that works on a `PreTrainedModel`
+    keeps working: `Trainer`, `generate` with its caches, PEFT, checkpoints (which then hold the bias as well).
+
+    Args:
+        model: a transformers model, or one stack of it (`model.get_decoder()`).
+        bias: what to add: a `BiasConfig`, a `Custom` bias, or several, whose sum is added.
+        train: "all" leaves what is trained as it is; "guidance" freezes everything but the bias until `detach`.
+        impl: what computes attention in the layers with a bias: "auto", "reference", "tiled", "flex" or "triton".
+
+    Returns:
+        A summary of what was added, which prints as a table.
+
+    Raises:
+        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer.
+        UnsupportedArchitecture: attention that cannot be reached, with what is missing. The model is as it was.
+
+    >>> import attnflow as af
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> attach(model, BiasConfig(hidden_dim=8)).parameters
+    289
+    >>> detach(model)
+    """
+    biases = (bias,) if isinstance(bias, BiasConfig | Custom) else tuple(bias)
+    _check(model, biases, train, impl)
+    layers = layers_of(model)
+    made = _build(layers, biases, impl)
+    sites = [layer.site for layer, _, _ in made]
+    configs = _configs(model, sites)
+    record = Record(biases, [(c, cast(str, c.__dict__["_attn_implementation_internal"])) for c in configs], [])
+    attention.register()
+    for config, before in record.configs:
+        if not attention.is_registered(before):
+            config.__dict__["_attn_implementation_internal"] = attention.registered_name(before)
+    if train == "guidance":
+        record.frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in record.frozen:
+            parameter.requires_grad_(False)
+    for layer, child, enter in made:
+        layer.site.module.add_module(CHILD, child)
+        install(layer.site.module, enter)
+    setattr(model, _RECORD, record)
+    result = summary(model)
+    _log.info("%s", result)
+    return result
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the bias of a model; it is again what it was before `attach`, with the weights that it has now.
+
+    Raises:
+        ValueError: no bias is attached.
+        RuntimeError: a mask that was put on the model later is still in use.
+    """
+    record = record_of(model)
+    for config, before in record.configs:
+        now = cast(str, config.__dict__["_attn_implementation_internal"])
+        if attention.is_registered(now) != attention.is_registered(before) and now != attention.registered_name(before):
+            raise RuntimeError(f"the model's attention was changed to {now!r} after the bias was attached; undo that")
+    in_use = [m for m in model.modules() if getattr(m, attention.ATTRIBUTE, None) is not None]
+    if in_use and not any(attention.is_registered(before) for _, before in record.configs):
+        raise RuntimeError("a mask put on this model after the bias is still in use: remove it first")
+    for config, before in record.configs:
+        config.__dict__["_attn_implementation_internal"] = before
+    for parameter in record.frozen:
+        parameter.requires_grad_(True)
+    for name, _ in list(layer_biases(model)):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        uninstall(owner)
+        delattr(owner, CHILD)
+    delattr(model, _RECORD)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Generator[None]:
+    """Run the model without its bias inside the `with` block: exactly the base model, at its cost.
+
+    A key-value cache filled inside cannot be continued outside, nor the other way round.
+
+    Raises:
+        ValueError: no bias is attached.
+    """
+    record_of(model)
+    found = [bias for _, bias in layer_biases(model)]
+    before = [bias.enabled for bias in found]
+    for bias in found:
+        bias.enabled = False
+    try:
+        yield
+    finally:
+        for bias, enabled in zip(found, before, strict=True):
+            bias.enabled = enabled
+
+
+def record_of(model: nn.Module) -> Record:
+    """What was attached to a model, also if it has been wrapped since (PEFT, DDP).
+
+    Raises:
+        ValueError: nothing.
+    """
+    for module in model.modules():
+        if isinstance(record := module.__dict__.get(_RECORD), Record):
+            return record
+    raise ValueError(f"{type(model).__name__} has no bias attached; see af.attach")
+
+
+def _check(model: object, biases: Sequence[object], train: object, impl: object) -> None:
+    wrong = [one for one in biases if not isinstance(one, BiasConfig | Custom)]
+    if wrong or not biases:
+        got = ", ".join(type(one).__name__ for one in wrong) or "none"
+        raise TypeError(f"expected a BiasConfig, a Custom bias or a sequence of them, got {got}")
+    if train not in ("guidance", "all"):
+        raise ValueError(f"train must be 'guidance' or 'all', got {train!r}")
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl must be one of 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    if isinstance(model, nn.Module) and next(layer_biases(model), None) is not None:
+        raise ValueError(f"{type(model).__name__} has a bias attached already; af.detach(model) first")
+
+
+def _build(layers: Sequence[Layer], biases: Sequence[Bias], impl: str) -> list[tuple[Layer, LayerBias, Enter]]:
+    """Everything that attaching adds, without touching the model."""
+    chosen: dict[int, list[Bias]] = {}
+    for bias in biases:
+        for index in bias.layer_indices(len(layers)):
+            chosen.setdefault(index, []).append(bias)
+    made: list[tuple[Layer, LayerBias, Enter]] = []
+    for index in sorted(chosen):
+        layer, wanted = layers[index], chosen[index]
+        references = [bias.reference for bias in wanted if _reads(bias)]
+        _reachable(layer, wanted)
+        device, dtype = layer.place()
+        devices = {str(parameter.device) for parameter in layer.site.module.parameters()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"{layer.site.name} lies on several devices ({', '.join(sorted(devices))}); move it to one"
+            )
+        with torch.device(device):
+            kinds = [build(b, layer.shape) if isinstance(b, BiasConfig) else b.module(layer.shape) for b in wanted]
+        child = LayerBias(cast(Sequence[nn.Module], kinds), layer.shape, references, impl, len(layers))
+        child.to(device, dtype).train(layer.site.module.training)
+        slot = Slot(int(getattr(layer.site.owner.config, "num_hidden_layers", len(layers))))
+        rope = any(isinstance(b, BiasConfig) and b.rope == "remove" for b in wanted)
+        hidden = "hidden" in references
+        projections = layer.projections if "unrotated" in child.references else ()
+        made.append((layer, child, Enter(slot, projections, hidden, rope)))
+    return made
+
+
+def _reachable(layer: Layer, wanted: Sequence[Bias]) -> None:
+    reads = [bias for bias in wanted if bias.reference in ("unrotated", "per_head") and _reads(bias)]
+    if reads and not layer.projections:
+        raise UnsupportedArchitecture(
+            f"{layer.site.name}: the projections of queries and keys cannot be reached: {layer.missing}. "
+            "reference='rotated' or 'hidden' does without them"
+        )
+    removes = any(isinstance(bias, BiasConfig) and bias.rope == "remove" for bias in wanted)
+    if removes and "position_embeddings" not in type(layer.site.module).forward.__code__.co_varnames:
+        raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
+
+
+def _reads(bias: Bias) -> bool:
+    """Whether the kind looks at vectors at all; some know positions only."""
+    return isinstance(bias, Custom) or bias.kind not in ("alibi", "relative", "dense")
+
+
+def _configs(model: nn.Module, sites: Sequence[object]) -> list[PreTrainedConfig]:
+    """The configs by which the model asks for its attention implementation, checked."""
+    around = models_around(model, sites)  # pyright: ignore[reportArgumentType]
+    owners = [*around, *(site.module for site in sites)]  # pyright: ignore
+    found = {id(m.config): cast(PreTrainedConfig, m.config) for m in owners if hasattr(m, "config")}
+    for config in found.values():
+        name = attention.base_implementation(cast(str, config.__dict__["_attn_implementation_internal"] or "sdpa"))
+        if name not in attention.IMPLEMENTATIONS:
+            raise ValueError(
+                f"the model's attention implementation is {name!r}, which takes no bias; choose one of "
+                f"{', '.join(attention.IMPLEMENTATIONS)} when loading it"
+            )
+    owner = around[0] if around else None
+    if isinstance(owner, PreTrainedModel):
+        _runs(owner)
+    return list(found.values())
+
+
+def _runs(owner: PreTrainedModel) -> None:
+    name = attention.base_implementation(owner.config._attn_implementation or "sdpa")
+    try:
+        owner.get_correct_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise UnsupportedArchitecture(f"{type(owner).__name__} does not run with {name!r}: {error}") from error
+
+
+def describe(record: Record) -> list[Mapping[str, object]]:
+    """The attached biases as JSON holds them."""
+    return [b.to_dict() if isinstance(b, BiasConfig) else {"kind": "custom", "name": b.name} for b in record.biases]

@@ -1,0 +1,122 @@
+"""What a bias remembers of each key, kept in the model's own key-value cache.
+
+The columns of a layer live in one more cache layer behind those of the model: of the same class where that matters
+(static, sliding), so that cropping, beam reordering, batch selection, resetting and windowing treat them as keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from attnflow._core.errors import UnsupportedArchitecture
+
+_GAP: Final = "the cache was filled in part with the bias disabled or detached; start from an empty cache"
+_ATTRIBUTE: Final = "_attnflow_columns"  # on the cache: layer of the model -> index of its companion
+
+
+def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_keys: int) -> Tensor:
+    """The columns of all keys that the layer attends to: those of new tokens, after the cached ones if there are any.
+
+    Call it after the cache has taken the keys of this layer.
+
+    Args:
+        cache: of this forward pass, or None.
+        layer: the layer's index in the cache.
+        depth: layers of the model.
+        columns: of the new tokens, [batch, tokens, width].
+        num_keys: keys that the layer attends to.
+
+    Returns:
+        [batch, num_keys, width].
+
+    Raises:
+        ValueError: the cache holds keys that the bias has not seen, as after a prefill without it.
+        UnsupportedArchitecture: a kind of cache that no companion exists for.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cast(Cache, cache.self_attention_cache)
+    if cache is None:
+        if columns.shape[1] != num_keys:
+            raise ValueError(
+                f"layer {layer} attends to {num_keys} keys, but was shown {columns.shape[1]} tokens and no cache that "
+                "is known; the bias needs to see every key once"
+            )
+        return columns
+    main = cast(CacheLayerMixin, cache.layers[layer])
+    index = cast("dict[int, int]", cache.__dict__.setdefault(_ATTRIBUTE, {}))
+    if layer not in index:
+        _refuse_past(main, columns.shape[1], layer)
+        while len(cache.layers) < depth:  # a cache made without a config grows on demand
+            cache.layers.append(cast(Any, cache.layer_class_to_replicate)())
+        index[layer] = len(cache.layers)
+        cache.layers.append(_like(main))
+    companion = cast(CacheLayerMixin, cache.layers[index[layer]])
+    empty = columns.new_zeros(columns.shape[0], 1, columns.shape[1], 0)
+    found = companion.update(columns[:, None], empty)[0][:, 0]
+    if isinstance(main, StaticLayer):
+        same = main.cumulative_length == cast(StaticLayer, companion).cumulative_length
+        torch._assert_async(same, _GAP)  # pyright: ignore[reportPrivateImportUsage]
+    if found.shape[1] != num_keys:
+        raise ValueError(
+            f"the cache holds {num_keys} keys of layer {layer}, of which the bias has seen {found.shape[1]}: {_GAP}"
+        )
+    return found
+
+
+def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: torch.device) -> Tensor:
+    """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them."""
+    step = torch.arange(new, device=device)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cast(Cache, cache.self_attention_cache)
+    main = None if cache is None else cache.layers[layer]
+    if isinstance(main, StaticSlidingWindowLayer):
+        length = main.cumulative_length_int
+        return step + ((length if length <= main.max_cache_len else num_keys) - new)
+    if isinstance(main, StaticLayer):
+        return step + (main.cumulative_length.to(device) - new)
+    return step + (num_keys - new)
+
+
+def first_position(cache: Cache | None, layer: int, new: int) -> int | Tensor:
+    """How many tokens came before the new ones; call it after the cache took them."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cast(Cache, cache.self_attention_cache)
+    return 0 if cache is None else cast(Any, cache.layers[layer]).get_seq_length() - new
+
+
+def _refuse_past(main: CacheLayerMixin, new: int, layer: int) -> None:
+    if torch.compiler.is_compiling():
+        return
+    seen = int(main.get_seq_length())
+    if seen > new:
+        raise ValueError(
+            f"the cache already holds {seen - new} tokens of layer {layer} that the bias has not seen; start from an "
+            "empty cache after attaching or enabling a bias"
+        )
+
+
+def _like(main: CacheLayerMixin) -> CacheLayerMixin:
+    """An empty cache layer that treats tokens as `main` does; quantised ones have an exact companion."""
+    if isinstance(main, StaticSlidingWindowLayer):
+        return StaticSlidingWindowLayer(max_cache_len=main.max_cache_len, sliding_window=main.max_cache_len)
+    if isinstance(main, StaticLayer):
+        return StaticLayer(max_cache_len=main.max_cache_len)
+    if isinstance(main, DynamicSlidingWindowLayer):
+        made = DynamicSlidingWindowLayer(sliding_window=main.sliding_window)
+        made.record_past = getattr(main, "record_past", False)
+        return made
+    if isinstance(main, DynamicLayer):
+        return DynamicLayer()
+    raise UnsupportedArchitecture(f"a cache layer of class {type(main).__name__} has no place for a bias's columns")

@@ -1,0 +1,132 @@
+"""One attention call of a layer that has a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow.bias.attention import backend, choose
+from attnflow.bias.call import Call, make_call
+from attnflow.bias.layer import LayerBias
+from attnflow.bias.shape import Vectors
+from attnflow.bias.terms import Term
+from attnflow.hf.bias.companion import extend, first_position, new_slots
+from attnflow.hf.bias.relation import relation_of
+from attnflow.hf.bias.taps import Slot, enter_of
+from attnflow.hf.tables import MaskTables
+
+Base = Callable[[], tuple[Tensor, Tensor | None]]
+
+# What transformers passes to an attention function beside tensors: anything else that changes scores is refused.
+_ENTERS_SCORES = ("position_bias", "alibi", "relative_position_bias", "head_mask")
+
+
+def biased(
+    module: nn.Module,
+    bias: LayerBias,
+    base: Base,
+    eager: bool,
+    mask: object,
+    tables: MaskTables | None,
+    crop: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with the layer's bias, in the form that transformers expects: ([batch, queries, heads, dim], weights).
+
+    While the bias is exactly zero the output is the base model's, bit for bit, and gradients reach the bias all the
+    same.
+
+    Args:
+        module: the attention module.
+        bias: its bias.
+        base: computes what the model would compute without it.
+        eager: whether the model runs eager attention, which returns weights.
+        mask: what transformers handed to the module.
+        tables: the mask of `use_mask`, if one rules here.
+        crop: as in `use_mask`.
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim].
+        value: likewise.
+        kwargs: of the attention function.
+    """
+    slot = cast(Any, enter_of(module)).slot
+    terms = _terms(module, bias, slot, query, key)
+    slot.clear()
+    zero = bias.is_zero()
+    learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters())
+    if zero and not learns and bias.observer is None:
+        return base()
+    lost = [name for name in _ENTERS_SCORES if kwargs.get(name) is not None]
+    if lost:
+        raise ValueError(f"{type(module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join")
+    allow, additive = relation_of(module, mask, tables, crop, query, key.shape[2], kwargs)
+    call = make_call(
+        query,
+        key,
+        value,
+        terms if additive is None else (*terms, additive),
+        allow,
+        kwargs.get("scaling"),
+        kwargs.get("softcap"),
+        kwargs.get("s_aux", kwargs.get("sinks")),
+        float(kwargs.get("dropout") or 0.0),
+    )
+    if bias.observer is not None:
+        bias.observer(call)
+    if zero and not learns:
+        return base()
+    output, weights = _attend(call, bias.impl, eager)
+    output = output.transpose(1, 2).contiguous()
+    weights = None if weights is None else weights.to(query.dtype)
+    if zero and not call.dropout:
+        with torch.no_grad():
+            plain, plain_weights = base()
+        output = cast(Tensor, _SameAs.apply(output, plain))
+        weights = plain_weights if weights is not None else None
+    return output, weights
+
+
+def _attend(call: Call, impl: str, eager: bool) -> tuple[Tensor, Tensor | None]:
+    """By the implementation asked for; eager attention also returns weights, which only the reference holds."""
+    need_weights = eager and impl in ("auto", "reference")
+    output, weights = backend(choose(call, impl, need_weights)).run(call)
+    return output, weights if need_weights else None
+
+
+class _SameAs(torch.autograd.Function):
+    """The value of one tensor with the gradient of another that equals it up to rounding."""
+
+    @staticmethod
+    def forward(ctx: object, differentiable: Tensor, exact: Tensor) -> Tensor:
+        return exact.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _terms(module: nn.Module, bias: LayerBias, slot: Slot, query: Tensor, key: Tensor) -> tuple[Term, ...]:
+    """The terms of this call; what the cache must keep of the new tokens is added to it."""
+    layer = cast(int, getattr(module, "layer_idx", 0) or 0)
+    new, num_keys, device = query.shape[2], key.shape[2], query.device
+    where = new_slots(slot.cache, layer, new, num_keys, device)
+    positions = slot.positions
+    if positions is None or positions.shape[1] != new:
+        positions = (torch.arange(new, device=device) + first_position(slot.cache, layer, new))[None]
+    rotated = "rotated" in bias.references
+    queries = Vectors(slot.query, _flat(query) if rotated else None, slot.hidden, positions)
+    keys = Vectors(slot.key, _flat(key[:, :, where]) if rotated else None, slot.hidden, positions)
+    columns = bias.columns(keys)
+    columns = columns.expand(query.shape[0], -1, -1)
+    columns = extend(slot.cache, layer, slot.depth, columns, num_keys)
+    return bias.terms(queries, columns, where)
+
+
+def _flat(heads: Tensor) -> Tensor:
+    return heads.transpose(1, 2).flatten(2)

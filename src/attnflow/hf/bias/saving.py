@@ -1,0 +1,213 @@
+"""`save_pretrained` and `load`: a bias as a folder of two files, without the model that it belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from attnflow._core.errors import AttnflowError
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.kinds.custom import Custom
+from attnflow.bias.layer import layer_biases
+from attnflow.hf.bias.attach import Bias, Train, attach, describe, detach, record_of
+from attnflow.hf.bias.layers import Layer, layers_of
+from attnflow.hf.bias.summary import BiasSummary
+from attnflow.hf.bias.taps import CHILD
+
+WEIGHTS: Final = "bias.safetensors"
+CONFIG: Final = "bias_config.json"
+_FORMAT: Final = "attnflow-bias"
+_VERSION: Final = 1
+_SAMPLES: Final = 16  # numbers of the base model by which it is recognised
+
+
+class WrongBase(AttnflowError):
+    """A saved bias belongs to another base model."""
+
+
+def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+    """Write the attached bias to `directory`: its tensors as safetensors, its config and base model as JSON.
+
+    Both files are written beside their places and moved there, tensors first.
+
+    Returns:
+        The directory, created if need be.
+
+    Raises:
+        ValueError: the model has no bias.
+    """
+    record = record_of(model)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
+    about = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "bias": describe(record),
+        "base": _base(model),
+    }
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, config = folder / f"{WEIGHTS}.part", folder / f"{CONFIG}.part"
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+        config.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        weights.replace(folder / WEIGHTS)
+        config.replace(folder / CONFIG)
+    finally:
+        weights.unlink(missing_ok=True)
+        config.unlink(missing_ok=True)
+    return folder
+
+
+def load(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    custom: Sequence[Custom] = (),
+    train: Train = "all",
+    impl: str = "auto",
+    strict: bool = True,
+) -> BiasSummary:
+    """Attach a saved bias to the base model that it was trained on.
+
+    Args:
+        model: the base model, without a bias.
+        directory: where `save_pretrained` wrote.
+        custom: the `Custom` biases among the saved ones, in their order: code is never imported by name.
+        train: as in `attach`.
+        impl: as in `attach`.
+        strict: refuse a base model whose sizes fit but whose weights are not those that the bias was saved with.
+
+    Returns:
+        A summary of what was added.
+
+    Raises:
+        FileNotFoundError: no saved bias there.
+        WrongBase: another base model, with what differs.
+        ValueError: files that are damaged, of a newer version, or hold NaN or infinity. The model is as it was.
+    """
+    folder = Path(directory)
+    about = _read(folder)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device, where weights cannot be loaded; load its weights first")
+    _fits(model, cast(Mapping[str, Any], about["base"]), strict)
+    biases = _biases(cast(Sequence[Mapping[str, Any]], about["bias"]), custom)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is damaged: {error}") from error
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise ValueError(f"{folder / WEIGHTS} holds NaN or infinity in {', '.join(bad[:3])}; train it again")
+    result = attach(model, biases, train=train, impl=impl)
+    try:
+        _fill(model, tensors, folder)
+    except ValueError:
+        detach(model)
+        raise
+    return result
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the bias by layer number and name; none is copied."""
+    return {
+        f"layers.{bias.shape.index}.{name}": tensor
+        for _, bias in layer_biases(model)
+        for name, tensor in bias.state_dict().items()
+    }
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    expected = _tensors(model)
+    if set(expected) != set(tensors):
+        missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+        raise ValueError(f"{folder / WEIGHTS} does not fit its config: missing {missing[:3]}, unexpected {extra[:3]}")
+    wrong = [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]
+    if wrong:
+        name = wrong[0]
+        got, want = tuple(tensors[name].shape), tuple(expected[name].shape)
+        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {name} has shape {got}, expected {want}")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(tensors[name])
+
+
+def _biases(saved: Sequence[Mapping[str, Any]], custom: Sequence[Custom]) -> list[Bias]:
+    names = [one["name"] for one in saved if one["kind"] == "custom"]
+    if names != [one.name for one in custom]:
+        raise ValueError(
+            f"the saved bias has the custom parts {names or 'none'}, but custom= has {[c.name for c in custom]}; pass "
+            "the same Custom objects that were attached"
+        )
+    given = iter(custom)
+    return [next(given) if one["kind"] == "custom" else BiasConfig.from_dict(one) for one in saved]
+
+
+def _read(folder: Path) -> Mapping[str, object]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no saved bias: {CONFIG} is missing")
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(about, Mapping) or about.get("format") != _FORMAT or not {"bias", "base"} <= set(about):
+        raise ValueError(f"{path} is not the config of a saved bias")
+    if about.get("version") != _VERSION:
+        raise ValueError(f"{path} has version {about.get('version')}, this release reads {_VERSION}; update attnflow")
+    return cast(Mapping[str, object], about)
+
+
+def _base(model: nn.Module) -> dict[str, object]:
+    """What a saved bias says of its base model."""
+    layers = layers_of(model)
+    config = layers[0].site.owner.config
+    return {
+        "name": str(getattr(config, "_name_or_path", "") or ""),
+        "model_type": str(getattr(config, "model_type", "")),
+        "num_layers": len(layers),
+        "shape": _sizes(layers),
+        "samples": _samples(layers),
+    }
+
+
+def _sizes(layers: Sequence[Layer]) -> dict[str, int]:
+    shape = layers[0].shape
+    return {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "head_dim", "hidden_size")}
+
+
+def _samples(layers: Sequence[Layer]) -> list[float]:
+    """A few weights of the first attention layer, by which the base model is recognised in any precision."""
+    for name, parameter in layers[0].site.module.named_parameters():
+        if CHILD not in name and ".lora_" not in name and parameter.is_floating_point() and parameter.ndim == 2:
+            flat = parameter.detach().flatten()
+            return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
+    return []
+
+
+def _fits(model: nn.Module, base: Mapping[str, Any], strict: bool) -> None:
+    here = _base(model)
+    for name in ("model_type", "num_layers", "shape"):
+        if base.get(name) != here[name]:
+            called = f" ({base['name']})" if base.get("name") else ""
+            raise WrongBase(
+                f"the bias was trained on another base model{called}: {name} is {base.get(name)} there and "
+                f"{here[name]} here"
+            )
+    saved, ours = torch.tensor(base.get("samples", [])), torch.tensor(here["samples"])
+    if strict and (saved.shape != ours.shape or not torch.allclose(saved, ours, rtol=0.05, atol=1e-2 * _scale(ours))):
+        raise WrongBase(
+            f"the bias was saved with other weights of this architecture ({base.get('name') or 'unnamed'}); load "
+            "those, or pass strict=False if this model was trained on from there"
+        )
+
+
+def _scale(samples: Tensor) -> float:
+    return float(samples.abs().max()) if samples.numel() else 0.0
