@@ -12,7 +12,7 @@ from torch.nn import functional
 
 Objective = Literal["causal", "bidirectional"]
 
-_LENGTH: Final = 32
+LENGTH: Final = 32
 _BATCH: Final = 32
 
 
@@ -49,19 +49,19 @@ class LanguageModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(vocabulary + 1, width)
-            self.position = nn.Embedding(_LENGTH, width)
+            self.position = nn.Embedding(LENGTH, width)
             self._layers = nn.ModuleList(Layer(width, num_heads) for _ in range(num_layers))
+            for embedding in (self.embedding, self.position):
+                nn.init.normal_(embedding.weight, std=0.02)
         self.norm = nn.LayerNorm(width)
         self.mask_token = vocabulary
-        for embedding in (self.embedding, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
 
     def loss(
         self, text: Int[Tensor, "length"], objective: Objective, mask_share: float, generator: torch.Generator
     ) -> Float[Tensor, ""]:
         """The objective's loss on sequences drawn from the text."""
-        starts = torch.randint(len(text) - _LENGTH, (_BATCH, 1), generator=generator)
-        window = text[starts + torch.arange(_LENGTH + 1)]
+        starts = torch.randint(len(text) - LENGTH, (_BATCH, 1), generator=generator)
+        window = text[starts + torch.arange(LENGTH + 1)]
         inputs, targets = window[:, :-1], window[:, 1:]
         if objective == "causal":
             return functional.cross_entropy(self(inputs, causal=True).flatten(0, 1), targets.flatten())

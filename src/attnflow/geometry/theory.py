@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core import checks
-from attnflow.geometry.language_model import LanguageModel, Objective, draw_tokens
+from attnflow.geometry.language_model import LENGTH, LanguageModel, Objective, draw_tokens
 from attnflow.geometry.scores import directionality, symmetry
 
 Stage = Literal["gradient", "first step", "training"]
@@ -193,6 +193,8 @@ def measure_updates(
     """
     checks.integer("seeds", seeds, 1)
     checks.integer("steps", steps, 1)
+    if tokens is not None and len(tokens) <= LENGTH:
+        raise ValueError(f"tokens must be a text of at least {LENGTH + 1} tokens, got {len(tokens)}")
     values: dict[tuple[Objective, Stage], list[Tensor]] = {(o, s): [] for o in OBJECTIVES for s in STAGES}
     losses: dict[Objective, list[float]] = {objective: [] for objective in OBJECTIVES}
     entropies: list[float] = []

@@ -1,0 +1,166 @@
+"""The penalty: its value and gradient against dense float64, frozen parts, and training with it."""
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, T5Config, T5Model, Trainer
+from transformers import TrainingArguments as Arguments
+
+import attnflow as af
+from attnflow.geometry.live import live_query_keys
+
+SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
+MODELS = {
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZE, max_position_embeddings=16)),
+    "gqa": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)),
+    "narrow keys": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=1)),
+    "with cross-attention": lambda: T5Model(
+        T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=16, vocab_size=50)
+    ),
+}
+
+
+def dense(model, target, per_head):
+    """The definition, with every d x d matrix formed and split into its symmetric and skew-symmetric parts."""
+    total = torch.zeros((), dtype=torch.float64)
+    for live in live_query_keys(model):
+        if live.kind == "cross":
+            continue
+        query = live.query().unflatten(0, (live.num_heads, -1))
+        key = live.key().unflatten(0, (live.num_kv_heads, -1)).repeat_interleave(live.num_heads // live.num_kv_heads, 0)
+        forms = query.mT @ key
+        forms = forms if per_head else forms.sum(0, keepdim=True)
+        symmetric, skew = (forms + forms.mT) / 2, (forms - forms.mT) / 2
+        scores = (symmetric.square().sum((1, 2)) - skew.square().sum((1, 2))) / forms.square().sum((1, 2))
+        total = total + (1 - scores.mean() if target == "symmetric" else 1 + scores.mean())
+    return total
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("target", ["symmetric", "skew"])
+@pytest.mark.parametrize("name", MODELS)
+def test_value_and_gradient_are_those_of_the_definition(name, target, per_head):
+    model = MODELS[name]().double()
+    expected = dense(model, target, per_head)
+    parameters = [p for live in live_query_keys(model) if live.kind == "self" for p in live.parameters.values()]
+    wanted = torch.autograd.grad(expected, parameters)
+    got = af.geometry.penalty(model, target, per_head)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(torch.autograd.grad(got, parameters), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        assert other.abs().max() > 0
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_initialisations_are_its_extremes(per_head):
+    for name in ("bert", "gqa"):
+        model = MODELS[name]()
+        af.geometry.init_symmetric_(model)
+        assert af.geometry.penalty(model, "symmetric", per_head).item() == pytest.approx(0, abs=1e-5)
+        assert af.geometry.penalty(model, "skew", per_head).item() == pytest.approx(6, abs=1e-5)
+        af.geometry.init_skew_(model)
+        assert af.geometry.penalty(model, "skew", per_head).item() == pytest.approx(0, abs=1e-5)
+
+
+def test_other_parameters_have_no_gradient_and_frozen_ones_add_a_constant():
+    model = MODELS["bert"]()
+    model.bert.encoder.layer[0].requires_grad_(False)
+    model.bert.encoder.layer[1].attention.self.key.requires_grad_(False)
+    af.geometry.penalty(model).backward()
+    touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    path = "bert.encoder.layer.{}.attention.self.{}.weight"
+    assert touched == {path.format(1, "query"), path.format(2, "query"), path.format(2, "key")}
+    value = af.geometry.penalty(model.requires_grad_(False))
+    assert not value.requires_grad
+    (value + torch.ones((), requires_grad=True)).backward()
+
+
+def test_gradient_does_not_scale_the_weights():
+    model = MODELS["gqa"]().double()
+    af.geometry.penalty(model).backward()
+    for live in live_query_keys(model):
+        for parameter in live.parameters.values():
+            assert (parameter * parameter.grad).sum().item() == pytest.approx(0, abs=1e-12)
+
+
+def test_zero_weights_add_one_without_gradient():
+    model = MODELS["bert"]()
+    for layer in model.bert.encoder.layer:
+        nn.init.zeros_(layer.attention.self.query.weight)
+    for per_head in (False, True):
+        model.zero_grad()
+        value = af.geometry.penalty(model, per_head=per_head)
+        assert value.item() == 3
+        value.backward()
+        gradients = [p.grad for live in live_query_keys(model) for p in live.parameters.values()]
+        assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
+def test_half_precision_is_computed_in_float32():
+    model = MODELS["gqa"]()
+    rounded = MODELS["gqa"]()
+    rounded.load_state_dict(model.state_dict())
+    rounded.bfloat16()
+    expected = MODELS["gqa"]().double()
+    expected.load_state_dict({name: value.double() for name, value in rounded.state_dict().items()})
+    got = af.geometry.penalty(rounded)
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(dense(expected, "symmetric", False).item(), rel=1e-5)
+    got.backward()
+    assert next(iter(live_query_keys(rounded)[0].parameters.values())).grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("target", ["symmetric", "skew"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_descent_reaches_the_target(target, per_head):
+    model = MODELS["gqa"]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
+    first = af.geometry.penalty(model, target, per_head).item()
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = af.geometry.penalty(model, target, per_head)
+        loss.backward()
+        optimizer.step()
+    assert first > 2.5
+    assert loss.item() < 0.2
+
+
+def test_refusals():
+    model = MODELS["bert"]()
+    with pytest.raises((ValueError, TypeCheckError)):
+        af.geometry.penalty(model, "antisymmetric")
+    with pytest.raises(af.UnsupportedArchitecture):
+        af.geometry.penalty(nn.Linear(4, 4))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(1, 50, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Penalised(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **others):
+        found = super().compute_loss(model, inputs, return_outputs=True, **others)
+        loss = found[0] + 0.5 * af.geometry.penalty(model)
+        return (loss, found[1]) if return_outputs else loss
+
+
+@pytest.mark.slow
+def test_trainer_with_a_penalty_makes_attention_symmetric(tmp_path):
+    symmetry = {}
+    for trainer in (Trainer, Penalised):
+        torch.manual_seed(1)
+        model = MODELS["bert"]()
+        arguments = Arguments(
+            str(tmp_path), max_steps=60, learning_rate=3e-3, per_device_train_batch_size=4, use_cpu=True,
+            report_to="none", save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        trainer(model, arguments, train_dataset=Tokens()).train()
+        symmetry[trainer] = 1 - af.geometry.penalty(model).item() / 3
+    assert symmetry[Trainer] < 0.4
+    assert symmetry[Penalised] > symmetry[Trainer] + 0.3
