@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnflow.geometry.live import LiveQueryKey, live_query_keys
+from attnflow.geometry.score import score
 from tests.geometry.usage import bypass_norms, used_form
 from tests.geometry.zoo import ZOO
 
@@ -35,3 +36,17 @@ def _distance(used: torch.Tensor, registered: torch.Tensor) -> float:
     assert used.shape == registered.shape
     used, registered = used.double() / used.norm(), registered.double() / registered.norm()
     return (used - registered).abs().max().item() / registered.abs().max().item()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_saved_model_has_the_scores_of_the_model(name, tmp_path):
+    model = ZOO[name].build()
+    model.save_pretrained(tmp_path)
+    saved, live = score(tmp_path, attention="all"), score(model, attention="all")
+    assert [_key(row) for row in saved] == [_key(row) for row in live]
+    assert [row.symmetry for row in saved] == pytest.approx([row.symmetry for row in live], abs=1e-12)
+    assert not saved.notes or "share" in saved.notes[0]
+
+
+def _key(row):
+    return row.layer, row.head, row.kind, row.tower

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, cast
 
-from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -86,7 +85,7 @@ class HubFolder:
 
     def file(self, name: str) -> HubFile:
         """One of its files."""
-        url = hf_hub_url(self.name, name, revision=self._commit, endpoint=constants.ENDPOINT)
+        url = hf_hub_url(self.name, name, revision=self._commit)
         return HubFile(url, f"{self.name}/{name}", self._sizes[name])
 
     def local(self, name: str) -> None:
@@ -108,7 +107,7 @@ def find_model(name: str) -> HubFolder | Path:
     if _HUB_ID.fullmatch(name) is None or name.endswith((".safetensors", ".gguf", ".bin", ".pt")):
         raise FileNotFoundError(f"no file or folder {name!r}, and it is no id of a model")
     try:
-        info = HfApi(endpoint=constants.ENDPOINT).model_info(name, files_metadata=True)
+        info = HfApi().model_info(name, files_metadata=True)
     except (HTTPError, OSError) as error:
         cached = _cached(name, None)
         if cached is not None and not _refused(error):
@@ -140,6 +139,6 @@ def _refused(error: Exception) -> bool:
 
 
 def _why(error: Exception) -> str:
-    if os.environ.get("HF_HUB_OFFLINE") and isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set and it is not in the local cache"
     return str(error).strip().split("\n")[0][:300]

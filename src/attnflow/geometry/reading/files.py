@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from attnflow._core.errors import AttnflowError
 
@@ -14,6 +14,7 @@ class BadCheckpoint(AttnflowError, ValueError):
     """A checkpoint is damaged, incomplete, or in a form that is not opened; the message names the file."""
 
 
+@runtime_checkable
 class File(Protocol):
     """A file that is read by ranges of bytes."""
 
@@ -32,6 +33,7 @@ class File(Protocol):
         ...
 
 
+@runtime_checkable
 class Folder(Protocol):
     """The files of one checkpoint."""
 

@@ -84,8 +84,8 @@ def _load(path: Path) -> dict[str, Tensor]:
         found = _open(path)
     except pickle.UnpicklingError as error:
         raise BadCheckpoint(
-            f"{path} holds more than tensors, or is damaged; a pickle can run any code and is not opened: convert it to "
-            "safetensors on a machine that trusts it"
+            f"{path} holds more than tensors, or is damaged; a pickle can run any code and is not opened: convert it "
+            "to safetensors on a machine that trusts it"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {str(error).splitlines()[0]}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class Weights(Protocol):
     """Names and shapes of all tensors of a model, and any of them to read."""
 
