@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+T = TypeVar("T", bound="_Tensors")
 
 EPS: Final = 1e-5  # of the guidance network's layer norm, PyTorch's default
 
@@ -49,7 +51,7 @@ class _Tensors:
         """Its tensors by field name, in a fixed order; fields that are None are left out."""
         return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
 
-    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+    def with_tensors(self: T, tensors: Iterable[Tensor]) -> T:
         """The same term on other tensors, given in the order of `tensors()`."""
         return replace(self, **dict(zip(self.tensors(), tensors, strict=True)))
 
