@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -22,6 +22,7 @@ _log: Final = logging.getLogger("attnflow.bias")
 _said: Final[set[tuple[str, str]]] = set()
 
 
+@runtime_checkable
 class _Backend(Protocol):
     def refuses(self, call: Call) -> str | None: ...
     def run(self, call: Call) -> tuple[Tensor, Tensor | None]: ...
