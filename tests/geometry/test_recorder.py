@@ -226,8 +226,36 @@ def test_step_before_start_and_models_without_the_attention(model):
         af.geometry.Recorder().step()
     with pytest.raises(af.UnsupportedArchitecture):
         af.geometry.Recorder().start(torch.nn.Linear(3, 3))
-    with pytest.raises(af.UnsupportedArchitecture, match="no cross-attention to record"):
+    with pytest.raises(af.UnsupportedArchitecture, match="no cross-attention"):
         af.geometry.Recorder(attention="cross").start(model)
+
+
+def test_weights_that_have_become_nan_are_named(model, tmp_path):
+    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=1)
+    recorder.start(model)
+    torch.nn.init.constant_(model.encoder.layer[1].attention.self.key.weight, float("nan"))
+    with pytest.raises(
+        ValueError, match=r"step 1, encoder\.layer\.1\.attention\.self: 1024 of 1024 key weights are NaN"
+    ):
+        recorder.step()
+    assert steps_in(tmp_path / "geometry.csv") == [0]
+
+
+class Unknown(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = {"num_attention_heads": 2}
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+        for layer in self.layers:
+            layer.q_proj, layer.k_proj = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+
+def test_models_found_by_names_and_shapes_are_said_to_be_so_once(caplog):
+    for _ in range(2):
+        af.geometry.Recorder().start(Unknown())
+        af.geometry.penalty(Unknown())
+    said = [record.message for record in caplog.records if record.name == "attnflow.geometry"]
+    assert said == ["Unknown is not in the registry: queries and keys were found by their names and shapes"]
 
 
 def test_only_the_first_process_records(model, tmp_path, monkeypatch):

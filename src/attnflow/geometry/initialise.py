@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.live import LiveQueryKey, live_query_keys
+from attnflow.geometry.live import LiveQueryKey
+from attnflow.geometry.selected import selected
 
 Scale = Literal["matched", "paper"]
 
@@ -85,10 +86,9 @@ def _initialise(
 ) -> None:
     if scale not in get_args(Scale):
         raise ValueError(f'scale must be "matched" or "paper", got {scale!r}')
-    for live in live_query_keys(model):
-        if live.kind == "self":
-            with torch.no_grad():
-                _initialise_one(live, sign, scale, per_head, generator)
+    with torch.no_grad():
+        for live in selected(model):
+            _initialise_one(live, sign, scale, per_head, generator)
 
 
 def _initialise_one(

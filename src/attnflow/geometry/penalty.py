@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.factored import full_symmetry, head_symmetry
-from attnflow.geometry.live import live_query_keys
+from attnflow.geometry.selected import selected
 
 Target = Literal["symmetric", "skew"]
 
@@ -44,9 +43,6 @@ def penalty(model: nn.Module, target: Target = "symmetric", per_head: bool = Fal
     symmetry = head_symmetry if per_head else full_symmetry
     terms = [
         1 - sign * symmetry(live.query(), live.key(), live.num_heads, live.num_kv_heads).mean()
-        for live in live_query_keys(model)
-        if live.kind == "self"
+        for live in selected(model)
     ]
-    if not terms:
-        raise UnsupportedArchitecture("the model has cross-attention only, which has no symmetry to ask for")
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()

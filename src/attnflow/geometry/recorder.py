@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import distributed, nn
 
 from attnflow._core import checks
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.live import LiveQueryKey, live_query_keys
+from attnflow.geometry.live import LiveQueryKey
 from attnflow.geometry.record_file import RecordFile
 from attnflow.geometry.record_log import Log, log_to, logs_of_trainer, values_of
 from attnflow.geometry.scores import Mode, check_reading
+from attnflow.geometry.selected import Attention, selected
 from attnflow.geometry.table import GeometryScores, ScoreRow, rows_of
-
-Attention = Literal["self", "cross", "all"]
 
 
 class Recorder:
@@ -67,7 +65,7 @@ class Recorder:
         self._per_head = per_head
         self._gamma = gamma
         self._mode: Mode = mode
-        self._attention = attention
+        self._attention: Attention = attention
         self._given = log is not None
         self._logs: list[Log] = [] if log is None else [log_to(log)]
         self._found: list[LiveQueryKey] = []
@@ -87,14 +85,11 @@ class Recorder:
             UnsupportedArchitecture: the model has no attention of the kind.
             ValueError: the file holds something else, such as records of another model.
         """
-        found = [live for live in live_query_keys(model) if self._attention in ("all", live.kind)]
-        if not found:
-            raise UnsupportedArchitecture(f"the model has no {self._attention}-attention to record")
-        self._found = found
+        self._found = selected(model, self._attention)
         self._step = checks.integer("step", step)
         self._last = None
         if self._path is not None and _first_process():
-            rows = sum(1 + self._per_head * live.num_heads for live in found)
+            rows = sum(1 + self._per_head * live.num_heads for live in self._found)
             self._file = RecordFile(self._path, rows, step)
             self._last = self._file.last
         if step % self._every == 0 and self._last != step:
@@ -118,7 +113,11 @@ class Recorder:
         return self.record() if self._step % self._every == 0 else None
 
     def record(self) -> GeometryScores | None:
-        """Score the model now, whatever the step; None in processes other than the first."""
+        """Score the model now, whatever the step; None in processes other than the first.
+
+        Raises:
+            ValueError: weights have become NaN or Inf.
+        """
         if not _first_process():
             return None
         rows = [row for live in self._found for row in self._rows(live)]
@@ -160,8 +159,11 @@ class Recorder:
     def _rows(self, live: LiveQueryKey) -> list[ScoreRow]:
         weights = live.read()
         given = (weights.query, weights.key, weights.num_heads, weights.num_kv_heads, self._gamma, self._mode)
-        rows = rows_of(weights, full_scores(*given))
-        return rows + rows_of(weights, head_scores(*given)) if self._per_head else rows
+        try:
+            rows = rows_of(weights, full_scores(*given))
+            return rows + rows_of(weights, head_scores(*given)) if self._per_head else rows
+        except ValueError as error:
+            raise ValueError(f"step {self._step}, {live.name}: {error}") from error
 
 
 def _first_process() -> bool:

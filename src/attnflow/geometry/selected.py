@@ -1,0 +1,39 @@
+"""The attention modules of a model in memory that an initialisation, a penalty or a recorder is about."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Final, Literal
+
+from torch import nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.geometry.live import LiveQueryKey, live_query_keys
+
+Attention = Literal["self", "cross", "all"]
+
+_LOG: Final = logging.getLogger("attnflow.geometry")
+
+
+def selected(model: nn.Module, attention: Attention = "self") -> list[LiveQueryKey]:
+    """The queries and keys of one kind of attention, in the order of the layers.
+
+    Raises:
+        UnsupportedArchitecture: the model has none that is known.
+        ValueError: there is no such kind.
+    """
+    if attention not in ("self", "cross", "all"):
+        raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
+    found = [live for live in live_query_keys(model) if attention in ("all", live.kind)]
+    if not found:
+        raise UnsupportedArchitecture(f"the model has no {attention}-attention, whose queries and keys are asked for")
+    if any(live.place.discovered for live in found):
+        _say_discovered(type(model).__name__)
+    return found
+
+
+@lru_cache
+def _say_discovered(model: str) -> None:
+    """Once for each type of model: a penalty asks at every step."""
+    _LOG.warning("%s is not in the registry: queries and keys were found by their names and shapes", model)
