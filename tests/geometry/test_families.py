@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from attnflow.geometry.families.heads import Heads
+from attnflow.geometry.families.table import KNOWN, contiguous, grouped
 from attnflow.geometry.live import LiveQueryKey, live_query_keys
 from attnflow.geometry.score import score
 from tests.geometry.usage import bypass_norms, used_form
@@ -22,6 +26,42 @@ def test_registry_gives_the_forms_that_the_model_uses(name):
         width = max(live.query().shape[1], live.key().shape[1])
         used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), width)
         assert _distance(used, _forms(live)) < 1e-5, live.name
+
+
+def test_every_registered_family_is_in_the_zoo():
+    shown = {kind for animal in ZOO.values() for kind in _model_types(animal.build().config.to_dict())}
+    # MobileLLM has code of its own that lays out its weights as Llama does; GGUF has tests of its own.
+    assert KNOWN - shown == {"mobilellm", "gguf"}
+
+
+def _model_types(config):
+    if isinstance(config, dict):
+        yield config.get("model_type")
+        for value in config.values():
+            yield from _model_types(value)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("GPTNeoX", contiguous), ("Phi3", grouped), ("FalconGrouped", contiguous)])
+def test_the_oracle_sees_a_wrong_order_of_rows(name, wrong):
+    animal = ZOO[name]
+    model = animal.build()
+    live = live_query_keys(model)[0]
+    heads = Heads(live.num_heads, live.num_kv_heads, live.head_dim)
+    query, key = wrong(live.place.query.tensor, heads, False)
+    used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), live.query().shape[1])
+    mistaken = replace(live, place=replace(live.place, query=query, key=key))
+    assert _distance(used, _forms(live)) < 1e-5
+    assert _distance(used, _forms(mistaken)) > 0.1
+
+
+def test_the_oracle_sees_wrong_pairs_of_heads():
+    animal = ZOO["Llama"]
+    model = animal.build()
+    live = live_query_keys(model)[0]
+    used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), live.query().shape[1])
+    key = live.key().detach().unflatten(0, (live.num_kv_heads, -1))
+    mistaken = live.query().detach().unflatten(0, (live.num_heads, -1)).mT @ key.repeat(2, 1, 1)  # h mod num_kv_heads
+    assert _distance(used, mistaken) > 0.1
 
 
 def _forms(live: LiveQueryKey) -> torch.Tensor:

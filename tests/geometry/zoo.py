@@ -63,6 +63,28 @@ def waveform(batch: int) -> dict[str, torch.Tensor]:
     return {"input_values": torch.zeros(batch, 64, dtype=torch.float64)}
 
 
+def attending(batch: int) -> dict[str, torch.Tensor]:
+    return {**tokens(batch), "encoder_hidden_states": torch.zeros(batch, 3, WIDTH, dtype=torch.float64)}
+
+
+def captioned(batch: int) -> dict[str, torch.Tensor]:
+    return {**pixels(batch), "decoder_input_ids": torch.full((batch, 1), 5)}
+
+
+def seen(batch: int) -> dict[str, torch.Tensor]:
+    return {**pixels(batch), "input_ids": torch.full((batch, 4), 7)}
+
+
+def composite(name: str, encoder: str, decoder: str, inputs: Inputs) -> Animal:
+    part = {
+        "Bert": {"model_type": "bert", **_BASE},
+        "ViT": {"model_type": "vit", **_VISION},
+        "GPT2": {"model_type": "gpt2", **text._GPT},
+    }
+    above = {**part[decoder], "is_decoder": True, "add_cross_attention": True}
+    return Animal(name + "Model", name + "Config", {"encoder": part[encoder], "decoder": above}, inputs)
+
+
 def spectrogram(batch: int) -> dict[str, torch.Tensor]:
     return {
         "input_features": torch.zeros(batch, 8, 16, dtype=torch.float64),
@@ -206,6 +228,41 @@ ZOO: dict[str, Animal] = {
             ),
         },
         pixels,
+    ),
+    "GPT2Cross": Animal("GPT2Model", "GPT2Config", {**text._GPT, "add_cross_attention": True}, attending),
+    "BertCross": Animal(
+        "BertModel", "BertConfig", {**_BASE, "is_decoder": True, "add_cross_attention": True}, attending
+    ),
+    "GPTBigCode": Animal("GPTBigCodeModel", "GPTBigCodeConfig", {**text._GPT, "multi_query": True}),
+    "GPTBigCodeMultiHead": Animal("GPTBigCodeModel", "GPTBigCodeConfig", {**text._GPT, "multi_query": False}),
+    "GPTNeoXJapanese": _of("GPTNeoXJapanese", _BASE),
+    "Mpt": _of("Mpt", {"vocab_size": 50, "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
+    "Dbrx": _of(
+        "Dbrx",
+        {
+            "vocab_size": 50,
+            "d_model": WIDTH,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": WIDTH},
+        },
+    ),
+    "ImageGPT": Animal("ImageGPTModel", "ImageGPTConfig", text._GPT),
+    "Blip": Animal("BlipVisionModel", "BlipVisionConfig", _VISION, pixels),
+    "EncoderDecoder": composite("EncoderDecoder", "Bert", "Bert", pair),
+    "VisionEncoderDecoder": composite("VisionEncoderDecoder", "ViT", "GPT2", captioned),
+    "Llava": Animal(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {**_GROUPED, "model_type": "llama"},
+            "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+            "image_token_index": 7,
+            "vision_feature_layer": -1,
+        },
+        seen,
     ),
     "Wav2Vec2": _of("Wav2Vec2", _AUDIO, inputs=waveform),
     "Hubert": _of("Hubert", _AUDIO, inputs=waveform),

@@ -13,7 +13,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.families.heads import Heads, Stated
 from attnflow.geometry.families.latent import LatentKey, LatentQuery
 from attnflow.geometry.families.rows import Rows
-from attnflow.geometry.families.table import FUSED, FUSED_WORDS, GATED, LATENT, SEPARATE, VERIFIED, with_kv_heads
+from attnflow.geometry.families.table import FUSED, FUSED_WORDS, GATED, KNOWN, LATENT, SEPARATE, with_kv_heads
 from attnflow.geometry.query_key import Kind
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -135,7 +135,7 @@ def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Co
     if layout is None:
         return None
     query, key, heads = layout
-    return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, model_type not in VERIFIED)
+    return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, model_type not in KNOWN)
 
 
 _Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]
@@ -197,7 +197,7 @@ def _fused(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: 
 
 def _latent(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
     names = [site.tensor(word) for word in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
-    if model_type not in VERIFIED or any(n not in shapes for n in names[1:]):
+    if model_type not in KNOWN or any(n not in shapes for n in names[1:]):
         raise UnsupportedArchitecture(
             f"{site.stem} has latent attention, and models of type {model_type!r} are not in the registry"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, cast
 
 from attnflow.geometry.families.heads import Heads
 from attnflow.geometry.families.rows import Rows
@@ -92,17 +92,19 @@ def _fused(word: str, arrange: Arrange, model_types: str = "", transposed: bool 
 
 
 FUSED: Final = (
-    _fused("c_attn", contiguous, "gpt2 openai-gpt imagegpt decision_transformer", transposed=True),
-    _fused("query_key_value", grouped, "gpt_neox bloom persimmon falcon"),
+    _fused("c_attn", contiguous, "gpt2 openai-gpt imagegpt", transposed=True),
+    _fused("c_attn", grouped, "gpt_bigcode"),
+    _fused("query_key_value", grouped, "gpt_neox gpt_neox_japanese bloom persimmon falcon"),
     _fused("in_proj", grouped, "deberta"),
-    _fused("qkv_proj", contiguous, "phi3 phi4_multimodal"),
+    _fused("qkv_proj", contiguous, "phi3"),
     _fused("qkv_proj", quarters, "codegen"),
-    _fused("Wqkv", contiguous, "modernbert modernbert-decoder"),
+    _fused("Wqkv", contiguous, "modernbert mpt dbrx"),
+    _fused("qkv", contiguous, "blip_vision_model"),
     _fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
     _fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
 )
 # Names that a tensor of query, key and value has in some family; "in_proj" occurs outside attention, too.
-FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"qkv", "wqkv", "W_pack", "qkv_linear"})
+FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"wqkv", "W_pack", "qkv_linear"})
 
 
 def is_query_or_key(name: str) -> bool:
@@ -112,21 +114,23 @@ def is_query_or_key(name: str) -> bool:
 
 
 def with_kv_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
-    """The config with the number of KV heads where a family says it by flags."""
-    if model_type != "falcon" or config.get("new_decoder_architecture"):
+    """The config with the number of KV heads where a family says it in its own way."""
+    if model_type == "dbrx" and isinstance(inner := config.get("attn_config"), Mapping):
+        return {**config, "num_kv_heads": cast(Mapping[str, object], inner).get("kv_n_heads")}
+    if model_type not in ("falcon", "gpt_bigcode") or config.get("new_decoder_architecture"):
         return config
-    heads = config.get("num_attention_heads", config.get("n_head"))
+    heads = next((config[word] for word in ("num_attention_heads", "n_head") if word in config), None)
     return {**config, "num_kv_heads": 1 if config.get("multi_query", True) else heads}
 
 
+_SEPARATE_TYPES: Final = _words("""
+    albert audio-spectrogram-transformer bart beit bert blenderbot clip clip_text_model clip_vision_model cohere cohere2
+    deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers dinov3_vit distilbert electra esm
+    falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt_neo gpt_oss gptj granite granitemoe hubert jamba llama m2m_100
+    marian mbart mistral mixtral mobilellm mpnet mt5 nemotron olmo olmo2 olmoe opt pegasus phi phimoe qwen2 qwen2_moe
+    qwen3 qwen3_moe qwen3_next roberta roformer siglip siglip_text_model siglip_vision_model smollm3 speecht5 stablelm
+    starcoder2 swin t5 vit vit_mae wav2vec2 wavlm whisper xlm-roberta
+""")
 # Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
 # shapes alone if query and key are separate, and the result says so.
-VERIFIED: Final = _words("""
-    albert audio-spectrogram-transformer bart beit bert blenderbot bloom clip clip_text_model clip_vision_model codegen
-    cohere cohere2 deberta deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers dinov3_vit
-    distilbert electra esm falcon falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt2 gpt_neo gpt_neox gpt_oss gptj
-    granite granitemoe hubert jamba llama m2m_100 marian mbart mistral mixtral mobilellm modernbert mpnet mt5 nemotron
-    olmo olmo2 olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next roberta
-    roformer siglip siglip_text_model siglip_vision_model smollm3 speecht5 stablelm starcoder2 swin t5 vit vit_mae
-    wav2vec2 wavlm whisper xlm-roberta
-""")
+KNOWN: Final = _SEPARATE_TYPES.union(*(row.model_types for row in FUSED))
