@@ -124,8 +124,6 @@ def test_zero_matrices_have_symmetry_zero_and_no_gradient():
 def test_symmetry_has_the_right_gradient():
     m = torch.randn(3, 5, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(symmetry, (m,))
-    extreme = (m.detach() + m.detach().mT).requires_grad_()  # at a bound the value is clamped, the gradient is not
-    assert torch.autograd.gradcheck(lambda x: symmetry(x + torch.eye(5) * 0), (extreme,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

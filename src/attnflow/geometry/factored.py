@@ -109,7 +109,6 @@ def full_scores(
     again in memory, and tiles of 1,024 x 1,024.
     """
     check_reading(gamma, mode)
-    check_reading(gamma, mode)
     query_sum, key_rows = _summed(query, key, num_heads, num_kv_heads)
     return _finite(_scores(query_sum, key_rows, gamma, mode), query, key)
 

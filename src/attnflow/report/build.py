@@ -1,4 +1,4 @@
-"""`mask_report` and `model_report`: results in, one self-contained HTML page out."""
+"""`mask_report`, `model_report`, `geometry_report`: results in, one self-contained HTML page out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from attnflow.order.flow import Flow
 from attnflow.report.facts import CostModel
 from attnflow.report.files import write_atomically
 from attnflow.report.page import render
-from attnflow.report.sections import MODEL_SECTIONS, SECTIONS
+from attnflow.report.sections import GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS
 from attnflow.report.subject import Section, SectionFunction, Subject, order_of
 
 if TYPE_CHECKING:
+    from attnflow.geometry import GeometryScores
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Task, Verification
@@ -154,6 +155,39 @@ def model_report(
         model=name,
         labels=None if labels is None else tuple(labels),
         cost=CostModel(num_layers=len(masks) if stacked else 1) if cost is None else cost,
+        details=dict(details or {}),
+    )
+    return build(subject, sections)
+
+
+def geometry_report(
+    models: Sequence[GeometryScores],
+    *,
+    unscored: Mapping[str, str] | None = None,
+    title: str | None = None,
+    details: Mapping[str, str] | None = None,
+    sections: Sequence[SectionFunction] = GEOMETRY_SECTIONS,
+) -> Report:
+    """A report on the geometry of models: symmetry and directionality in one plane, by layer, by head.
+
+    Args:
+        models: results of `af.geometry.score`.
+        unscored: models that could not be scored, with the reason.
+        title: heading; by default the model, or how many there are.
+        details: more rows for the provenance.
+        sections: what to show.
+
+    Raises:
+        ValueError: there is neither a scored nor an unscored model.
+    """
+    if not models and not unscored:
+        raise ValueError("expected at least one model, got none: nothing to report")
+    name = models[0].model if len(models) == 1 else f"Geometry of {len(models)} models"
+    subject = Subject(
+        title=title if title is not None else name,
+        model=models[0].model if len(models) == 1 else None,
+        geometry=tuple(models),
+        unscored=dict(unscored or {}),
         details=dict(details or {}),
     )
     return build(subject, sections)

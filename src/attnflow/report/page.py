@@ -17,6 +17,7 @@ from attnflow._core.version import __version__
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
+from attnflow.report.sections.geometry import geometry_numbers, geometry_reading
 from attnflow.report.subject import Section, Subject
 
 _REPORTED: Final = ("torch", "numpy", "transformers")
@@ -82,6 +83,8 @@ def reading(subject: Subject) -> list[Content]:
                 code(first.module),
                 ".",
             ]
+    if subject.geometry:
+        sentences += geometry_reading(subject.geometry)
     return sentences
 
 
@@ -176,6 +179,8 @@ def _key_numbers(subject: Subject) -> list[tuple[str, Content]]:
         found = len(subject.audit.violations)
         text, kind = (plural(found, "violation"), "bad-ink") if found else ("clean", "good-ink")
         rows.append(("Audit", tag("span", text, class_=kind)))
+    if len(subject.geometry) == 1:
+        rows += geometry_numbers(subject.geometry[0])
     return rows
 
 

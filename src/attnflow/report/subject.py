@@ -13,6 +13,7 @@ from attnflow.report.facts import CostModel
 from attnflow.report.html import Html
 
 if TYPE_CHECKING:
+    from attnflow.geometry import GeometryScores
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Verification
@@ -35,6 +36,8 @@ class Subject:
         model: name of the audited model.
         labels: a text for each position.
         cost: the model whose attention is priced.
+        geometry: scores of models.
+        unscored: models that could not be scored, with the reason.
         details: more rows for the provenance.
     """
 
@@ -48,6 +51,8 @@ class Subject:
     model: str | None = None
     labels: tuple[str, ...] | None = None
     cost: CostModel = field(default_factory=CostModel)
+    geometry: tuple[GeometryScores, ...] = ()
+    unscored: Mapping[str, str] = field(default_factory=dict[str, str])
     details: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property

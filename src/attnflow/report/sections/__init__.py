@@ -1,6 +1,7 @@
 """The sections of a report, one function each: `Subject` in, `Section` out, None where there is nothing to say."""
 
 from attnflow.report.sections.findings import audit, idle, leaks, verification
+from attnflow.report.sections.geometry import by_head, by_layer, scores
 from attnflow.report.sections.mask import blocks, cost, picture
 from attnflow.report.sections.order import growth_by_layer, order
 from attnflow.report.subject import SectionFunction
@@ -17,17 +18,22 @@ SECTIONS: tuple[SectionFunction, ...] = (
     cost,
 )
 MODEL_SECTIONS: tuple[SectionFunction, ...] = (audit, *(function for function in SECTIONS if function is not audit))
+GEOMETRY_SECTIONS: tuple[SectionFunction, ...] = (scores, by_layer, by_head)
 
 __all__ = [
+    "GEOMETRY_SECTIONS",
     "MODEL_SECTIONS",
     "SECTIONS",
     "audit",
     "blocks",
+    "by_head",
+    "by_layer",
     "cost",
     "growth_by_layer",
     "idle",
     "leaks",
     "order",
     "picture",
+    "scores",
     "verification",
 ]
