@@ -111,6 +111,28 @@ def test_half_precision_is_computed_in_float32():
     assert next(iter(live_query_keys(rounded)[0].parameters.values())).grad.dtype == torch.bfloat16
 
 
+def test_autocast_does_not_lower_the_precision():
+    model = MODELS["gqa"]()
+    expected = af.geometry.penalty(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = af.geometry.penalty(model)
+    assert got.dtype == torch.float32
+    assert got.item() == expected.item()
+
+
+def test_wrapped_models():
+    model = MODELS["gqa"]()
+    expected = af.geometry.penalty(model).item()
+    assert af.geometry.penalty(nn.DataParallel(model)).item() == expected
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_models():
+    model = MODELS["gqa"]()
+    assert af.geometry.penalty(torch.compile(model)).item() == af.geometry.penalty(model).item()
+
+
 @pytest.mark.parametrize("target", ["symmetric", "skew"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_descent_reaches_the_target(target, per_head):

@@ -116,7 +116,7 @@ def test_measured_gradients_are_those_of_autograd(objective):
     model = LanguageModel(48, 32, 4, 2, seed=3).double()
     generator = torch.Generator().manual_seed(0)
     model.loss(draw_tokens(0), objective, 0.3, generator).backward()
-    gradients, steps = theory._first_step(model)
+    gradients, steps = theory._gradient_and_step(model)
     for layer, gradient, step in zip(model.layers(), gradients, steps, strict=True):
         query, key = layer.query.weight.detach(), layer.key.weight.detach()
         # Of each head, dL/dW_q = W_k G_h^T, so that the whole gradients bound what the sum of G_h may be.
@@ -128,7 +128,7 @@ def test_measured_gradients_are_those_of_autograd(objective):
 def test_one_head_gives_the_gradient_of_the_form_itself():
     model = LanguageModel(48, 32, 1, 1, seed=3).double()
     model.loss(draw_tokens(0), "causal", 0.3, torch.Generator().manual_seed(0)).backward()
-    (gradient,), _ = theory._first_step(model)
+    (gradient,), _ = theory._gradient_and_step(model)
     (layer,) = model.layers()
     torch.testing.assert_close(layer.query.weight.grad, layer.key.weight.detach() @ gradient.T, rtol=1e-9, atol=1e-12)
 
@@ -162,6 +162,18 @@ def test_text_follows_its_chain():
     assert conditional < unigram - 0.5  # there is something to learn from the context
 
 
+def test_theorem_2_3_as_printed_holds_for_rows_as_for_columns():
+    """There is a w above which more columns than rows have their norms, and a w the other way round, in every matrix.
+
+    Squared norms of rows and of columns have one mean, the mean of P(norm > w) over all w; so neither is larger
+    everywhere unless both have the same distribution.
+    """
+    for matrix in torch.randn(200, 12, 12) * torch.rand(200, 1, 12):
+        rows, columns = matrix.norm(dim=1), matrix.norm(dim=0)
+        more = [int((columns > w).sum() - (rows > w).sum()) for w in torch.cat([rows, columns])]
+        assert max(more) > 0 > min(more)
+
+
 @pytest.mark.slow
 def test_small_models_learn_and_the_study_reports_them():
     study = theory.measure_updates(seeds=2, steps=120, width=32, num_layers=1)
@@ -180,7 +192,7 @@ def test_small_models_learn_and_the_study_reports_them():
     assert study.row("causal", "training").symmetry.mean != 0
     lines = str(study).splitlines()
     assert lines[0] == "2 seeds, 120 steps; mean and 95 % interval"
-    assert len(lines) == 2 + 9
+    assert len(lines) == 2 + 12
     with pytest.raises(KeyError, match="no row for objective 'prefix'"):
         study.row("prefix", "training")
 

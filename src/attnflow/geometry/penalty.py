@@ -22,7 +22,7 @@ def penalty(model: nn.Module, target: Target = "symmetric", per_head: bool = Fal
     is formed. S does not depend on the scale of the weights, so the gradient turns them and never shrinks them.
 
     Args:
-        model: any model that `score` reads, also inside a wrapper. Parts that are frozen add a constant.
+        model: any model that `score` reads, compiled or wrapped for several devices too. Frozen parts add a constant.
         target: where to.
         per_head: S_l is the mean over the heads' own symmetries rather than the symmetry of their sum, as in the paper.
 
@@ -41,8 +41,10 @@ def penalty(model: nn.Module, target: Target = "symmetric", per_head: bool = Fal
         raise ValueError(f'target must be "symmetric" or "skew", got {target!r}')
     sign = 1 if target == "symmetric" else -1
     symmetry = head_symmetry if per_head else full_symmetry
-    terms = [
-        1 - sign * symmetry(live.query(), live.key(), live.num_heads, live.num_kv_heads).mean()
-        for live in selected(model)
-    ]
+    terms: list[Tensor] = []
+    for live in selected(model):
+        query, key = live.query(), live.key()
+        # A Trainer takes the loss under autocast, whose half precision is not enough for the squares of products.
+        with torch.autocast(query.device.type, enabled=False):
+            terms.append(1 - sign * symmetry(query, key, live.num_heads, live.num_kv_heads).mean())
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.live import LiveQueryKey, live_query_keys
@@ -17,7 +18,7 @@ _LOG: Final = logging.getLogger("attnflow.geometry")
 
 
 def selected(model: nn.Module, attention: Attention = "self") -> list[LiveQueryKey]:
-    """The queries and keys of one kind of attention, in the order of the layers.
+    """The queries and keys of one kind of attention, in the order of the layers, also of a model that is wrapped.
 
     Raises:
         UnsupportedArchitecture: the model has none that is known.
@@ -25,6 +26,8 @@ def selected(model: nn.Module, attention: Attention = "self") -> list[LiveQueryK
     """
     if attention not in ("self", "cross", "all"):
         raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        model = model.module
     found = [live for live in live_query_keys(model) if attention in ("all", live.kind)]
     if not found:
         raise UnsupportedArchitecture(f"the model has no {attention}-attention, whose queries and keys are asked for")

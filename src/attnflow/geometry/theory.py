@@ -16,9 +16,9 @@ from attnflow._core import checks
 from attnflow.geometry.language_model import LENGTH, LanguageModel, Objective, draw_tokens
 from attnflow.geometry.scores import directionality, symmetry
 
-Stage = Literal["gradient", "first step", "training"]
+Stage = Literal["gradient", "first step", "late gradient", "training"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("causal", "bidirectional")
-STAGES: Final[tuple[Stage, ...]] = ("gradient", "first step", "training")
+STAGES: Final[tuple[Stage, ...]] = ("gradient", "first step", "late gradient", "training")
 
 
 def score_gradient(
@@ -109,8 +109,8 @@ class Measured:
     Attributes:
         objective: "causal" (next token), "bidirectional" (masked tokens), or "difference" (bidirectional - causal, by
             seed).
-        stage: "gradient" (the sum of prop. 2.2 at initialisation), "first step" (`implicit_step` of it) or "training"
-            (M after training less M before).
+        stage: "gradient" (the sum of prop. 2.2 at initialisation), "first step" (`implicit_step` of it), "late
+            gradient" (the sum in the last step) or "training" (M after training less M before).
         symmetry: theorem 2.4 says that it is positive for "bidirectional".
         directionality: reading "excess"; negative where columns dominate.
         more_columns: share of columns minus share of rows with norms above one common threshold, mean + 2 std of
@@ -150,11 +150,11 @@ class UpdateStudy:
         raise KeyError(f"no row for objective {objective!r} and stage {stage!r}; stages are {', '.join(STAGES)}")
 
     def __str__(self) -> str:
-        head = f"{'stage':<11} {'objective':<14} {'symmetry':<25} {'directionality':<25} more columns than rows"
+        head = f"{'stage':<14} {'objective':<14} {'symmetry':<25} {'directionality':<25} more columns than rows"
         lines = [f"{self.seeds} seeds, {self.steps} steps; mean and 95 % interval", head]
         for row in self.rows:
             cells = [str(cell) for cell in (row.symmetry, row.directionality, row.more_columns)]
-            lines.append(f"{row.stage:<11} {row.objective:<14} {cells[0]:<25} {cells[1]:<25} {cells[2]}")
+            lines.append(f"{row.stage:<14} {row.objective:<14} {cells[0]:<25} {cells[1]:<25} {cells[2]}")
         return "\n".join(lines)
 
 
@@ -227,14 +227,16 @@ def _train(
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            found["gradient"], found["first step"] = _first_step(model)
+            found["gradient"], found["first step"] = _gradient_and_step(model)
+        if step == steps - 1:
+            found["late gradient"], _ = _gradient_and_step(model)
         optimizer.step()
         last.append(loss.item())
     found["training"] = model.bilinear_forms() - before
     return found, statistics.fmean(last[-max(1, steps // 10) :])
 
 
-def _first_step(model: LanguageModel) -> tuple[Tensor, Tensor]:
+def _gradient_and_step(model: LanguageModel) -> tuple[Tensor, Tensor]:
     """The gradient of every layer, summed over its heads, and the step that it makes M take."""
     gradients: list[Tensor] = []
     moves: list[Tensor] = []
