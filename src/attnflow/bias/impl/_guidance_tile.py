@@ -1,0 +1,166 @@
+"""The guidance network and its gradients on blocks of pairs, in sub-tiles that stay in the processor's cache.
+
+The layer norm of a sum separates (a_i and c_j centred over the d hidden units): var_ij = (|a_i|^2 + |c_j|^2 +
+2 a_i . c_j) / d is one small matrix product, and the hidden layer z = r_ij (gain a_i + gain c_j) + shift with
+r = 1 / sqrt(var + eps) takes two passes. Backward, with the upstream gradient G and P = r G GELU'(z):
+
+    d weight = sum_ij GELU(z) G              d shift = weight * sum_ij P / r
+    R_i = sum_j P_ij,  C_j = sum_i P_ij      d gain = weight * (sum_i a_i R_i + sum_j c_j C_j)
+    m_ij = r^2 / d * sum_h weight P x,       x = gain (a_i + c_j)
+    d a_i = centred(gain weight R_i) - a_i sum_j m_ij - sum_j m_ij c_j, and likewise d c_j
+
+so that nothing of width d but three sub-tiles is ever held, and each is read a handful of times. The hidden unit is the
+first dimension: then every pass runs along the keys, and every factor of a pair is shared by all hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnflow.bias.terms import EPS, Guidance, wide
+
+# Numbers in a sub-tile, 2 MB on a CPU: small enough for the caches, large enough for two threads to share each pass.
+_SUBTILE: Final = {"cpu": 1 << 19}
+_SUBTILE_ELSEWHERE: Final = 1 << 25
+_STRIP: Final = {"cpu": 16}  # queries of a sub-tile: few, so that little is computed beyond a causal diagonal
+_STRIP_ELSEWHERE: Final = 128
+
+_gelu: Final = torch.ops.aten.gelu.out
+_gelu_backward: Final = torch.ops.aten.gelu_backward.grad_input
+
+
+class GuidanceTiles:
+    """Tiles of one `Guidance` term, and the gradients that its tensors gather from them."""
+
+    def __init__(self, term: Guidance) -> None:
+        self.term = term
+        self.batch, self.groups, _, self.hidden = term.rows.shape
+        # One map for each batch element and group from here on: [maps, ...].
+        self.gain, self.shift, self.weight = (
+            wide(t).repeat(self.batch, 1) for t in (term.scale, term.shift, term.weight)
+        )
+        self.rows, self.row_squares, self.scaled_rows = self._prepare(term.rows)
+        self.columns, self.column_squares, self.scaled_columns = self._prepare(term.columns)
+        device = term.rows.device.type
+        self.strip = _STRIP.get(device, _STRIP_ELSEWHERE)
+        self.width = max(1, _SUBTILE.get(device, _SUBTILE_ELSEWHERE) // (self.hidden * self.strip))
+        self.width = min(self.width, self.columns.shape[1])
+        self._buffers = self.rows.new_empty((3, self.hidden * self.strip * self.width))
+
+    def _prepare(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Centred features [maps, tokens, hidden], their mean squares, and gain * centred, [maps, hidden, tokens]."""
+        found = wide(features).flatten(0, 1)
+        found = found - found.mean(dim=-1, keepdim=True)
+        return found, found.square().mean(dim=-1), (found.mT * self.gain[:, :, None]).contiguous()
+
+    def tile(
+        self, rows: slice, columns: slice, allowed: Bool[Tensor, "batch_1 heads_1 queries keys"] | None
+    ) -> Float[Tensor, "batch_2 groups queries keys"]:
+        """B for a block of pairs; 0 + offset where it knows that no pair exists."""
+        inverse = self._inverse_deviation(rows, columns)
+        bias = torch.zeros_like(inverse)
+        for i, j in self._subtiles(inverse, allowed):
+            for index in range(len(bias)):
+                x = self._sum(index, rows, columns, i, j)
+                z = torch.addcmul(self.shift[index, :, None, None], x, inverse[index, i, j], out=x)
+                activated = _gelu(z, out=z)
+                bias[index, i, j] = (self.weight[index] @ activated.flatten(1)).view(z.shape[1:])
+        bias = bias.unflatten(0, (self.batch, self.groups))
+        return bias.add_(wide(self.term.offset)[:, None, None])
+
+    def start(self) -> None:
+        """Forget what has been gathered."""
+        hidden = self.weight
+        self.by_row, self.by_column = torch.zeros_like(self.scaled_rows), torch.zeros_like(self.scaled_columns)
+        self.from_rows, self.from_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
+        self.to_weight, self.to_shift = torch.zeros_like(hidden), torch.zeros_like(hidden)
+        self.to_offset = hidden.new_zeros(len(hidden))
+
+    def gather(
+        self,
+        rows: slice,
+        columns: slice,
+        allowed: Bool[Tensor, "batch_1 heads_1 queries keys"] | None,
+        gradient: Float[Tensor, "batch_2 groups queries keys"],
+    ) -> None:
+        """Add what the upstream gradient of a block of pairs, 0 where no pair exists, gives to each tensor."""
+        upstream = gradient.sum_to_size((self.batch, *gradient.shape[1:])).flatten(0, 1).to(self.rows.dtype)
+        inverse = self._inverse_deviation(rows, columns)
+        moment = torch.zeros_like(inverse)
+        for i, j in self._subtiles(inverse, allowed):
+            for index in range(len(moment)):
+                x = self._sum(index, rows, columns, i, j)
+                pair = (index, i, j)
+                slope = self._slope(index, x, upstream[pair], inverse[pair])
+                self.by_row[index, :, _within(rows, i)] += slope.sum(dim=2)
+                self.by_column[index, :, _within(columns, j)] += slope.sum(dim=1)
+                moment[pair] = (self.weight[index] @ x.mul_(slope).flatten(1)).view(x.shape[1:])
+        moment *= inverse.square_().div_(self.hidden)
+        a, c = self.rows[:, rows], self.columns[:, columns]
+        self.from_rows[:, rows].baddbmm_(moment, c, alpha=-1).sub_(a * moment.sum(dim=2)[..., None])
+        self.from_columns[:, columns].baddbmm_(moment.mT, a, alpha=-1).sub_(c * moment.sum(dim=1)[..., None])
+        self.to_offset += upstream.sum(dim=(1, 2))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each of the term's tensors, from all blocks gathered since `start`."""
+        factor = (self.gain * self.weight)[:, None]
+        sides: list[Tensor] = []
+        to_gain = torch.zeros_like(self.gain)
+        for features, gathered, rest in (
+            (self.rows, self.by_row.mT, self.from_rows),
+            (self.columns, self.by_column.mT, self.from_columns),
+        ):
+            direct = gathered * factor
+            side = rest.add_(direct).sub_(direct.mean(dim=-1, keepdim=True))
+            sides.append(side.unflatten(0, (self.batch, self.groups)))
+            to_gain += (features * gathered).sum(dim=1)
+        parameters = to_gain * self.weight, self.to_shift * self.weight, self.to_weight, self.to_offset
+        return sides + [p.unflatten(0, (self.batch, self.groups)).sum(dim=0) for p in parameters]
+
+    def _inverse_deviation(self, rows: slice, columns: slice) -> Tensor:
+        """r, [maps, queries, keys]."""
+        squares = self.row_squares[:, rows, None] + self.column_squares[:, None, columns]
+        a, c = self.rows[:, rows], self.columns[:, columns]
+        variance = squares.baddbmm_(a, c.mT, alpha=2 / self.hidden)
+        return variance.clamp_(min=0).add_(EPS).rsqrt_()
+
+    def _sum(self, index: int, rows: slice, columns: slice, i: slice, j: slice) -> Tensor:
+        """x = gain (a_i + c_j) in the first buffer, [hidden, queries, keys]."""
+        a = self.scaled_rows[index, :, _within(rows, i), None]
+        c = self.scaled_columns[index, :, None, _within(columns, j)]
+        shape = (self.hidden, a.shape[1], c.shape[2])
+        return torch.add(a, c, out=self._buffers[0, : shape[0] * shape[1] * shape[2]].view(shape))
+
+    def _slope(self, index: int, x: Tensor, upstream: Tensor, inverse: Tensor) -> Tensor:
+        """P, from x, in the second buffer; the gradients of weight and shift are added up on the way."""
+        z, activated = (buffer[: x.numel()].view_as(x) for buffer in self._buffers[1:])
+        torch.addcmul(self.shift[index, :, None, None], x, inverse, out=z)
+        _gelu(z, out=activated)
+        self.to_weight[index] += activated.flatten(1) @ upstream.flatten()
+        slope = _gelu_backward((upstream * inverse).expand_as(z), z, grad_input=z)
+        self.to_shift[index] += slope.flatten(1) @ inverse.reciprocal().flatten()
+        return slope
+
+    def _subtiles(self, tile: Tensor, allowed: Tensor | None) -> Iterator[tuple[slice, slice]]:
+        """Blocks of a tile that cover every pair that may exist: strips of queries, cut to the keys that they see."""
+        _, queries, keys = tile.shape
+        for start in range(0, queries, self.strip):
+            strip = slice(start, min(start + self.strip, queries))
+            first, last, seen = 0, keys, None
+            if allowed is not None:
+                seen = allowed[:, :, strip].flatten(0, 2).any(dim=0)
+                where = seen.nonzero()
+                first, last = (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)
+            for left in range(first, last, self.width):
+                part = slice(left, min(left + self.width, last))
+                if seen is None or bool(seen[part].any()):
+                    yield strip, part
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    return slice(outer.start + inner.start, outer.start + inner.stop)

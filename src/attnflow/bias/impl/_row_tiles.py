@@ -1,0 +1,182 @@
+"""Attention with a bias by blocks of queries: forward and backward, in memory proportional to queries or to keys.
+
+A block holds the scores of its queries to all keys that any of them may attend to, so that the backward pass needs
+nothing but the inputs: it computes the block's weights P again, and with dP = dO V^T,
+
+    dS = P * (dP - sum_j P dP),   dB = sum of dS over the heads of a map,   dQ = dS K,   dK = dS^T Q,   dV = P^T dO.
+
+Blocks follow one another in a fixed order: results do not vary from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from attnflow.bias.call import Call
+from attnflow.bias.impl._term_tiles import TermTiles, tiles_of
+from attnflow.bias.terms import wide
+
+_SCORES: Final = {"cpu": 1 << 21}  # scores held at a time, of all heads and batch elements: 8 MB on a CPU
+_SCORES_ELSEWHERE: Final = 1 << 27
+_LEAST_ROWS: Final = 16
+_MOST_ROWS: Final = 128
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive queries and the range of keys that they may attend to.
+
+    Attributes:
+        rows: the queries.
+        columns: the keys from the first to the last that one of them may attend to.
+        allowed: which pairs of these exist, [batch or 1, heads or 1, rows, columns], or None for all.
+        empty: queries that may attend to nothing, [batch or 1, heads or 1, rows, 1], or None without any.
+    """
+
+    rows: slice
+    columns: slice
+    allowed: Tensor | None
+    empty: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Post-softmax weights of a block before dropout, the derivative of the soft cap, and the weight on the sinks."""
+
+    weights: Tensor
+    cap_slope: Tensor | None
+    on_sink: Tensor | None
+
+
+def rows_at_once(call: Call) -> int:
+    """Queries of a block: the whole policy of what is held at a time."""
+    device, (batch, heads, queries, _) = call.query.device.type, call.query.shape
+    fit = _SCORES.get(device, _SCORES_ELSEWHERE) // max(1, batch * heads * call.key.shape[2])
+    most = _MOST_ROWS if device == "cpu" else queries
+    return max(_LEAST_ROWS, min(fit // _LEAST_ROWS * _LEAST_ROWS, most))
+
+
+def blocks_of(call: Call) -> Iterator[Block]:
+    """The blocks of a call; queries that may attend to nothing are left out where a whole block of them does."""
+    queries, keys, step = call.query.shape[2], call.key.shape[2], rows_at_once(call)
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
+        allowed = call.allow.rows(rows)
+        if allowed is None:
+            yield Block(rows, slice(0, keys), None, None)
+            continue
+        seen = allowed.flatten(0, 2).any(dim=0).nonzero()
+        if not len(seen):
+            continue
+        columns = slice(int(seen[0]), int(seen[-1]) + 1)
+        allowed = allowed[..., columns]
+        if bool(allowed.all()):
+            yield Block(rows, columns, None, None)
+            continue
+        empty = ~allowed.any(dim=-1, keepdim=True)
+        yield Block(rows, columns, allowed, empty if bool(empty.any()) else None)
+
+
+class RowTiles:
+    """One call, ready to be computed block by block."""
+
+    def __init__(self, call: Call, seed: int | None) -> None:
+        """`seed` decides which weights dropout drops; None where it drops none."""
+        self.call, self.seed = call, seed
+        self.key, self.value = (wide(t).flatten(0, 1) for t in (call.key, call.value))
+        self.terms: list[TermTiles] = [tiles_of(term) for term in call.terms]
+
+    def forward(self) -> Tensor:
+        """The output, in the type of the values."""
+        call = self.call
+        output = call.value.new_zeros((*call.query.shape[:3], call.value.shape[3]))
+        for block in blocks_of(call):
+            weights = self._dropped(self._weights(block).weights, block)
+            found = self._by_key_head(weights) @ self.value[:, block.columns]
+            output[:, :, block.rows] = found.view(*weights.shape[:3], -1)
+        return output
+
+    def backward(self, gradient: Tensor, needs_terms: bool) -> list[Tensor | None]:
+        """Gradients of query, key, value, sinks (if there are any) and, if needed, all tensors of the terms."""
+        call = self.call
+        learned = list(zip(call.terms, self.terms, strict=True)) if needs_terms else []
+        for _, tiles in learned:
+            tiles.start()
+        to_query = torch.zeros_like(wide(call.query))
+        to_key, to_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
+        to_sinks = None if call.sinks is None else torch.zeros_like(wide(call.sinks))
+        for block in blocks_of(call):
+            found = self._weights(block)
+            upstream = self._by_key_head(wide(gradient[:, :, block.rows]))
+            dropped = self._by_key_head(self._dropped(found.weights, block))
+            to_value[:, block.columns].baddbmm_(dropped.mT, upstream)
+            to_weights = torch.bmm(upstream, self.value[:, block.columns].mT).view_as(found.weights)
+            to_scores = self._dropped(to_weights, block)
+            along = (found.weights * to_scores).sum(dim=-1, keepdim=True)
+            to_scores = to_scores.sub_(along).mul_(found.weights)
+            if to_sinks is not None and found.on_sink is not None:
+                to_sinks -= (found.on_sink * along).sum(dim=(0, 2, 3))
+            for term, tiles in learned:
+                to_bias = to_scores.unflatten(1, (term.groups, -1)).sum(dim=2)
+                tiles.gather(block.rows, block.columns, block.allowed, to_bias)
+            if found.cap_slope is not None:
+                to_scores *= found.cap_slope
+            to_products = self._by_key_head(to_scores.mul_(call.scale))
+            to_query[:, :, block.rows] = (to_products @ self.key[:, block.columns]).view(*to_scores.shape[:3], -1)
+            query = self._by_key_head(wide(call.query[:, :, block.rows]))
+            to_key[:, block.columns].baddbmm_(to_products.mT, query)
+        parts: list[Tensor | None] = [to_query, to_key.view(call.key.shape), to_value.view(call.value.shape)]
+        parts += [] if to_sinks is None else [to_sinks]
+        return parts + [part for _, tiles in learned for part in tiles.gradients()]
+
+    def _weights(self, block: Block) -> _Weights:
+        call = self.call
+        query = self._by_key_head(wide(call.query[:, :, block.rows]) * call.scale)
+        products = torch.bmm(query, self.key[:, block.columns].mT)
+        score = products.view(call.query.shape[0], call.num_heads, -1, products.shape[-1])
+        cap_slope = None
+        if call.softcap is not None:
+            bent = score.div_(call.softcap).tanh_()
+            cap_slope, score = 1 - bent.square(), bent * call.softcap
+        score = self._add_bias(score, block)
+        weights, on_sink = torch.softmax(score, dim=-1), None
+        if call.sinks is not None:
+            # exp(s_j) / (sum_k exp(s_k) + exp(sink)) = softmax_j * sigmoid(log-sum-exp - sink).
+            beyond = score.logsumexp(dim=-1, keepdim=True) - wide(call.sinks)[:, None, None]
+            weights, on_sink = weights.mul_(beyond.sigmoid()), (-beyond).sigmoid()
+        if block.empty is not None:  # a softmax over nothing is NaN
+            weights = weights.masked_fill_(block.empty, 0.0)
+            on_sink = None if on_sink is None else on_sink.masked_fill(block.empty, 0.0)
+        return _Weights(weights, cap_slope, on_sink)
+
+    def _add_bias(self, score: Tensor, block: Block) -> Tensor:
+        """Scores, in place, plus all terms, and -inf where no pair exists."""
+        shared, allowed = None, block.allowed
+        for tiles in self.terms:
+            tile = tiles.tile(block.rows, block.columns, allowed)
+            if tile.shape[1] == 1:
+                shared = tile if shared is None else shared + tile
+            else:
+                score.unflatten(1, (tile.shape[1], -1)).add_(tile[:, :, None])
+        if allowed is not None and (shared is None or allowed.shape[1] > 1):
+            score.masked_fill_(~allowed, -torch.inf)
+        elif allowed is not None and shared is not None:
+            shared = shared.masked_fill(~allowed, -torch.inf)  # in one map rather than in every head
+        return score if shared is None else score.add_(shared)
+
+    def _dropped(self, weights: Tensor, block: Block) -> Tensor:
+        """The weights after dropout: the same ones are dropped whenever the block is computed."""
+        if self.seed is None:
+            return weights
+        generator = torch.Generator(weights.device).manual_seed(self.seed + block.rows.start)
+        kept = 1 - self.call.dropout
+        return torch.empty_like(weights).bernoulli_(kept, generator=generator).mul_(weights).div_(kept)
+
+    def _by_key_head(self, heads: Tensor) -> Tensor:
+        """[batch, heads, rows, n] as [batch * kv_heads, rows of all heads that share a key, n]."""
+        return heads.reshape(self.key.shape[0], -1, heads.shape[-1])
