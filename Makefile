@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports unit compiled docs gpu bench format clean env bench-env
+.PHONY: help demo test lint types imports unit compiled kernels docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -34,7 +34,7 @@ demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; 
 	$(call say,The main job)
 	$(PY) -m attnflow demo
 
-test: lint types imports unit compiled  ## install, then every check
+test: lint types imports unit compiled kernels  ## install, then every check
 	$(call say,Every check passed)
 
 lint: $(ENV)  ## formatting and lint
@@ -52,11 +52,15 @@ imports: $(ENV)  ## the direction of dependencies
 
 unit: $(ENV)  ## tests and doctests under the shape and type checker
 	$(call say,tests under jaxtyping and beartype)
-	OMP_NUM_THREADS=1 $(PYTEST) tests src/attnflow --doctest-modules -m "not compiled" $(TYPED) -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) tests src/attnflow --doctest-modules -m "not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
 
 compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
 	$(call say,tests of compiled functions)
 	$(PYTEST) tests -m compiled
+
+kernels: $(ENV)  ## tests of the Triton kernels, in Triton's interpreter where there is no GPU
+	$(call say,tests of Triton kernels)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) tests -m kernels -n $(WORKERS)
 
 docs: $(ENV)  ## the site, warnings as errors
 	$(call say,documentation)
@@ -65,7 +69,7 @@ docs: $(ENV)  ## the site, warnings as errors
 
 gpu: $(ENV)  ## on a machine with a GPU: the tests marked gpu, then the benchmarks on it
 	$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device: run this on a machine with a GPU")'
-	$(PYTEST) tests -m gpu
+	$(PYTEST) tests -m "gpu or kernels or compiled"
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) -m benchmarks.$$(basename "$$file" .py) --device cuda; done
 
 bench: $(BENCH_ENV)  ## benchmarks against named peers, into benchmarks/results.csv

@@ -12,6 +12,7 @@ PERMISSIVE = re.compile(
 )
 COPYLEFT = re.compile(r"\b([AL]?GPL|GNU|Affero|MPL|Mozilla|EUPL|CDDL|EPL|SSPL|CC-BY-(NC|SA|ND))", re.IGNORECASE)
 REVIEWED = {
+    "chardet": "LGPL: a dependency of lm-eval, which only the tests use; nothing of the package imports it",
     "certifi": "MPL-2.0: copyleft of its own file of certificates, which nobody here changes",
     "hypothesis": "MPL-2.0: a tool of the tests, not part of what is installed for users",
     "pathspec": "MPL-2.0: a tool of the build and of the documentation",
