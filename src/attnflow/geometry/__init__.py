@@ -4,11 +4,14 @@ from attnflow.geometry import theory
 from attnflow.geometry.initialise import init_skew_, init_symmetric_
 from attnflow.geometry.penalty import penalty
 from attnflow.geometry.published import Comparison, PublishedScores, published_of, published_scores
+from attnflow.geometry.reading import BadCheckpoint
 from attnflow.geometry.recorder import Recorder
+from attnflow.geometry.score import query_keys, score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores, Quartiles, ScoreRow, Summary
 
 __all__ = [
+    "BadCheckpoint",
     "Comparison",
     "GeometryScores",
     "PublishedScores",
@@ -22,6 +25,8 @@ __all__ = [
     "penalty",
     "published_of",
     "published_scores",
+    "query_keys",
+    "score",
     "symmetry",
     "theory",
 ]
