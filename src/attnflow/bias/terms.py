@@ -165,11 +165,14 @@ class Offset(_Tensors):
         """Number of distinct maps."""
         return self.table.shape[0]
 
+    def buckets(self, rows: slice, columns: slice) -> Int[Tensor, "batch queries keys"]:
+        """The place in the table of each pair of a block."""
+        distance = self.column_positions[:, None, columns] - self.row_positions[:, rows, None] + self.origin
+        return self.bucket_of[distance.clamp(0, self.bucket_of.shape[0] - 1)]
+
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs."""
-        distance = self.column_positions[:, None, columns] - self.row_positions[:, rows, None] + self.origin
-        bucket = self.bucket_of[distance.clamp(0, self.bucket_of.shape[0] - 1)]
-        return wide(self.table)[:, bucket].movedim(0, 1)
+        return wide(self.table)[:, self.buckets(rows, columns)].movedim(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnflow.bias.impl._guidance_tile import GuidanceTiles
-from attnflow.bias.terms import Additive, Dense, Guidance, Product, Term, wide
+from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, wide
 
 
 class TensorTerm(Term, Protocol):
@@ -91,6 +91,18 @@ class _DenseTiles(_InPlace):
         _add(to_values[:, :, rows, columns], gradient)
 
 
+class _OffsetTiles(_InPlace):
+    def gather(self, rows: slice, columns: slice, allowed: Tensor | None, gradient: Tensor) -> None:
+        term, to_table = cast(Offset, self.term), cast(Tensor, self.sums[0])
+        bucket = term.buckets(rows, columns)
+        gradient = gradient.to(to_table.dtype).sum_to_size((len(bucket), *gradient.shape[1:]))
+        for total, part in zip(to_table, gradient.unbind(dim=1), strict=True):
+            if total.is_cuda:  # each device has one of these that adds in a fixed order
+                total.index_put_((bucket,), part, accumulate=True)
+            else:
+                total.index_add_(0, bucket.flatten(), part.flatten())
+
+
 class _AutogradTiles(_InPlace):
     """Any other term: its tile is computed again with autograd."""
 
@@ -113,7 +125,12 @@ def _add(total: Tensor, part: Tensor) -> None:
     total.add_(part.sum_to_size(total.shape))
 
 
-_TILES: Final[dict[type, type[_InPlace]]] = {Product: _ProductTiles, Additive: _AdditiveTiles, Dense: _DenseTiles}
+_TILES: Final[dict[type, type[_InPlace]]] = {
+    Product: _ProductTiles,
+    Additive: _AdditiveTiles,
+    Offset: _OffsetTiles,
+    Dense: _DenseTiles,
+}
 
 
 def tiles_of(term: Term) -> TermTiles:
