@@ -1,0 +1,44 @@
+"""Train an encoder from a symmetric start, keep it symmetric by a penalty, and record both scores on the way."""
+
+import csv
+
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+import attnflow as af
+
+torch.manual_seed(0)
+text = "shall i compare thee to a summers day thou art more lovely and more temperate " * 4
+letters = ["?", *sorted(set(text))]  # the first stands for a masked letter
+tokens = torch.tensor([letters.index(letter) for letter in text])
+samples = tokens.unfold(0, 24, 4)
+
+config = BertConfig(
+    vocab_size=len(letters), hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+)
+
+
+def train(strength: float, path: str) -> None:
+    model = BertForMaskedLM(config)
+    af.geometry.init_symmetric_(model)  # W_k = c W_q in every head, at the scale of the model's own initialisation
+    recorder = af.geometry.Recorder(path, every=20, per_head=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    recorder.start(model)
+    for _ in range(60):
+        masked = torch.rand(samples.shape) < 0.15
+        labels = samples.masked_fill(~masked, -100)
+        loss = model(input_ids=samples.masked_fill(masked, 0), labels=labels).loss
+        optimizer.zero_grad()
+        (loss + strength * af.geometry.penalty(model, "symmetric")).backward()
+        optimizer.step()
+        recorder.step()
+    print(f"strength {strength}: loss {loss.item():.2f}; heads' symmetry {recorder.scores.summary('head').symmetry}")
+
+
+for strength in (0.0, 0.01):
+    train(strength, f"geometry_{strength}.csv")
+    with open(f"geometry_{strength}.csv") as file:
+        rows = list(csv.DictReader(file))
+    for step in ("0", "20", "40", "60"):
+        layers = [f"{float(row['symmetry']):+.3f}" for row in rows if row["step"] == step and row["head"] == "all"]
+        print(f"  step {step:>2}: symmetry of the layers {' '.join(layers)}")
