@@ -4,6 +4,8 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, T5Config, T5Model, Trainer
 from transformers import TrainingArguments as Arguments
 
@@ -124,6 +126,18 @@ def test_wrapped_models():
     model = MODELS["gqa"]()
     expected = af.geometry.penalty(model).item()
     assert af.geometry.penalty(nn.DataParallel(model)).item() == expected
+
+
+def test_sharded_weights_are_refused():
+    model = MODELS["gqa"]()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        for use in (af.geometry.penalty, af.geometry.init_symmetric_, af.geometry.Recorder().start):
+            with pytest.raises(af.UnsupportedArchitecture, match="sharded over devices"):
+                use(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.compiled

@@ -21,13 +21,19 @@ def selected(model: nn.Module, attention: Attention = "self") -> list[LiveQueryK
     """The queries and keys of one kind of attention, in the order of the layers, also of a model that is wrapped.
 
     Raises:
-        UnsupportedArchitecture: the model has none that is known.
+        UnsupportedArchitecture: the model has none that is known, or its weights are sharded over devices.
         ValueError: there is no such kind.
     """
     if attention not in ("self", "cross", "all"):
         raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
     if isinstance(model, DataParallel | DistributedDataParallel):
         model = model.module
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        # Reading them is a collective operation: a recorder in one process would wait for the others for ever.
+        raise UnsupportedArchitecture(
+            "the weights are sharded over devices (DTensor), which geometry does not gather: initialise a model before "
+            "it is sharded, and score its checkpoints"
+        )
     found = [live for live in live_query_keys(model) if attention in ("all", live.kind)]
     if not found:
         raise UnsupportedArchitecture(f"the model has no {attention}-attention, whose queries and keys are asked for")
