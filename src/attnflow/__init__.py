@@ -7,7 +7,7 @@ from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, Unsupp
 from attnflow._core.version import __version__
 
 if TYPE_CHECKING:
-    from attnflow import bias, geometry, hf, masks, order, report, tasks
+    from attnflow import bias, geometry, hf, knowledge, masks, order, report, tasks
     from attnflow.bias import BiasConfig
     from attnflow.hf.bias.attach import attach, detach, disabled
     from attnflow.hf.bias.saving import load, save_pretrained
@@ -27,6 +27,7 @@ __all__ = [
     "disabled",
     "geometry",
     "hf",
+    "knowledge",
     "load",
     "masks",
     "order",

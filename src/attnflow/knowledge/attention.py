@@ -1,0 +1,229 @@
+"""Generalized cross-attention from a layer's tokens to the knowledge base, in three orders of evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow._core.checks import integer
+from attnflow.knowledge.activations import Activation, named
+
+THRESHOLDS: Final = ("mlp", "coordinate", "per_entry")
+
+_HIDDEN: Final = 64  # width of the threshold network
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Generalized cross-attention with its entries multiplied in: a feed-forward layer of width heads * entries.
+
+    FFN(h) = act(h W_1 + b_1) W_2 + b_2 with W_1 = W_Q W_K^T E^T / sqrt(d_k), b_1 = B1(E), W_2 = E W_V (knowledge,
+    eq. 21); gated: (act(h W_g + b_g) * (h W_u + b_u)) W_2 + b_2. Exact, and stale once E or a projection changes.
+
+    Attributes:
+        scores: W_1 for each part (one, or gate and up), [parts, heads, model_dim, entries].
+        thresholds: b_1 likewise, [parts, heads, entries].
+        values: W_2, [heads, entries, model_dim].
+        output_bias: b_2, [model_dim], or None.
+        activation: applied to scores.
+    """
+
+    scores: Float[Tensor, "parts heads model_dim entries"]
+    thresholds: Float[Tensor, "parts heads entries"]
+    values: Float[Tensor, "heads entries model_dim"]
+    output_bias: Float[Tensor, " model_dim"] | None
+    activation: Activation
+
+    def __call__(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens model_dim"]:
+        """The layer's output for tokens. Cost: O(tokens * heads * entries * model_dim)."""
+        scores = torch.einsum("...d,phde->p...he", hidden, self.scores) + self._spread(hidden.ndim)
+        weights = weigh(scores, self.activation)
+        found = torch.einsum("...he,hed->...d", weights, self.values)
+        return found if self.output_bias is None else found + self.output_bias
+
+    def _spread(self, ndim: int) -> Tensor:
+        parts, heads, entries = self.thresholds.shape
+        return self.thresholds.view(parts, *[1] * (ndim - 1), heads, entries)
+
+
+class GeneralizedCrossAttention(nn.Module):
+    """C = act(Q K^T / sqrt(d_k) + B1(E)) V + b2 with Q = H W_Q, K = E W_K, V = E W_V (knowledge, eq. 1-9).
+
+    Heads are summed, not concatenated: each reads all of E with projections of its own. A gated layer (ours: gated
+    feed-forward networks are not of the paper's form) has two keys for each entry, (act(Q K_g^T / sqrt(d_k) + B_g) *
+    (Q K_u^T / sqrt(d_k) + B_u)) V + b2.
+
+    The three orders of evaluation are the same function:
+
+    - `naive`: K and V for all entries first. O(entries * d_E * (d_k + d) + tokens * entries * (d_k + d)).
+    - `folded`: as a feed-forward layer, `fold(entries)(hidden)`; pays for folding on every call, so fold once instead
+      where E and the projections stand still. Holds a copy of K and V for this layer.
+    - `query_side`: the query goes to the entries, score = (H W_Q W_K^T / sqrt(d_k)) . e + b1 and output =
+      (A E) W_V + b2. O(tokens * entries * d_E); one E serves all layers, and a changed entry is a changed row.
+
+    Args:
+        model_dim: d, width of the tokens.
+        key_dim: d_k, width of a head's queries and keys.
+        entry_dim: d_E, width of an entry.
+        num_heads: heads.
+        activation: "relu", "gelu", "silu", "sparsemax", or a function of scores [..., entries].
+        gated: two keys for each entry.
+        threshold: B1(E): "mlp" (a small network on the entry), "coordinate" (the entry's last coordinate, or last two
+            if gated: gate then up), "per_entry" (a parameter for each entry of this layer).
+        num_entries: number of entries, for "per_entry" alone.
+        bias: whether there is b2.
+
+    Raises:
+        ValueError: sizes or names out of range.
+
+    >>> layer = GeneralizedCrossAttention(model_dim=8, key_dim=4, entry_dim=6)
+    >>> layer(torch.zeros(2, 3, 8), torch.zeros(5, 6)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        key_dim: int,
+        entry_dim: int,
+        num_heads: int = 1,
+        activation: str | Activation = "relu",
+        gated: bool = False,
+        threshold: str = "mlp",
+        num_entries: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.model_dim = integer("model_dim", model_dim, minimum=1)
+        self.key_dim = integer("key_dim", key_dim, minimum=1)
+        self.entry_dim = integer("entry_dim", entry_dim, minimum=1)
+        self.num_heads = integer("num_heads", num_heads, minimum=1)
+        self.parts = 2 if gated else 1
+        self.activation = named(activation)
+        if threshold not in THRESHOLDS:
+            raise ValueError(f"threshold must be one of {', '.join(map(repr, THRESHOLDS))}, got {threshold!r}")
+        if (threshold == "per_entry") != (num_entries is not None):
+            raise ValueError("num_entries is needed for threshold='per_entry', and for no other")
+        self.threshold = threshold
+        heads = self.num_heads
+        self.query = nn.Parameter(torch.empty(heads, model_dim, key_dim))
+        self.key = nn.Parameter(torch.empty(self.parts, heads, entry_dim, key_dim))
+        self.value = nn.Parameter(torch.empty(heads, entry_dim, model_dim))
+        self.output_bias = nn.Parameter(torch.empty(model_dim)) if bias else None
+        if threshold == "mlp":
+            self.threshold_network = nn.Sequential(
+                nn.Linear(entry_dim, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, self.parts * heads)
+            )
+        if num_entries is not None:
+            self.entry_thresholds = nn.Parameter(torch.empty(self.parts, heads, integer("num_entries", num_entries, 1)))
+        self.reset_parameters()
+
+    @property
+    def gated(self) -> bool:
+        """Whether every entry has two keys."""
+        return self.parts == 2
+
+    def reset_parameters(self) -> None:
+        """Projections normal with std fan_in ** -0.5; biases and thresholds zero."""
+        nn.init.normal_(self.query, std=self.model_dim**-0.5)
+        nn.init.normal_(self.key, std=self.entry_dim**-0.5)
+        nn.init.normal_(self.value, std=(self.entry_dim * self.num_heads) ** -0.5)
+        if self.output_bias is not None:
+            nn.init.zeros_(self.output_bias)
+        if self.threshold == "mlp":
+            for layer in self.threshold_network:
+                if isinstance(layer, nn.Linear):
+                    layer.reset_parameters()
+        elif self.threshold == "per_entry":
+            nn.init.zeros_(self.entry_thresholds)
+
+    def thresholds(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "parts heads entries"]:
+        """B1(E) of each part and head (knowledge, eq. 8)."""
+        shape = (self.parts, self.num_heads, entries.shape[0])
+        if self.threshold == "coordinate":
+            return entries[:, -self.parts :].T[:, None].expand(shape)
+        if self.threshold == "mlp":
+            return self.threshold_network(entries).T.reshape(shape)
+        return self.entry_thresholds
+
+    def project_query(
+        self, hidden: Float[Tensor, "*tokens model_dim"]
+    ) -> Float[Tensor, "parts *tokens heads entry_dim"]:
+        """The query in the space of entries, H W_Q W_K^T / sqrt(d_k): its inner product with an entry is the score."""
+        query = torch.einsum("...d,hdk->...hk", hidden, self.query) / math.sqrt(self.key_dim)
+        return torch.einsum("...hk,phek->p...he", query, self.key)
+
+    def fold(self, entries: Float[Tensor, "entries entry_dim"]) -> Folded:
+        """This layer with the entries multiplied in. Cost: O(entries * heads * d_k * (d_E + d)), once."""
+        self._check(entries)
+        key = torch.einsum("ne,phek->phnk", entries, self.key)
+        scores = torch.einsum("hdk,phnk->phdn", self.query, key) / math.sqrt(self.key_dim)
+        values = torch.einsum("ne,hed->hnd", entries, self.value)
+        return Folded(scores, self.thresholds(entries), values, self.output_bias, self.activation)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "*tokens model_dim"],
+        entries: Float[Tensor, "entries entry_dim"],
+        order: str = "query_side",
+    ) -> Float[Tensor, "*tokens model_dim"]:
+        """What the entries add to each token.
+
+        Args:
+            hidden: tokens.
+            entries: E.
+            order: how to evaluate it.
+
+        Raises:
+            ValueError: widths that do not fit, or an unknown order.
+        """
+        self._check(entries)
+        if hidden.shape[-1] != self.model_dim:
+            raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
+        orders: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            "naive": self._naive,
+            "folded": lambda tokens, rows: self.fold(rows)(tokens),
+            "query_side": self._query_side,
+        }
+        if order not in orders:
+            raise ValueError(f"order must be one of {', '.join(map(repr, orders))}, got {order!r}")
+        return orders[order](hidden, entries)
+
+    def _naive(self, hidden: Tensor, entries: Tensor) -> Tensor:
+        query = torch.einsum("...d,hdk->...hk", hidden, self.query)
+        key = torch.einsum("ne,phek->phnk", entries, self.key)
+        scores = torch.einsum("...hk,phnk->p...hn", query, key) / math.sqrt(self.key_dim)
+        weights = weigh(scores + self._bias(entries, hidden.ndim), self.activation)
+        found = torch.einsum("...hn,hnd->...d", weights, torch.einsum("ne,hed->hnd", entries, self.value))
+        return found if self.output_bias is None else found + self.output_bias
+
+    def _query_side(self, hidden: Tensor, entries: Tensor) -> Tensor:
+        scores = self.project_query(hidden) @ entries.T + self._bias(entries, hidden.ndim)
+        read = weigh(scores, self.activation) @ entries
+        found = torch.einsum("...he,hed->...d", read, self.value)
+        return found if self.output_bias is None else found + self.output_bias
+
+    def _bias(self, entries: Tensor, ndim: int) -> Tensor:
+        thresholds = self.thresholds(entries)
+        parts, heads, count = thresholds.shape
+        return thresholds.reshape(parts, *[1] * (ndim - 1), heads, count)
+
+    def _check(self, entries: Tensor) -> None:
+        if entries.ndim != 2 or entries.shape[1] != self.entry_dim:
+            raise ValueError(f"entries must be [entries, {self.entry_dim}], got shape {tuple(entries.shape)}")
+        if self.threshold == "per_entry" and entries.shape[0] != self.entry_thresholds.shape[2]:
+            raise ValueError(
+                f"this layer has thresholds for {self.entry_thresholds.shape[2]} entries, got {entries.shape[0]}; "
+                "threshold='mlp' or 'coordinate' reads them from the entries themselves"
+            )
+
+
+def weigh(scores: Float[Tensor, "parts *tokens"], function: Activation) -> Tensor:
+    """Weights of entries: act(score), or act(gate) * up."""
+    return function(scores[0]) if scores.shape[0] == 1 else function(scores[0]) * scores[1]

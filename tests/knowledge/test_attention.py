@@ -1,0 +1,160 @@
+"""Generalized cross-attention: one function in three orders of evaluation, and a feed-forward layer when folded."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from attnflow.knowledge import ACTIVATIONS, GeneralizedCrossAttention, KnowledgeBase, sparsemax
+
+ORDERS = ("naive", "folded", "query_side")
+
+
+def layer_and_inputs(seed=0, heads=2, gated=False, threshold="mlp", activation="gelu", entries=11):
+    torch.manual_seed(seed)
+    count = entries if threshold == "per_entry" else None
+    layer = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold, count).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer, torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(entries, 6, dtype=torch.float64)
+
+
+def by_hand(layer, hidden, entries):
+    """The paper's equations for one token at a time, with loops."""
+    result = torch.zeros_like(hidden)
+    bounds = layer.thresholds(entries)
+    for place in torch.cartesian_prod(torch.arange(hidden.shape[0]), torch.arange(hidden.shape[1])).tolist():
+        token = hidden[tuple(place)]
+        for head in range(layer.num_heads):
+            query = token @ layer.query[head]
+            scores = [
+                torch.stack([query @ (entry @ layer.key[part, head]) for entry in entries]) / math.sqrt(layer.key_dim)
+                + bounds[part, head]
+                for part in range(layer.parts)
+            ]
+            weights = layer.activation(scores[0]) * (scores[1] if layer.gated else 1)
+            for weight, entry in zip(weights, entries, strict=True):
+                result[tuple(place)] += weight * (entry @ layer.value[head])
+    return result + layer.output_bias
+
+
+@pytest.mark.parametrize("threshold", ["mlp", "coordinate", "per_entry"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_compute_the_equations(order, gated, threshold):
+    layer, hidden, entries = layer_and_inputs(gated=gated, threshold=threshold)
+    torch.testing.assert_close(layer(hidden, entries, order), by_hand(layer, hidden, entries), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    heads=st.integers(1, 3),
+    gated=st.booleans(),
+    threshold=st.sampled_from(["mlp", "coordinate", "per_entry"]),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    entries=st.integers(1, 13),
+)
+def test_orders_agree_in_values_and_gradients(seed, heads, gated, threshold, activation, entries):
+    layer, hidden, base = layer_and_inputs(seed, heads, gated, threshold, activation, entries)
+    hidden.requires_grad_()
+    base.requires_grad_()
+    direction = torch.randn_like(hidden)
+    results = {}
+    for order in ORDERS:
+        output = layer(hidden, base, order)
+        gradients = torch.autograd.grad((output * direction).sum(), [hidden, base, *layer.parameters()])
+        results[order] = [output, *gradients]
+    for order in ORDERS[1:]:
+        for found, expected in zip(results[order], results["naive"], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_folded_relu_is_the_ordinary_feed_forward_layer():
+    layer, hidden, entries = layer_and_inputs(heads=1, activation="relu")
+    folded = layer.fold(entries)
+    first, second = folded.scores[0, 0], folded.values[0]
+    expected = functional.relu(hidden @ first + folded.thresholds[0, 0]) @ second + folded.output_bias
+    torch.testing.assert_close(folded(hidden), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(hidden, entries), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_a_wider_feed_forward_layer():
+    layer, hidden, entries = layer_and_inputs(heads=3, activation="relu")
+    folded = layer.fold(entries)
+    first = folded.scores[0].movedim(0, 1).flatten(1)
+    wide = functional.relu(hidden @ first + folded.thresholds[0].flatten()) @ folded.values.flatten(0, 1)
+    torch.testing.assert_close(layer(hidden, entries), wide + folded.output_bias, rtol=1e-12, atol=1e-12)
+
+
+def test_an_edited_entry_is_seen_at_once_by_all_but_the_folded():
+    layer, hidden, entries = layer_and_inputs()
+    folded = layer.fold(entries)
+    before = folded(hidden)
+    entries[4] = torch.randn(6)
+    torch.testing.assert_close(folded(hidden), before, rtol=0, atol=0)
+    assert not torch.allclose(layer(hidden, entries), before)
+    torch.testing.assert_close(layer.fold(entries)(hidden), layer(hidden, entries), rtol=1e-12, atol=1e-12)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=9))
+def test_sparsemax_is_the_nearest_point_of_the_simplex(scores):
+    scores = torch.tensor(scores, dtype=torch.float64)
+    weights = sparsemax(scores)
+    assert weights.min() >= 0
+    assert weights.sum().item() == pytest.approx(1)
+    # Optimality: entries with weight are all the same distance below their score, others no farther.
+    gap = scores - weights
+    assert gap[weights > 0].max().item() == pytest.approx(gap[weights > 0].min().item())
+    assert bool((gap[weights == 0] <= gap[weights > 0].min() + 1e-12).all())
+
+
+def test_a_base_trains_jointly():
+    torch.manual_seed(0)
+    base = KnowledgeBase(16, 6)
+    layers = torch.nn.ModuleList([GeneralizedCrossAttention(8, 4, 6) for _ in range(2)])
+    hidden, target = torch.randn(32, 8), torch.randn(32, 8)
+    optimizer = torch.optim.Adam([*base.parameters(), *layers.parameters()], lr=0.01)
+    losses = []
+    for _ in range(40):
+        state = hidden
+        for layer in layers:
+            state = state + layer(state, base())
+        loss = functional.mse_loss(state, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activation": "tanh"}, "activation must be one of 'relu'"),
+        ({"threshold": "none"}, "threshold must be one of 'mlp'"),
+        ({"threshold": "per_entry"}, "num_entries is needed"),
+        ({"num_heads": 0}, "num_heads must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GeneralizedCrossAttention(8, 4, 6, **arguments)
+
+
+def test_bad_shapes_and_entries():
+    layer, hidden, entries = layer_and_inputs()
+    with pytest.raises(ValueError, match=r"entries must be \[entries, 6\], got shape \(11, 5\)"):
+        layer(hidden, entries[:, :5])
+    with pytest.raises(ValueError, match="hidden must have width 8"):
+        layer(hidden[..., :7], entries)
+    with pytest.raises(ValueError, match="order must be one of 'naive'"):
+        layer(hidden, entries, "sideways")
+    with pytest.raises(ValueError, match="this layer has thresholds for 11 entries, got 10"):
+        layer_and_inputs(threshold="per_entry")[0](hidden, entries[:10])
+    entries[3, 2] = math.nan
+    with pytest.raises(ValueError, match="entry 3 holds NaN"):
+        KnowledgeBase.from_entries(entries)
