@@ -179,9 +179,13 @@ def test_values_for_a_log_have_names_by_tower_and_kind():
 class Writer:
     def __init__(self):
         self.scalars = []
+        self.flushed = 0
 
     def add_scalar(self, name, value, step):
         self.scalars.append((name, value, step))
+
+    def flush(self):
+        self.flushed = len(self.scalars)
 
 
 class Run:
@@ -201,6 +205,7 @@ def test_logs_to_a_summary_writer_or_a_run(model):
         recorder.step()
     names = [name for name, _, step in writer.scalars if step == 2]
     assert [step for _, step in run.logged] == [0, 2]
+    assert writer.flushed == len(writer.scalars)
     assert names == list(run.logged[1][0])
     assert names[:3] == ["geometry/symmetry", "geometry/symmetry/layer_0", "geometry/symmetry/layer_1"]
 

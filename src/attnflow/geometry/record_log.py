@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +24,9 @@ def log_to(target: object) -> Log:
     Raises:
         TypeError: none of these.
     """
-    add_scalar, log = getattr(target, "add_scalar", None), getattr(target, "log", None)
-    if callable(add_scalar):
-        return lambda values, step: [add_scalar(name, value, step) for name, value in values.items()]
+    if hasattr(target, "add_scalar"):
+        return partial(_log_to_tensorboard, target)
+    log = getattr(target, "log", None)
     if callable(log):
         return cast(Log, log)
     if callable(target):
@@ -72,6 +73,12 @@ def _summary_writer() -> Callable[..., object]:
         except ImportError:
             continue
     raise MissingExtra("tensorboard", "study", 'report_to="tensorboard"')
+
+
+def _log_to_tensorboard(writer: Any, values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, step)
+    writer.flush()  # records are rare, and a crash should not take the last ones
 
 
 def _log_to_wandb(values: Mapping[str, float], step: int) -> None:
