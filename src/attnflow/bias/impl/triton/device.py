@@ -1,0 +1,108 @@
+"""What all kernels share on the device: loads of padded tiles, mask bits, scores, and the tail of the normal law.
+
+Index arithmetic: a tile's base is moved by 64-bit scalars; offsets inside a tile, and along one sequence, are 32 bits.
+"""
+
+# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
+# pyright: basic
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # decided when triton is imported (TRITON_INTERPRET=1)
+
+BLOCK: Final = tl.constexpr(64)  # keys of a block, and bits of a word
+LOG2E: Final = tl.constexpr(1.4426950408889634)
+LOG_ROOT_TWO_PI: Final = tl.constexpr(1.3257480647361595)  # log2(sqrt(2 pi))
+
+
+@triton.jit
+def load_tile(base, stride, index, limit, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, UP):
+    """Rows `index` of a matrix, [index, PADDED]: zero beyond WIDTH, and beyond `limit` rows where CHECK asks for it."""
+    d = tl.arange(0, PADDED)
+    where = base + index[:, None].to(tl.int64) * stride + d[None, :]
+    if CHECK and WIDTH < PADDED:
+        found = tl.load(where, mask=(index[:, None] < limit) & (d[None, :] < WIDTH), other=0.0)
+    elif CHECK:
+        found = tl.load(where, mask=index[:, None] < limit, other=0.0)
+    elif WIDTH < PADDED:
+        found = tl.load(where, mask=d[None, :] < WIDTH, other=0.0)
+    else:
+        found = tl.load(where)
+    if UP:  # a product of bfloat16 matrices is NaN in the interpreter
+        found = found.to(tl.float32)
+    return found
+
+
+@triton.jit
+def store_tile(base, stride, index, limit, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Write rows `index` of a matrix, those below `limit`, WIDTH numbers each."""
+    d = tl.arange(0, PADDED)
+    where = base + index[:, None].to(tl.int64) * stride + d[None, :]
+    mask = (index[:, None] < limit) & (d[None, :] < WIDTH)
+    tl.store(where, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def allowed_tile(words, row_index, TRANSPOSED: tl.constexpr):
+    """Booleans of the pairs (row, key of a block) from one word per row; [keys, rows] if TRANSPOSED."""
+    word = tl.load(words + row_index)
+    bit = tl.arange(0, BLOCK).to(tl.int64)
+    if TRANSPOSED:
+        return ((word[None, :] >> bit[:, None]) & 1) != 0
+    return ((word[:, None] >> bit[None, :]) & 1) != 0
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent from one exponential; no library call, which the interpreter would not know."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def scored(product, scale, softcap, SOFTCAP: tl.constexpr):
+    """(score without bias, its derivative by scale * product), from q k^T."""
+    score = product * scale
+    slope = 1.0
+    if SOFTCAP:
+        bent = tanh(score / softcap)
+        score = softcap * bent
+        slope = 1.0 - bent * bent
+    return score, slope
+
+
+@triton.jit
+def tail(x, EXACT: tl.constexpr):
+    """Phi(-x) of the normal law for x >= 0, as 2 to the power of a polynomial: one special-function instruction.
+
+    Absolute error 6e-8 if EXACT, else 1e-6, and x * tail(x) likewise; both polynomials fall to -inf beyond x = 6.
+    """
+    if EXACT:
+        p = -2.2933744718844906e-06 * x + 3.306767989941228e-05
+        p = p * x - 1.5710165426946476e-04
+        p = p * x - 2.0486065500496808e-04
+        p = p * x + 7.149047332262293e-03
+        p = p * x - 5.255343407641344e-02
+        p = p * x - 4.591896924820169e-01
+        p = p * x - 1.1511075039086216
+        p = p * x - 9.999999444417823e-01
+    else:
+        p = -5.021373705299537e-04 * x + 7.289731001881461e-03
+        p = p * x - 5.2346561348137255e-02
+        p = p * x - 4.5942501243270145e-01
+        p = p * x - 1.1510437654683319
+        p = p * x - 1.0000025676750945
+    return tl.exp2(p)
+
+
+@triton.jit
+def bucket_tile(bucket_of, row_positions, column_positions, rows, cols, num_rows, num_cols, distances, origin):
+    """Bucket of the distance of each pair; pairs beyond the ends have that of some distance."""
+    row = tl.load(row_positions + rows, mask=rows < num_rows, other=0)
+    column = tl.load(column_positions + cols, mask=cols < num_cols, other=0)
+    distance = column[None, :] - row[:, None] + origin
+    distance = tl.minimum(tl.maximum(distance, 0), distances - 1)
+    return tl.load(bucket_of + distance)
