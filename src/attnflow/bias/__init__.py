@@ -12,17 +12,21 @@ from attnflow.bias.config import BiasConfig
 from attnflow.bias.kinds.base import ScoreTerm
 from attnflow.bias.kinds.custom import Custom
 from attnflow.bias.layer import LayerBias, parameters
+from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term
 
 if TYPE_CHECKING:
     from attnflow.hf.bias.attach import attach, detach, disabled
+    from attnflow.hf.bias.capture import capture, capturing
     from attnflow.hf.bias.saving import load, save_pretrained
     from attnflow.hf.bias.summary import BiasSummary, summary
 
 _MODELS = {
     "BiasSummary": "summary",
     "attach": "attach",
+    "capture": "capture",
+    "capturing": "capture",
     "detach": "attach",
     "disabled": "attach",
     "load": "saving",
@@ -35,11 +39,13 @@ __all__ = [
     "Additive",
     "Allow",
     "BiasConfig",
+    "BiasMap",
     "BiasSummary",
     "Custom",
     "Dense",
     "Guidance",
     "LayerBias",
+    "LayerMap",
     "LayerShape",
     "Offset",
     "Product",
@@ -48,6 +54,8 @@ __all__ = [
     "Vectors",
     "attach",
     "attention",
+    "capture",
+    "capturing",
     "detach",
     "disabled",
     "load",

@@ -25,7 +25,8 @@ class LayerBias(nn.Module):
         references: names of the vectors that the summands read.
         impl: what computes attention with it: "auto" or one of `IMPLEMENTATIONS`.
         enabled: whether attention uses it.
-        observer: called with every attention call, before it runs, while something wants to look.
+        observer: called with every attention call, before it runs, while something wants to look; without terms while
+            the bias is disabled.
     """
 
     def __init__(

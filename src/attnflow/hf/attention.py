@@ -96,7 +96,7 @@ def _attention(implementation: str) -> Attention:
             return _masked(module, rule, rule.tables, implementation, query, key, value, attention_mask, kwargs)
 
         bias = getattr(module, CHILD, None)
-        if not isinstance(bias, LayerBias) or not bias.enabled:
+        if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
             return base()
         tables = None if rule is None else rule.tables
         mask = attention_mask if rule is None or tables is None else _placement(rule, query, key, attention_mask)

@@ -2,7 +2,7 @@
 
 from attnflow.report.build import Report, build, geometry_report, mask_report, model_report
 from attnflow.report.facts import BlockSparsity, CostModel, Growth, block_sparsity, growth
-from attnflow.report.figures import mask_figure, mask_png
+from attnflow.report.figures import mask_figure, mask_png, save_figure
 from attnflow.report.html import Html
 from attnflow.report.picture import mask_svg
 from attnflow.report.sections import GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS
@@ -31,4 +31,5 @@ __all__ = [
     "mask_svg",
     "mask_text",
     "model_report",
+    "save_figure",
 ]

@@ -56,8 +56,23 @@ def mask_figure(mask: Mask, *, size: float = 5.0, title: str | None = None) -> F
 
 def mask_png(mask: Mask, path: str | os.PathLike[str], *, size: float = 5.0, dpi: int = 200) -> Path:
     """Writes `mask_figure(mask)` as a PNG file, all of it or nothing; returns its path."""
+    return save_figure(mask_figure(mask, size=size), path, dpi=dpi)
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 200) -> Path:
+    """Writes a figure in the format of the suffix, all of it or nothing; equal figures make equal files.
+
+    Raises:
+        ValueError: a suffix that matplotlib does not write.
+    """
+    from matplotlib import rc_context
+
     checks.integer("dpi", dpi, 1)
-    figure = mask_figure(mask, size=size)
-    with write_atomically(path) as file:
-        figure.savefig(file, format="png", dpi=dpi)
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    known = figure.canvas.get_supported_filetypes()
+    if suffix not in known:
+        raise ValueError(f"expected a file name that ends in .svg, .png or .pdf, got {Path(path).name!r}")
+    undated = {"metadata": {"Date": None}} if suffix == "svg" else {}
+    with rc_context({"svg.hashsalt": "attnflow"}), write_atomically(path) as file:
+        figure.savefig(file, format=suffix, dpi=dpi, **undated)
     return Path(path)

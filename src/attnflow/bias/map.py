@@ -1,0 +1,272 @@
+"""`BiasMap`: what a model's bias was for some queries of one text, layer by layer, and what it did to the weights."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnflow._core.markup import percent, plural, visible
+from attnflow.bias.low_rank import energy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from attnflow.bias.graph import BiasGraph
+
+Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
+
+SCHEMA: Final = "attnflow.bias.map/1"
+_DIGITS: Final = 9  # of a float32, enough to read back the same number
+_COLUMNS: Final = (
+    "layer", "head", "query", "query_token", "key", "key_token",
+    "bias", "raw", "weight", "weight_without", "weight_base",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMap:
+    """One layer: a map for each head that was asked for, or one, the mean over heads.
+
+    Attributes:
+        layer: its number in the model.
+        name: path of its attention module.
+        bias: B less its mean over the keys that the query may attend to, 0 elsewhere. Softmax sees no more of B.
+        raw: B itself, 0 where the mask forbids the pair.
+        allowed: which pairs exist; for the mean over heads, in any of them.
+        weights: post-softmax weights.
+        weights_without: the weights that the same queries and keys would have without B: what it does here.
+        weights_base: the weights of the base model, whose queries and keys no bias has touched in earlier layers
+            either; None if they were not asked for.
+    """
+
+    layer: int
+    name: str
+    bias: Float[Tensor, "maps queries keys"]
+    raw: Float[Tensor, "maps queries keys"]
+    allowed: Bool[Tensor, "maps queries keys"]
+    weights: Float[Tensor, "maps queries keys"]
+    weights_without: Float[Tensor, "maps queries keys"]
+    weights_base: Float[Tensor, "maps queries keys"] | None = None
+
+    @property
+    def strength(self) -> float:
+        """Root mean square of the row-centred bias over the allowed pairs."""
+        return float((self.bias.double().square().sum() / self.allowed.sum().clamp(min=1)).sqrt())
+
+    @property
+    def moved(self) -> float:
+        """Weight that the bias moves from one key to another, mean over queries: half the L1 distance, in [0, 1]."""
+        return float((self.weights - self.weights_without).double().abs().sum(dim=-1).mean() / 2)
+
+
+@dataclass(frozen=True, eq=False)
+class BiasMap:
+    """The bias of a model for some queries of one sequence, as `af.bias.capture` returns it.
+
+    A row is a query, a column a key. Figures, graphs and exports use the row-centred bias: softmax cannot see what is
+    added to all keys of a query alike, so that the sign of the raw B means nothing.
+
+    Attributes:
+        model: name of the model.
+        tokens: the text of each key, in order.
+        queries: positions of the rows.
+        layers: what was found in each layer with a bias.
+        heads: numbers of the heads that the maps tell apart; empty for one map, the mean over heads.
+        causal: whether no query attends to a later key: then the reasoning graph is acyclic.
+        produced: the token that was generated at each query ("" if unknown); empty outside generation.
+    """
+
+    model: str
+    tokens: tuple[str, ...]
+    queries: tuple[int, ...]
+    layers: tuple[LayerMap, ...]
+    heads: tuple[int, ...] = ()
+    causal: bool = True
+    produced: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[LayerMap]:
+        return iter(self.layers)
+
+    def layer(self, number: int) -> LayerMap:
+        """The map of one layer.
+
+        Raises:
+            ValueError: that layer has no bias or was not captured; the message lists those that were.
+        """
+        found = next((one for one in self.layers if one.layer == number), None)
+        if found is None:
+            raise ValueError(f"layer must be one of {[one.layer for one in self.layers]}, got {number!r}")
+        return found
+
+    def row(self, query: int) -> int:
+        """The row of a position; -1 is the last row, -2 the one before it.
+
+        Raises:
+            ValueError: that position was not captured.
+        """
+        if -len(self.queries) <= query < 0:
+            return len(self.queries) + query
+        if query not in self.queries:
+            some = f"{self.queries[0]} to {self.queries[-1]}" if len(self.queries) > 12 else list(self.queries)
+            raise ValueError(f"query must be one of the captured positions, {some}, or -1 for the last; got {query}")
+        return self.queries.index(query)
+
+    def values(
+        self, quantity: Quantity = "bias", layer: int | None = None, head: int | None = None
+    ) -> Float[Tensor, "queries keys"]:
+        """One table of numbers.
+
+        Args:
+            quantity: "bias" (row-centred), "raw", "weights", "weights_without" or "weights_base".
+            layer: its number; None for the mean over the captured layers.
+            head: one of `heads`; None for the mean over the maps.
+
+        Raises:
+            ValueError: a layer, a head or weights that were not captured.
+        """
+        if quantity not in {field.name for field in fields(LayerMap)} - {"layer", "name", "allowed"}:
+            raise ValueError(f"quantity must be 'bias', 'raw' or one of the weights, got {quantity!r}")
+        chosen = self.layers if layer is None else (self.layer(layer),)
+        found = [getattr(one, quantity) for one in chosen]
+        if any(one is None for one in found):
+            raise ValueError("the base model was not run: capture(..., base=True)")
+        maps = torch.stack(cast(list[Tensor], found))
+        return maps.mean(dim=(0, 1)) if head is None else maps[:, self._map(head)].mean(dim=0)
+
+    def allowed(self, layer: int | None = None) -> Bool[Tensor, "queries keys"]:
+        """Which pairs exist in a layer, or in any captured layer."""
+        chosen = self.layers if layer is None else (self.layer(layer),)
+        return torch.stack([one.allowed.any(dim=0) for one in chosen]).any(dim=0)
+
+    def energy(self, rank: int, head: int | None = None) -> dict[int, float]:
+        """For each layer the share of the row-centred bias that a bias of that rank could give; NaN where it is zero.
+
+        Rank 1 is what a bias per key can do. A row-centred random guidance network on unstructured queries and keys
+        has 75 % of its energy in rank 1 and 92 % in rank 8; fewer queries than the rank always give 100 %.
+
+        Args:
+            rank: at least 1.
+            head: one of `heads`; None for the mean over the maps.
+
+        Cost: a singular value decomposition per layer; under a mask, up to a second for 128 queries and keys.
+        """
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}")
+        tables = ((one, self.values("bias", one.layer, head)) for one in self.layers)
+        return {one.layer: energy(table, one.allowed.any(dim=0), rank) for one, table in tables}
+
+    def figure(
+        self,
+        kind: Literal["bias", "weights"] = "bias",
+        *,
+        layer: int | None = None,
+        query: int | None = None,
+        head: int | None = None,
+        title: str | None = None,
+    ) -> Figure:
+        """The map as a matplotlib figure (daa, fig. 1); see `attnflow.bias.figures.map_figure`."""
+        from attnflow.bias.figures import map_figure  # only drawing needs matplotlib
+
+        return map_figure(self, kind, layer=layer, query=query, head=head, title=title)
+
+    def graph(
+        self,
+        *,
+        threshold: float | None = None,
+        top_k: int | None = None,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> BiasGraph:
+        """The reasoning graph: information flows along keys that a query is drawn to; see `BiasGraph.of`."""
+        from attnflow.bias.graph import BiasGraph
+
+        return BiasGraph.of(self, threshold=threshold, top_k=top_k, layer=layer, head=head)
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """A line for each allowed pair of each layer and map, as CSV text, written to `path` if it is given.
+
+        The column `bias` is row-centred; `head` is "mean" where heads were not told apart; `weight_base` is empty where
+        the base model was not run.
+        """
+        buffer = io.StringIO(newline="")
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        names = [visible(token) for token in self.tokens]
+        for one in self.layers:
+            values = [one.bias, one.raw, one.weights, one.weights_without, one.weights_base]
+            for number, row, key in one.allowed.nonzero().tolist():
+                cells = ["" if v is None else _short(float(v[number, row, key])) for v in values]
+                query = self.queries[row]
+                head = self.heads[number] if self.heads else "mean"
+                writer.writerow([one.layer, head, query, names[query], key, names[key], *cells])
+        if path is not None:
+            Path(path).write_text(buffer.getvalue(), encoding="utf-8")
+        return buffer.getvalue()
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON text, written to `path` if it is given; `from_json` reads it back, number for number."""
+        layers = [{field.name: _plain(getattr(one, field.name)) for field in fields(one)} for one in self.layers]
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "layers"}
+        text = json.dumps({"schema": SCHEMA, **own, "layers": layers}, allow_nan=False) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> BiasMap:
+        """The map that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is of another kind.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict) or cast(dict[str, Any], found).get("schema") != SCHEMA:
+            raise ValueError(f'expected the JSON text of a BiasMap, with "schema": "{SCHEMA}"')
+        known: dict[str, Any] = {name: value for name, value in cast(dict[str, Any], found).items() if name != "schema"}
+        size = (max(len(known["heads"]), 1), len(known["queries"]), len(known["tokens"]))
+        layers = [{name: _tensor(name, value, size) for name, value in one.items()} for one in known["layers"]]
+        for name in ("tokens", "queries", "heads", "produced"):
+            known[name] = tuple(known[name])
+        known["layers"] = tuple(LayerMap(**cast(dict[str, Any], one)) for one in layers)
+        return cls(**known)
+
+    def _map(self, head: int) -> int:
+        if head not in self.heads:
+            captured = f"those captured are {list(self.heads)}" if self.heads else "capture(..., heads=...) tells apart"
+            raise ValueError(f"head {head} was not captured: {captured}")
+        return self.heads.index(head)
+
+    def __repr__(self) -> str:
+        about = f"{plural(len(self.queries), 'query', 'queries')} of {plural(len(self.tokens), 'token')}"
+        lines = [f"BiasMap({self.model!r}: {about}, {plural(len(self.layers), 'layer')})"]
+        lines += [f"  layer {o.layer}: strength {o.strength:.3g}, moves {percent(o.moved)} of the weight" for o in self]
+        return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.{_DIGITS}g}"
+
+
+def _plain(value: object) -> object:
+    """Tensors as nested lists; 0 and 1 for booleans."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dtype == torch.bool:
+        return value.int().tolist()
+    return [[[float(_short(x)) for x in row] for row in one] for one in value.tolist()]
+
+
+def _tensor(name: str, value: object, size: Sequence[int]) -> object:
+    if not isinstance(value, list):
+        return value
+    return torch.tensor(value, dtype=torch.bool if name == "allowed" else torch.float32).view(*size)

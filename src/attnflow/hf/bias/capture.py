@@ -1,0 +1,277 @@
+"""`capture` and `capturing`: the bias of a transformers model on a text, or while it generates, as a `BiasMap`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from attnflow._core import checks
+from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.bias.map import BiasMap
+from attnflow.hf.bias.attach import disabled, record_of
+from attnflow.hf.bias.recorder import Recorder
+from attnflow.hf.loader import Loaded
+
+Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
+Heads = Sequence[int] | Literal["all"] | None
+
+_ALL: Final = 128  # tokens up to which every query is captured
+_LAST: Final = 32  # queries captured of a longer text
+
+
+def capture(
+    model: nn.Module | Loaded,
+    text_or_ids: Text,
+    *,
+    layers: Sequence[int] | None = None,
+    queries: int | Sequence[int] | None = None,
+    heads: Heads = None,
+    generate: int | Mapping[str, Any] | None = None,
+    base: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sequence: int = 0,
+) -> BiasMap:
+    """Run a model with a bias on one text and look at B, raw and as softmax sees it, and at the weights.
+
+    Args:
+        model: a model with a bias, or what `af.hf.load_model` returned.
+        text_or_ids: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, as a tokenizer returns
+            them, batched and padded if need be.
+        layers: numbers of layers; by default all that have a bias.
+        queries: positions of the queries, negative ones from the end. By default all of at most 128 tokens, and the
+            last 32 of a longer text; during generation those at which a token was generated.
+        heads: numbers of query heads, or "all"; by default the mean over heads.
+        generate: how many tokens to generate first, greedily, or arguments of the model's `generate`. The map is of
+            the sequence that it returned, so that any decoding strategy will do.
+        base: also run the model without its bias, for `weights_base`.
+        tokenizer: needed for a text unless `model` brings one; else it names the tokens.
+        sequence: which one of a batch.
+
+    Returns:
+        The map, on the CPU in float32.
+
+    Raises:
+        ValueError: no bias is attached, a text without a tokenizer, or layers, queries or heads that do not exist.
+
+    Cost: a forward pass, or two with `base`. Memory: queries x keys for each layer (and head), computed in tiles.
+
+    >>> import attnflow as af
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> _ = af.attach(model, af.BiasConfig(hidden_dim=8, init="kaiming"))
+    >>> capture(model, [5, 6, 7, 8]).values("bias", layer=0).sum(dim=1).abs() < 1e-6
+    tensor([True, True, True, True])
+    """
+    if isinstance(model, tuple):
+        model, tokenizer = model.model, tokenizer or model.tokenizer
+    record_of(model)  # raises for a model without a bias
+    chosen = _chosen(model, layers)
+    inputs = _inputs(model, text_or_ids, tokenizer)
+    if not 0 <= sequence < len(inputs["input_ids"]):
+        raise ValueError(f"sequence must be a number of the batch of {len(inputs['input_ids'])}, got {sequence}")
+    prompt, last = inputs["input_ids"].shape[1], None
+    with _evaluating(model):
+        if generate is not None:
+            inputs, last = _generated(model, inputs, generate)
+        size = inputs["input_ids"].shape[1]
+        rows = _positions(queries, size, prompt if last is not None else None)
+        numbers = _heads(chosen, heads)
+
+        def run() -> Recorder:
+            recorder = Recorder(model, chosen, partial(_within, rows), numbers, sequence)
+            with recorder, torch.no_grad():
+                model(**inputs, **_sparing(model))
+            return recorder
+
+        found = run().map(_name(model), tokenizer, last=None if last is None else int(last[sequence]))
+        if base:
+            with disabled(model):
+                plain = run().map("", None)
+            pairs = zip(found.layers, plain.layers, strict=True)
+            layered = tuple(replace(one, weights_base=other.weights) for one, other in pairs)
+            found = replace(found, layers=layered)
+    return found if last is not None else replace(found, produced=())
+
+
+class Captured:
+    """What `capturing` has seen so far."""
+
+    def __init__(self, recorder: Recorder, name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._recorder, self._name, self._tokenizer = recorder, name, tokenizer
+
+    def map(self) -> BiasMap:
+        """The map of all queries seen so far; a query that ran more than once counts as it ran last.
+
+        Raises:
+            ValueError: no forward pass has run.
+        """
+        return self._recorder.map(self._name, self._tokenizer)
+
+
+@contextmanager
+def capturing(
+    model: nn.Module | Loaded,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Heads = None,
+    every: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sequence: int = 0,
+) -> Generator[Captured]:
+    """Look at every forward pass inside the `with` block, as it runs: `generate` with its cache, a training step.
+
+    The last query of each pass is kept, which is the one that predicts the token being generated. Beam search moves
+    its hypotheses about in the batch, while `sequence` stays; for what it returns use `capture(..., generate=...)`.
+
+    Args:
+        model: a model with a bias, or what `af.hf.load_model` returned.
+        layers: numbers of layers; by default all that have a bias.
+        heads: numbers of query heads, or "all"; by default the mean over heads.
+        every: keep all queries of each pass.
+        tokenizer: names the tokens, unless `model` brings one.
+        sequence: which one of the batch.
+
+    Yields:
+        An object whose `map()` is the `BiasMap` of what has run.
+
+    Raises:
+        ValueError: no bias is attached, it is being captured already, or there are no such layers or heads.
+
+    Cost: one query's scores once more for each layer and pass.
+    """
+    if isinstance(model, tuple):
+        model, tokenizer = model.model, tokenizer or model.tokenizer
+    record_of(model)
+    chosen = _chosen(model, layers)
+    rows: Callable[[int, int], Sequence[int]] = (lambda _, new: range(new)) if every else (lambda _, new: [new - 1])
+    recorder = Recorder(model, chosen, rows, _heads(chosen, heads), sequence)
+    with recorder:
+        yield Captured(recorder, _name(model), tokenizer)
+
+
+def _within(rows: Sequence[int], first: int, new: int) -> list[int]:
+    return [row - first for row in rows if first <= row < first + new]
+
+
+def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
+    found = {bias.shape.index: (name.rpartition(".")[0], bias) for name, bias in layer_biases(model)}
+    if layers is None:
+        return list(found.values())
+    missing = [layer for layer in layers if layer not in found]
+    if missing or not layers:
+        raise ValueError(f"layers must list some of the layers with a bias, {sorted(found)}, got {list(layers)}")
+    return [found[layer] for layer in sorted(set(layers))]
+
+
+def _heads(chosen: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] | None:
+    if heads is None:
+        return None
+    num_heads = min(bias.shape.num_heads for _, bias in chosen)
+    if heads == "all":
+        return list(range(num_heads))
+    if isinstance(heads, str):
+        raise ValueError(f"heads must be None, 'all' or numbers of heads, got {heads!r}")
+    numbers = sorted(set(checks.index_array("heads", heads, num_heads).tolist()))
+    if not numbers:
+        raise ValueError("heads must list at least one head, or be None for their mean")
+    return numbers
+
+
+def _inputs(model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Tensor]:
+    """The keyword arguments of the model's forward, batched, where its embeddings are."""
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise ValueError(
+                "a text needs a tokenizer: pass tokenizer=..., or what af.hf.load_model returned in place of the "
+                "model, or token ids in place of the text"
+            )
+        given = cast(Mapping[str, Tensor], tokenizer(given, return_tensors="pt"))
+    if isinstance(given, Mapping):
+        found = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], given).items()}
+        if "input_ids" not in found:
+            raise ValueError(f"the inputs must hold input_ids, got {', '.join(found) or 'nothing'}")
+        found["input_ids"] = _batched(found["input_ids"])
+    else:
+        found = {"input_ids": _batched(torch.as_tensor(given))}
+        if len(found["input_ids"]) > 1:
+            raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def _batched(ids: Tensor) -> Tensor:
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"expected a text or token ids, got a tensor of {ids.dtype}")
+    if ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise ValueError(f"token ids must be [tokens] or [batch, tokens] with at least one token, got {ids.shape}")
+    return ids if ids.ndim == 2 else ids[None]
+
+
+def _generated(
+    model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(inputs with all generated tokens but the last, which no query has followed; the last tokens)."""
+    options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
+    if isinstance(generate, Mapping):
+        options = dict(generate)
+    if not callable(run := getattr(model, "generate", None)):
+        raise ValueError(f"{type(model).__name__} does not generate; leave generate= out")
+    with torch.no_grad():
+        result = run(**inputs, **options)
+    ids = result if isinstance(result, Tensor) else cast(Tensor, cast(Any, result).sequences)
+    prompt = inputs["input_ids"]
+    if len(ids) != len(prompt):
+        raise ValueError(f"generate returned {len(ids)} sequences for {len(prompt)}; leave num_return_sequences at 1")
+    new = ids.shape[1] - prompt.shape[1] - 1
+    longer = {"input_ids": ids[:, :-1]}
+    if "attention_mask" in inputs:
+        mask = inputs["attention_mask"]
+        longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
+    return longer, ids[:, -1]
+
+
+def _positions(queries: int | Sequence[int] | None, size: int, prompt: int | None) -> list[int]:
+    if queries is None:
+        first = 0 if size <= _ALL else size - _LAST
+        return list(range(first if prompt is None else prompt - 1, size))
+    given = [queries] if isinstance(queries, int) else list(queries)
+    wrong = [position for position in given if not -size <= position < size]
+    if wrong or not given:
+        raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {given}")
+    return sorted({position % size for position in given})
+
+
+def _sparing(model: nn.Module) -> dict[str, object]:
+    """What keeps a forward pass from making a cache and the logits of every token."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    known = inspect.signature(inner.forward).parameters
+    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+
+
+def _name(model: nn.Module) -> str:
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    name = str(getattr(inner.config, "_name_or_path", "") or type(inner).__name__)
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """The model in evaluation mode, then each module as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
