@@ -67,7 +67,7 @@ class MaskHandle:
         newer = any(module.__dict__.get(ATTRIBUTE) is not rule for module, rule in self._rules.items())
         current = [config.__dict__["_attn_implementation_internal"] for config, _ in self._configs]
         if newer or any(name is not self._name and attention.is_registered(name) for name in current):
-            raise RuntimeError("a mask put on this model later is still in use: remove the newest first")
+            raise RuntimeError("a mask or bias put on this model later is still in use: remove the newest first")
         for module, before in self._before:
             if before is _UNSET:
                 delattr(module, ATTRIBUTE)

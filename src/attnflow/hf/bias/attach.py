@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import signature
+from itertools import count
 from typing import Final, Literal, cast
 
 import torch
@@ -28,6 +30,7 @@ Bias = BiasConfig | Custom
 Train = Literal["guidance", "all"]
 
 _RECORD: Final = "_attnflow_bias"  # on the model: what `detach` must restore
+_IMPLEMENTATION: Final = "_attn_implementation_internal"  # of a config
 _log: Final = logging.getLogger("attnflow.hf")
 
 
@@ -37,13 +40,16 @@ class Record:
 
     Attributes:
         biases: the configs, in the order of the summands.
-        configs: configs of the model whose attention implementation was changed, with the name before.
+        configs: each config whose attention implementation was changed, with the name before and the one set: a string
+            object of its own, because a mask, or a bias on the other half of the model, may set an equal one later.
         frozen: parameters that `train="guidance"` froze.
+        number: biases attached before it in this process.
     """
 
     biases: tuple[Bias, ...]
-    configs: list[tuple[PreTrainedConfig, str]]
+    configs: list[tuple[PreTrainedConfig, object, str]]
     frozen: list[nn.Parameter]
+    number: int = field(default_factory=count().__next__)
 
 
 def attach(
@@ -83,13 +89,11 @@ def attach(
     _check(model, biases, train, impl)
     layers = layers_of(model)
     made = _build(layers, biases, impl)
-    sites = [layer.site for layer, _, _ in made]
-    configs = _configs(model, sites)
-    record = Record(biases, [(c, cast(str, c.__dict__["_attn_implementation_internal"])) for c in configs], [])
+    around = models_around(model, [layer.site for layer, _, _ in made])
+    record = Record(biases, _configs(around, [layer.site.module for layer, _, _ in made]), [])
     attention.register()
-    for config, before in record.configs:
-        if not attention.is_registered(before):
-            config.__dict__["_attn_implementation_internal"] = attention.registered_name(before)
+    for config, _, name in record.configs:  # past the property, which would also set sub-configs
+        config.__dict__[_IMPLEMENTATION] = name
     if train == "guidance":
         record.frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in record.frozen:
@@ -97,7 +101,7 @@ def attach(
     for layer, child, enter in made:
         layer.site.module.add_module(CHILD, child)
         install(layer.site.module, enter)
-    setattr(model, _RECORD, record)
+    setattr(around[0], _RECORD, record)  # on the model itself, also if an adapter or a parallel wrapper was given
     result = summary(model)
     _log.info("%s", result)
     return result
@@ -110,23 +114,21 @@ def detach(model: nn.Module) -> None:
         ValueError: no bias is attached.
         RuntimeError: a mask that was put on the model later is still in use.
     """
-    record = record_of(model)
-    for config, before in record.configs:
-        now = cast(str, config.__dict__["_attn_implementation_internal"])
-        if attention.is_registered(now) != attention.is_registered(before) and now != attention.registered_name(before):
-            raise RuntimeError(f"the model's attention was changed to {now!r} after the bias was attached; undo that")
-    in_use = [m for m in model.modules() if getattr(m, attention.ATTRIBUTE, None) is not None]
-    if in_use and not any(attention.is_registered(before) for _, before in record.configs):
-        raise RuntimeError("a mask put on this model after the bias is still in use: remove it first")
-    for config, before in record.configs:
-        config.__dict__["_attn_implementation_internal"] = before
-    for parameter in record.frozen:
-        parameter.requires_grad_(True)
-    for name, _ in list(layer_biases(model)):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        uninstall(owner)
-        delattr(owner, CHILD)
-    delattr(model, _RECORD)
+    for owner in _owners(model):
+        record: Record = owner.__dict__[_RECORD]
+        now = [(config.__dict__[_IMPLEMENTATION], name) for config, _, name in record.configs]
+        if any(attention.is_registered(current) and current is not name for current, name in now):
+            raise RuntimeError("a mask or bias put on this model later is still in use: remove the newest first")
+        for config, before, name in record.configs:
+            if config.__dict__[_IMPLEMENTATION] is name:  # else somebody has chosen another since: keep it
+                config.__dict__[_IMPLEMENTATION] = before
+        for parameter in record.frozen:
+            parameter.requires_grad_(True)
+        for name, _ in list(layer_biases(owner)):
+            module = owner.get_submodule(name.rpartition(".")[0])
+            uninstall(module)
+            delattr(module, CHILD)
+        delattr(owner, _RECORD)
 
 
 @contextmanager
@@ -156,10 +158,17 @@ def record_of(model: nn.Module) -> Record:
     Raises:
         ValueError: nothing.
     """
-    for module in model.modules():
-        if isinstance(record := module.__dict__.get(_RECORD), Record):
-            return record
-    raise ValueError(f"{type(model).__name__} has no bias attached; see af.attach")
+    return _owners(model)[0].__dict__[_RECORD]
+
+
+def _owners(model: nn.Module) -> list[nn.Module]:
+    """The models within `model` that a bias was attached to, the newest first; two with both halves of BART."""
+    found = [module for module in model.modules() if _RECORD in module.__dict__]
+    if not found and next(layer_biases(model), None) is not None:
+        raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to; pass that")
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no bias attached; see af.attach")
+    return sorted(found, key=lambda owner: -cast(Record, owner.__dict__[_RECORD]).number)
 
 
 def _check(model: object, biases: Sequence[object], train: object, impl: object) -> None:
@@ -196,11 +205,10 @@ def _build(layers: Sequence[Layer], biases: Sequence[Bias], impl: str) -> list[t
             kinds = [build(b, layer.shape) if isinstance(b, BiasConfig) else b.module(layer.shape) for b in wanted]
         child = LayerBias(cast(Sequence[nn.Module], kinds), layer.shape, references, impl, len(layers))
         child.to(device, dtype).train(layer.site.module.training)
-        slot = Slot(int(getattr(layer.site.owner.config, "num_hidden_layers", len(layers))))
         rope = any(isinstance(b, BiasConfig) and b.rope == "remove" for b in wanted)
         hidden = "hidden" in references
         projections = layer.projections if "unrotated" in child.references else ()
-        made.append((layer, child, Enter(slot, projections, hidden, rope)))
+        made.append((layer, child, Enter(Slot(layer.depth), projections, hidden, rope)))
     return made
 
 
@@ -211,8 +219,13 @@ def _reachable(layer: Layer, wanted: Sequence[Bias]) -> None:
             f"{layer.site.name}: the projections of queries and keys cannot be reached: {layer.missing}. "
             "reference='rotated' or 'hidden' does without them"
         )
+    for path, _, _ in layer.projections:
+        try:
+            layer.site.module.get_submodule(path)
+        except AttributeError as error:
+            raise UnsupportedArchitecture(f"{layer.site.name} has no module {path!r} to read from") from error
     removes = any(isinstance(bias, BiasConfig) and bias.rope == "remove" for bias in wanted)
-    if removes and "position_embeddings" not in type(layer.site.module).forward.__code__.co_varnames:
+    if removes and "position_embeddings" not in signature(type(layer.site.module).forward).parameters:
         raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
 
 
@@ -221,26 +234,27 @@ def _reads(bias: Bias) -> bool:
     return isinstance(bias, Custom) or bias.kind not in ("alibi", "relative", "dense")
 
 
-def _configs(model: nn.Module, sites: Sequence[object]) -> list[PreTrainedConfig]:
-    """The configs by which the model asks for its attention implementation, checked."""
-    around = models_around(model, sites)  # pyright: ignore[reportArgumentType]
-    owners = [*around, *(site.module for site in sites)]  # pyright: ignore
-    found = {id(m.config): cast(PreTrainedConfig, m.config) for m in owners if hasattr(m, "config")}
-    for config in found.values():
-        name = attention.base_implementation(cast(str, config.__dict__["_attn_implementation_internal"] or "sdpa"))
+def _configs(
+    around: Sequence[PreTrainedModel], modules: Sequence[nn.Module]
+) -> list[tuple[PreTrainedConfig, object, str]]:
+    """The configs by which the model asks for its attention implementation: each with what it says, and will say."""
+    owners = [*around, *(module for module in modules if hasattr(module, "config"))]
+    configs = {id(owner.config): cast(PreTrainedConfig, owner.config) for owner in owners}
+    found: list[tuple[PreTrainedConfig, object, str]] = []
+    for config in configs.values():
+        before = config.__dict__[_IMPLEMENTATION]
+        name = attention.base_implementation(cast(str, before or "sdpa"))
         if name not in attention.IMPLEMENTATIONS:
             raise ValueError(
                 f"the model's attention implementation is {name!r}, which takes no bias; choose one of "
                 f"{', '.join(attention.IMPLEMENTATIONS)} when loading it"
             )
-    owner = around[0] if around else None
-    if isinstance(owner, PreTrainedModel):
-        _runs(owner)
-    return list(found.values())
+        _runs(around[0], name)
+        found.append((config, before, attention.registered_name(name)))
+    return found
 
 
-def _runs(owner: PreTrainedModel) -> None:
-    name = attention.base_implementation(owner.config._attn_implementation or "sdpa")
+def _runs(owner: PreTrainedModel, name: str) -> None:
     try:
         owner.get_correct_attn_implementation(name)
     except (ValueError, ImportError) as error:

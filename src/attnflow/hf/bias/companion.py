@@ -6,6 +6,7 @@ The columns of a layer live in one more cache layer behind those of the model: o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -55,23 +56,14 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
             )
         return columns
     main = cast(CacheLayerMixin, cache.layers[layer])
-    index = cast("dict[int, int]", cache.__dict__.setdefault(_ATTRIBUTE, {}))
-    if layer not in index:
-        _refuse_past(main, columns.shape[1], layer)
-        while len(cache.layers) < depth:  # a cache made without a config grows on demand
-            cache.layers.append(cast(Any, cache.layer_class_to_replicate)())
-        index[layer] = len(cache.layers)
-        cache.layers.append(_like(main))
-    companion = cast(CacheLayerMixin, cache.layers[index[layer]])
+    companion = _companion(cache, main, layer, depth, columns)
     empty = columns.new_zeros(columns.shape[0], 1, columns.shape[1], 0)
     found = companion.update(columns[:, None], empty)[0][:, 0]
-    if isinstance(main, StaticLayer):
-        same = main.cumulative_length == cast(StaticLayer, companion).cumulative_length
-        torch._assert_async(same, _GAP)  # pyright: ignore[reportPrivateImportUsage]
-    if found.shape[1] != num_keys:
-        raise ValueError(
-            f"the cache holds {num_keys} keys of layer {layer}, of which the bias has seen {found.shape[1]}: {_GAP}"
-        )
+    seen, held = cast(tuple[Any, Any], (companion.get_seq_length(), main.get_seq_length()))
+    if isinstance(seen, Tensor):  # of a static cache: looking at it would stop the device, and a compiler
+        torch._assert_async(seen == held, _GAP)  # pyright: ignore[reportPrivateImportUsage]
+    elif seen != held or found.shape[1] != num_keys:
+        raise ValueError(f"the cache holds {held} tokens of layer {layer}, of which the bias has seen {seen}: {_GAP}")
     return found
 
 
@@ -81,10 +73,8 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
     if isinstance(cache, EncoderDecoderCache):
         cache = cast(Cache, cache.self_attention_cache)
     main = None if cache is None else cache.layers[layer]
-    if isinstance(main, StaticSlidingWindowLayer):
-        length = main.cumulative_length_int
-        return step + ((length if length <= main.max_cache_len else num_keys) - new)
-    if isinstance(main, StaticLayer):
+    full = isinstance(main, StaticSlidingWindowLayer) and main.cumulative_length_int > main.max_cache_len
+    if isinstance(main, StaticLayer) and not full:
         return step + (main.cumulative_length.to(device) - new)
     return step + (num_keys - new)
 
@@ -94,6 +84,27 @@ def first_position(cache: Cache | None, layer: int, new: int) -> int | Tensor:
     if isinstance(cache, EncoderDecoderCache):
         cache = cast(Cache, cache.self_attention_cache)
     return 0 if cache is None else cast(Any, cache.layers[layer]).get_seq_length() - new
+
+
+def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, columns: Tensor) -> CacheLayerMixin:
+    """The companion of a layer; a new one for the first tokens, and where another bias has left its own."""
+    index = cast("dict[int, int]", cache.__dict__.setdefault(_ATTRIBUTE, {}))
+    if layer in index:
+        found = cast(CacheLayerMixin, cache.layers[index[layer]])
+        if found.keys is None or not found.keys.numel() or found.keys.shape[-1] == columns.shape[-1]:
+            return found
+    _refuse_past(main, columns.shape[1], layer)
+    made = _like(main)
+    if cache.offloading:  # which asks for the layer after the last one: what attention needs next is the first
+        made.prefetch = partial(cache.prefetch, 0, cache.only_non_sliding)
+    if layer in index:
+        cache.layers[index[layer]] = made
+    else:
+        while len(cache.layers) < depth:  # a cache made without a config grows on demand
+            cache.layers.append(cast(Any, cache.layer_class_to_replicate)())
+        index[layer] = len(cache.layers)
+        cache.layers.append(made)
+    return made
 
 
 def _refuse_past(main: CacheLayerMixin, new: int, layer: int) -> None:

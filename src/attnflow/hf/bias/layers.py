@@ -25,6 +25,7 @@ class Layer:
     Attributes:
         site: where it is.
         shape: its sizes.
+        depth: layers of its stack, of whatever kind: as many as a key-value cache has.
         projections: path of each projection below the module, the side that it makes, and where the heads lie; empty
             if they cannot be reached, with the reason in `missing`.
         missing: why not.
@@ -32,6 +33,7 @@ class Layer:
 
     site: Site
     shape: LayerShape
+    depth: int
     projections: tuple[tuple[str, str, Rows], ...]
     missing: str = ""
 
@@ -59,10 +61,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
         names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
         raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
     places, missing = _places(model)
-    return [_layer(index, site, places.get(site.name), missing) for index, site in enumerate(sites)]
+    stack = model.get_submodule(sites[0].layers)
+    depth = len(stack) if isinstance(stack, nn.ModuleList) else len(sites)
+    return [_layer(index, site, depth, places.get(site.name), missing) for index, site in enumerate(sites)]
 
 
-def _layer(index: int, site: Site, place: Place | None, missing: str) -> Layer:
+def _layer(index: int, site: Site, depth: int, place: Place | None, missing: str) -> Layer:
     config = site.owner.config
     said: dict[str, int] = {**_numbers(config), **_own(site.module)}
     if place is None:
@@ -78,12 +82,12 @@ def _layer(index: int, site: Site, place: Place | None, missing: str) -> Layer:
     shape = LayerShape(index, heads, kv_heads, head_dim, said["hidden_size"], causal)
     if place is None or not isinstance(place.query, Rows) or not isinstance(place.key, Rows):
         latent = "its queries or keys are products of two projections (latent attention)"
-        return Layer(site, shape, (), latent if place is not None else missing)
+        return Layer(site, shape, depth, (), latent if place is not None else missing)
     projections = tuple(
         (rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight"), side, rows)
         for side, rows in (("query", place.query), ("key", place.key))
     )
-    return Layer(site, shape, projections)
+    return Layer(site, shape, depth, projections)
 
 
 def _places(model: nn.Module) -> tuple[Mapping[str, Place], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,18 @@ from attnflow.bias.attention import backend, choose
 from attnflow.bias.call import Call, make_call
 from attnflow.bias.layer import LayerBias
 from attnflow.bias.shape import Vectors
-from attnflow.bias.terms import Term
+from attnflow.bias.terms import Dense, Term
 from attnflow.hf.bias.companion import extend, first_position, new_slots
 from attnflow.hf.bias.relation import relation_of
 from attnflow.hf.bias.taps import Slot, enter_of
+from attnflow.hf.placement import Placement
 from attnflow.hf.tables import MaskTables
 
 Base = Callable[[], tuple[Tensor, Tensor | None]]
 
-# What transformers passes to an attention function beside tensors: anything else that changes scores is refused.
-_ENTERS_SCORES = ("position_bias", "alibi", "relative_position_bias", "head_mask")
+# What else transformers adds to scores, [batch or 1, heads, queries, keys]: T5's buckets. The rest is refused.
+_ADDED: Final = "position_bias"
+_REFUSED: Final = ("alibi", "relative_position_bias", "head_mask")
 
 
 def biased(
@@ -56,21 +58,27 @@ def biased(
         kwargs: of the attention function.
     """
     slot = cast(Any, enter_of(module)).slot
-    terms = _terms(module, bias, slot, query, key)
+    left = mask.left if isinstance(mask, Placement) else None
+    terms = _terms(module, bias, slot, query, key, left) if bias.enabled else ()  # disabled, and yet observed
     slot.clear()
-    zero = bias.is_zero()
-    learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters())
+    zero = not terms or bias.is_zero()
+    learns = (
+        bias.enabled and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters())
+    )
     if zero and not learns and bias.observer is None:
         return base()
-    lost = [name for name in _ENTERS_SCORES if kwargs.get(name) is not None]
+    lost = [name for name in _REFUSED if kwargs.get(name) is not None]
     if lost:
         raise ValueError(f"{type(module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join")
     allow, additive = relation_of(module, mask, tables, crop, query, key.shape[2], kwargs)
+    added = kwargs.get(_ADDED)
+    own = [additive, None if added is None else Dense(added)]
+    query, key, value = map(_autocast, (query, key, value))
     call = make_call(
         query,
         key,
         value,
-        terms if additive is None else (*terms, additive),
+        (*terms, *(term for term in own if term is not None)),
         allow,
         kwargs.get("scaling"),
         kwargs.get("softcap"),
@@ -95,8 +103,15 @@ def biased(
 def _attend(call: Call, impl: str, eager: bool) -> tuple[Tensor, Tensor | None]:
     """By the implementation asked for; eager attention also returns weights, which only the reference holds."""
     need_weights = eager and impl in ("auto", "reference")
-    output, weights = backend(choose(call, impl, need_weights)).run(call)
+    with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
+        output, weights = backend(choose(call, impl, need_weights)).run(call)
     return output, weights if need_weights else None
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """What autocast would hand to attention: rotary embedding leaves queries and keys in float32 there."""
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
 
 class _SameAs(torch.autograd.Function):
@@ -111,14 +126,20 @@ class _SameAs(torch.autograd.Function):
         return gradients[0], None
 
 
-def _terms(module: nn.Module, bias: LayerBias, slot: Slot, query: Tensor, key: Tensor) -> tuple[Term, ...]:
-    """The terms of this call; what the cache must keep of the new tokens is added to it."""
+def _terms(
+    module: nn.Module, bias: LayerBias, slot: Slot, query: Tensor, key: Tensor, left: Tensor | None
+) -> tuple[Term, ...]:
+    """The terms of this call; what the cache must keep of the new tokens is added to it.
+
+    Models that keep position ids to themselves get positions by the count of tokens after `left` leading pads.
+    """
     layer = cast(int, getattr(module, "layer_idx", 0) or 0)
     new, num_keys, device = query.shape[2], key.shape[2], query.device
     where = new_slots(slot.cache, layer, new, num_keys, device)
     positions = slot.positions
     if positions is None or positions.shape[1] != new:
         positions = (torch.arange(new, device=device) + first_position(slot.cache, layer, new))[None]
+        positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
     rotated = "rotated" in bias.references
     queries = Vectors(slot.query, _flat(query) if rotated else None, slot.hidden, positions)
     keys = Vectors(slot.key, _flat(key[:, :, where]) if rotated else None, slot.hidden, positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attnflow._core.errors import AttnflowError
 from attnflow.bias.config import BiasConfig
@@ -36,33 +38,39 @@ class WrongBase(AttnflowError):
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """Write the attached bias to `directory`: its tensors as safetensors, its config and base model as JSON.
 
-    Both files are written beside their places and moved there, tensors first.
+    Both files are written beside their places and moved there, tensors first. The config names the tensors' digest: a
+    save that was killed between the two moves is recognised, and `load` finds the config that fits.
 
     Returns:
         The directory, created if need be.
 
     Raises:
-        ValueError: the model has no bias.
+        ValueError: the model has no bias, or it has no values yet (meta device) or is spread over processes.
     """
     record = record_of(model)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
-    about = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "bias": describe(record),
-        "base": _base(model),
-    }
+    found = _tensors(model)
+    if any(tensor.is_meta for tensor in found.values()):
+        raise ValueError("the bias is on the meta device, where it has no values to save")
+    if any(isinstance(tensor, DTensor) for tensor in found.values()):
+        raise ValueError(
+            "the bias is sharded over processes (FSDP), where each holds a part; save the whole state dict by "
+            "Trainer or accelerate, load it into one model, and save the bias of that"
+        )
+    about = {"format": _FORMAT, "version": _VERSION, "bias": describe(record), "base": _base(model)}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     weights, config = folder / f"{WEIGHTS}.part", folder / f"{CONFIG}.part"
     try:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
         save_file(tensors, weights, metadata={"format": "pt"})
+        about["weights"] = _digest(weights)
         config.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        weights.replace(folder / WEIGHTS)
-        config.replace(folder / CONFIG)
-    finally:
+    except BaseException:
         weights.unlink(missing_ok=True)
         config.unlink(missing_ok=True)
+        raise
+    weights.replace(folder / WEIGHTS)
+    config.replace(folder / CONFIG)
     return folder
 
 
@@ -97,8 +105,8 @@ def load(
     about = _read(folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device, where weights cannot be loaded; load its weights first")
-    _fits(model, cast(Mapping[str, Any], about["base"]), strict)
-    biases = _biases(cast(Sequence[Mapping[str, Any]], about["bias"]), custom)
+    _fits(model, about["base"], strict)
+    biases = _biases(about["bias"], custom)
     try:
         tensors = load_file(folder / WEIGHTS)
     except SafetensorError as error:
@@ -140,7 +148,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
 
 
 def _biases(saved: Sequence[Mapping[str, Any]], custom: Sequence[Custom]) -> list[Bias]:
-    names = [one["name"] for one in saved if one["kind"] == "custom"]
+    names = [one.get("name") for one in saved if one["kind"] == "custom"]
     if names != [one.name for one in custom]:
         raise ValueError(
             f"the saved bias has the custom parts {names or 'none'}, but custom= has {[c.name for c in custom]}; pass "
@@ -150,19 +158,44 @@ def _biases(saved: Sequence[Mapping[str, Any]], custom: Sequence[Custom]) -> lis
     return [next(given) if one["kind"] == "custom" else BiasConfig.from_dict(one) for one in saved]
 
 
-def _read(folder: Path) -> Mapping[str, object]:
-    path = folder / CONFIG
-    if not path.is_file():
+def _read(folder: Path) -> Mapping[str, Any]:
+    """The config of the tensors that lie in a folder, which an interrupted save has left beside its place."""
+    if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no saved bias: {CONFIG} is missing")
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder} holds no saved bias: {WEIGHTS} is missing")
+    about, digest = _parse(folder / CONFIG), _digest(folder / WEIGHTS)
+    if about["weights"] == digest:
+        return about
+    left = folder / f"{CONFIG}.part"
+    if left.is_file() and (newer := _parse(left))["weights"] == digest:
+        return newer
+    raise ValueError(f"{folder / WEIGHTS} is not the file that {CONFIG} was saved with: damaged, or of another save")
+
+
+def _parse(path: Path) -> Mapping[str, Any]:
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(about, Mapping) or about.get("format") != _FORMAT or not {"bias", "base"} <= set(about):
+    if not isinstance(about, Mapping) or about.get("format") != _FORMAT:
         raise ValueError(f"{path} is not the config of a saved bias")
     if about.get("version") != _VERSION:
         raise ValueError(f"{path} has version {about.get('version')}, this release reads {_VERSION}; update attnflow")
-    return cast(Mapping[str, object], about)
+    types = {"bias": list, "base": Mapping, "weights": str}
+    wrong = [name for name, kind in types.items() if not isinstance(about.get(name), kind)]
+    if not wrong and not all(isinstance(one, Mapping) and "kind" in one for one in about["bias"]):
+        wrong = ["bias"]
+    if not wrong and not all(isinstance(one, int | float) for one in about["base"].get("samples", ())):
+        wrong = ["base"]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {', '.join(wrong)} cannot be read")
+    return cast(Mapping[str, Any], about)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _base(model: nn.Module) -> dict[str, object]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from attnflow.bias.layer import LayerBias
 from attnflow.geometry.families.rows import Rows
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
@@ -25,6 +26,7 @@ class Slot:
         hidden: input of the module.
         positions: position ids, if the model passes them.
         cache: the key-value cache in use.
+        waiting: whether the module runs and its attention has not asked yet.
     """
 
     depth: int
@@ -33,10 +35,12 @@ class Slot:
     hidden: Tensor | None = None
     positions: Tensor | None = None
     cache: Cache | None = None
+    waiting: bool = False
 
     def clear(self) -> None:
         """Let go of all tensors."""
         self.query = self.key = self.hidden = self.positions = self.cache = None
+        self.waiting = False
 
 
 class ReadProjection:
@@ -79,10 +83,11 @@ class Enter:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Called by PyTorch before the attention module."""
-        if not getattr(module, CHILD).enabled:
+        if not bias_of(module).enabled:
             return None
         self.hook(module)
         self.slot.clear()
+        self.slot.waiting = True
         if self.keep_hidden:
             hidden = kwargs.get("hidden_states", args[0] if args else None)
             self.slot.hidden = hidden if isinstance(hidden, Tensor) else None
@@ -113,6 +118,38 @@ class Enter:
         self.hooked = []
 
 
+class Leave:
+    """Forward hook of the attention module: a bias that attention has not asked for is out of force, and says so."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        """Called by PyTorch after the attention module."""
+        if self.slot.waiting:
+            self.slot.clear()
+            now = getattr(getattr(module, "config", None), "_attn_implementation", None)
+            raise RuntimeError(
+                f"{type(module).__name__} has a bias, but ran without it: the model's attention implementation was set "
+                f"to {now!r} after af.attach. af.detach the bias, choose the implementation, and attach again"
+            )
+
+
+def bias_of(module: nn.Module) -> LayerBias:
+    """The bias of an attention module.
+
+    Raises:
+        RuntimeError: somebody has wrapped it, and with it taken it out of force.
+    """
+    child = getattr(module, CHILD)
+    if not isinstance(child, LayerBias):
+        raise RuntimeError(
+            f"the bias of {type(module).__name__} was replaced by a {type(child).__name__}; leave {CHILD!r} out of "
+            "what an adapter wraps (modules_to_save): a bias is trained and saved by itself"
+        )
+    return child
+
+
 def enter_of(module: nn.Module) -> Enter | None:
     """Our pre-hook of an attention module, if it has one."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter)), None)
@@ -121,14 +158,17 @@ def enter_of(module: nn.Module) -> Enter | None:
 def install(module: nn.Module, enter: Enter) -> None:
     """Hook an attention module and its projections."""
     module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(Leave(enter.slot))
     enter.hook(module)
 
 
 def uninstall(module: nn.Module) -> None:
     """Remove all our hooks from an attention module and its projections."""
-    hooks = module._forward_pre_hooks
-    for key, hook in list(hooks.items()):
+    for key, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, Enter):
             hook.unhook()
-            del hooks[key]
+            del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, Leave):
+            del module._forward_hooks[key]
