@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 from torch import nn
 
@@ -16,6 +17,8 @@ from attnflow.geometry.reading.module import ModuleWeights
 from attnflow.geometry.reading.safetensors import SafetensorsWeights, find_safetensors
 from attnflow.geometry.reading.torch_file import SUFFIXES, TorchWeights, find_torch_files
 from attnflow.geometry.reading.weights import Weights
+
+_SHARD: Final = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
 __all__ = ["BadCheckpoint", "Weights", "open_weights"]
 
@@ -47,18 +50,31 @@ def _from_folder(folder: Folder, only: str | None = None) -> Weights:
     config = _config(folder)
     safetensors = find_safetensors(folder) if only is None else [only] * only.endswith(".safetensors")
     if safetensors:
+        _refuse_one_shard(folder, safetensors)
         return SafetensorsWeights(folder, safetensors, config)
     torch_files = find_torch_files(folder) if only is None else [only] * only.endswith(SUFFIXES)
     if torch_files:
+        _refuse_one_shard(folder, torch_files)
         return TorchWeights(folder, torch_files, config)
     gguf = [name for name in folder.files if name.endswith(".gguf")]
     if len(gguf) == 1:
+        _refuse_one_shard(folder, gguf)
         return GGUFWeights(folder.file(gguf[0]))
     if gguf:
         raise BadCheckpoint(f"{folder.name} holds {len(gguf)} GGUF files ({', '.join(gguf[:3])}); pass one of them")
     if "adapter_config.json" in folder.files:
         raise BadCheckpoint(f"{folder.name} holds an adapter: merge it into its model and save that")
     raise BadCheckpoint(f"{folder.name} holds no weights: expected safetensors, .bin, .pt or GGUF")
+
+
+def _refuse_one_shard(folder: Folder, files: Sequence[str]) -> None:
+    """One shard would give the scores of a part of the model, as if they were of all of it."""
+    found = _SHARD.search(files[0]) if len(files) == 1 else None
+    if found and int(found[1]) > 1:
+        raise BadCheckpoint(
+            f"{folder.file(files[0]).name} is one of {found[1]} shards: pass the folder that holds all of them and "
+            "their index (GGUF: merge them with llama-gguf-split)"
+        )
 
 
 def _config(folder: Folder) -> Mapping[str, object]:
