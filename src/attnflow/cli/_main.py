@@ -14,7 +14,7 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import audit, demo, doctor, mask_check, mask_list, mask_merge, mask_show, report
+from attnflow.cli import audit, demo, doctor, geometry, mask_check, mask_list, mask_merge, mask_show, report
 from attnflow.cli._output import BadUsage
 
 _OK: Final = 0
@@ -25,7 +25,7 @@ _EPILOG: Final = "Exit code: 0 nothing found, 1 a finding (such as a leak), 2 ba
 
 app = typer.Typer(
     name="attnflow",
-    help="Design, prove and look at attention masks and training objectives; audit real models.",
+    help="Design, prove and look at attention masks and training objectives; audit and score real models.",
     epilog=_EPILOG,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +40,7 @@ mask.command("show")(mask_show.mask_show)
 mask.command("check")(mask_check.mask_check)
 mask.command("merge")(mask_merge.mask_merge)
 app.command("audit")(audit.audit)
+app.command("geometry")(geometry.geometry)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)

@@ -10,7 +10,7 @@ import numpy as np
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import shorten
-from attnflow.geometry.published import published_scores
+from attnflow.geometry.published import PublishedScores, published_scores
 from attnflow.geometry.table import GeometryScores, ScoreRow, Summary
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def plane(models: Sequence[GeometryScores], *, published: bool = True, title: st
     axes.axhline(0, color="0.75", linewidth=0.8, zorder=0)
     axes.axvline(0, color="0.75", linewidth=0.8, zorder=0)
     if published and reading == (2.0, "excess"):
-        known = [record for record in published_scores() if not record.fault and record.kind == "self"]
+        known = background()
         x, y = ([getattr(record, name).median for record in known] for name in _SCORES)
         axes.scatter(x, y, s=12, color="0.8", linewidths=0, zorder=1, label=f"published ({len(known)} records)")
     shown = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all" and _known(s)]
@@ -141,6 +141,11 @@ def head_grid(rows: Sequence[ScoreRow], name: str) -> np.ndarray[Any, np.dtype[n
     for head, layer, value in cells:
         grid[head, layer] = value
     return grid
+
+
+def background() -> tuple[PublishedScores, ...]:
+    """Published records of self-attention, without those known to be wrong."""
+    return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
 
 
 def _new_figure(size: tuple[float, float]) -> Figure:

@@ -271,6 +271,7 @@ class GeometryScores:
             "ignored": IGNORED,
             "notes": list(self.notes),
             "summaries": [_plain(asdict(summary)) for summary in self.summaries],
+            "published": [_plain({**asdict(c.published), "reasons": c.reasons}) for c in self.compare()],
             "rows": [_plain(asdict(row)) for row in self.rows],
         }
 
@@ -317,6 +318,11 @@ class GeometryScores:
         from attnflow.geometry.terminal import overview
 
         return overview([self])
+
+    def __str__(self) -> str:
+        from attnflow.geometry.terminal import overview, text
+
+        return text(overview([self]))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

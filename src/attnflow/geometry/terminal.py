@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def overview(models: Sequence[GeometryScores]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("model", overflow="fold")
     for name in ("matrices", "symmetry", "directionality"):
         table.add_column(name, no_wrap=True)
@@ -40,25 +41,42 @@ def overview(models: Sequence[GeometryScores]) -> Group:
     return Group(table, Text(legend, style="dim"), *(Text(remark) for remark in remarks))
 
 
-def details(scores: GeometryScores) -> Table:
-    """Every row of one model."""
+def details(scores: GeometryScores, *, heads: bool = True) -> Table:
+    """Every row of one model; without its heads if they are not wanted."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     several = len({(row.tower, row.kind) for row in scores}) > 1
-    table = Table(title=Text(scores.model), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(
+        title=Text(scores.model),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        caption="rows, columns: how many have an outstanding norm\n",
+        caption_justify="left",
+    )
     for name in (*(["attention"] if several else []), "layer", "head"):
         table.add_column(name)
-    for name in ("symmetry", "directionality", "norm", "outlier rows", "columns"):
-        table.add_column(name, justify="right")
+    for name in ("symmetry", "directionality", "norm", "rows", "columns"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("flags")
-    for row in scores:
+    for row in scores if heads else (row for row in scores if row.head == "all"):
         where = [", ".join(filter(None, (row.tower, row.kind)))] if several else []
         numbers = (_number(row.symmetry), _number(row.directionality), f"{row.norm:.4g}")
         counts = (str(row.outlier_rows), str(row.outlier_columns))
         table.add_row(*where, str(row.layer), str(row.head), *numbers, *counts, ", ".join(row.flags))
     return table
+
+
+def text(*parts: Group | Table) -> str:
+    """What a terminal of 110 columns would show, without colours and without blanks at the ends of lines."""
+    from rich.console import Console
+
+    buffer = io.StringIO()
+    Console(file=buffer, width=110, color_system=None, force_terminal=False).print(*parts, sep="\n")
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
 def _matrices(scores: GeometryScores, summary: Summary) -> str:

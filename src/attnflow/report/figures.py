@@ -72,7 +72,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 200)
     known = figure.canvas.get_supported_filetypes()
     if suffix not in known:
         raise ValueError(f"expected a file name that ends in .svg, .png or .pdf, got {Path(path).name!r}")
-    undated = {"metadata": {"Date": None}} if suffix == "svg" else {}
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     with rc_context({"svg.hashsalt": "attnflow"}), write_atomically(path) as file:
-        figure.savefig(file, format=suffix, dpi=dpi, **undated)
+        figure.savefig(file, format=suffix, dpi=dpi, metadata=undated)
     return Path(path)

@@ -75,7 +75,7 @@ def layer_chart(series: Sequence[Series], which: int, width: float, height: floa
     lines: list[str] = []
     for index, s in enumerate(series):
         points = [
-            (frame.x(layer), frame.y(value), layer, value)
+            (frame.x(float(layer)), frame.y(value), layer, value)
             for layer, value in zip(s.layers, s.by_layer[which], strict=True)
             if not math.isnan(value)
         ]

@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.markup import grouped, plural
-from attnflow.geometry import GeometryScores, Quartiles, Summary, published_scores
-from attnflow.geometry.figures import head_grid
+from attnflow.geometry import GeometryScores, Quartiles, Summary
+from attnflow.geometry.figures import background, head_grid
 from attnflow.geometry.table import IGNORED
 from attnflow.report import html, score_charts
 from attnflow.report.html import Content, Html, code, tag
@@ -144,7 +144,7 @@ _LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
 def _plane(subject: Subject) -> Html:
     lines = series_of(subject)
     comparable = all((model.gamma, model.mode) == (2.0, "excess") for model in subject.geometry)
-    known = [r for r in published_scores() if not r.fault and r.kind == "self"] if comparable else []
+    known = background() if comparable else ()
     dots = [(record.symmetry.median, record.directionality.median) for record in known]
     charts = tag("div", Html(score_charts.plane_chart(lines, dots, 760.0, 400.0)), class_="only-wide")
     charts += tag("div", Html(score_charts.plane_chart(lines, dots, 350.0, 300.0)), class_="only-narrow")

@@ -1,0 +1,184 @@
+"""`attnflow geometry`: scores of models in text, JSON and files, and what happens to models that cannot be scored."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import T5Config, T5ForConditionalGeneration
+
+import attnflow as af
+from tests.report.reading import parse_page, parse_svg
+
+
+@pytest.fixture(scope="session")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny-t5")
+    config = T5Config(vocab_size=20, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_one_model_is_listed_by_layer(run: Callable, tiny_model: str) -> None:
+    code, out, err = run("geometry", tiny_model)
+    assert (code, err) == (0, "")
+    scores = af.geometry.score(tiny_model, per_head=False)
+    for row in scores:
+        assert f"{row.symmetry:z.3f}" in out
+    assert "2 layers" in out
+    assert "heads" not in out
+    assert "gamma 2 and mode excess" in out
+    assert "Ignored: biases, rotary position embeddings" in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
+
+
+def test_heads_are_listed_when_asked_for(run: Callable, tiny_model: str) -> None:
+    out = run("geometry", tiny_model, "--per-head").out
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[1] for line in lines if len(line) >= 7 and line[0] in "01"] == ["all", *"0123"] * 2
+    assert "8 heads" in out
+
+
+def test_several_models_are_one_table(run: Callable, tiny_model: str, t5: str) -> None:
+    code, out, err = run("geometry", tiny_model, t5, tiny_model)
+    assert (code, err) == (0, "")
+    assert out.count("2 layers") == 3  # the Llama once, T5's encoder and decoder
+    assert "encoder, self: 2 layers" in out
+    assert "norm" not in out.splitlines()[0]
+
+
+def test_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
+    code, out, err = run("geometry", tiny_model, "--json", "--per-head", "--gamma", "1.5", "--mode", "norm")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (found["schema"], found["unscored"], found["written"]) == ("attnflow.geometry/1", {}, None)
+    back = af.geometry.GeometryScores.from_json(json.dumps(found["models"][0]))
+    assert back.rows == af.geometry.score(tiny_model, 1.5, "norm").rows
+    assert (back.model, back.gamma, back.mode) == (tiny_model, 1.5, "norm")
+
+
+def test_cross_attention(run: Callable, t5: str) -> None:
+    models = json.loads(run("geometry", t5, "--attention", "all", "--json").out)["models"]
+    kinds = [(s["tower"], s["kind"], s["count"]) for s in models[0]["summaries"]]
+    assert kinds == [("encoder", "self", 2), ("decoder", "self", 2), ("decoder", "cross", 2)]
+
+
+def test_a_bad_model_does_not_stop_the_others(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    poisoned = tmp_path / "poisoned"
+    poisoned.mkdir()
+    for source in Path(tiny_model).glob("*.json"):
+        (poisoned / source.name).write_bytes(source.read_bytes())
+    weights = {k: v.clone() for k, v in af.hf.load_model(tiny_model).model.state_dict().items()}
+    weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = math.nan
+    save_file(weights, poisoned / "model.safetensors")
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes((Path(tiny_model) / "model.safetensors").read_bytes()[:-100])
+    pickled = tmp_path / "pickled.bin"
+    torch.save(torch.nn.Linear(2, 2), pickled)
+    bad = [str(tmp_path / "nothing"), str(poisoned), str(cut), str(pickled)]
+    code, out, err = run("geometry", *bad[:2], tiny_model, *bad[2:], "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert [model["model"] for model in found["models"]] == [tiny_model]
+    assert list(found["unscored"]) == bad
+    assert "layers.1" in found["unscored"][str(poisoned)]
+    assert "NaN or Inf" in found["unscored"][str(poisoned)]
+    assert "unexpected" not in err
+    lines = err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == bad
+
+
+def test_without_any_model_scored_it_fails(run: Callable, tmp_path: Path) -> None:
+    target = tmp_path / "out.html"
+    code, out, err = run("geometry", str(tmp_path / "nothing"), "--json", "-o", str(target))
+    assert (code, out) == (2, "")
+    assert "no file or folder" in err
+    assert not target.exists()
+
+
+def test_a_defect_does_not_stop_the_others(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["attnflow.geometry.score"]
+    score = vars(module)["score"]
+
+    def broken(source, *arguments, **options):
+        if source == "broken":
+            raise KeyError("no such thing")
+        return score(source, *arguments, **options)
+
+    monkeypatch.setattr(module, "score", broken)
+    code, out, err = run("geometry", "broken", tiny_model)
+    assert code == 1
+    assert "2 layers" in out
+    assert "broken: unexpected KeyError: 'no such thing'" in err
+
+
+@pytest.mark.parametrize("picture", ["plane", "layers", "heads"])
+def test_figures(run: Callable, tiny_model: str, tmp_path: Path, picture: str) -> None:
+    target = tmp_path / "figure.svg"
+    code, out, _ = run("geometry", tiny_model, "-o", str(target), "--picture", picture)
+    assert code == 0
+    assert f"written: {target}" in out
+    assert parse_svg(target.read_text()).tag == "svg"
+
+
+def test_png(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    target = tmp_path / "figure.png"
+    assert run("geometry", tiny_model, "-o", str(target)).code == 0
+    assert target.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_report_shows_heads_and_failures(run: Callable, tiny_model: str, t5: str, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    code, _, _ = run("geometry", tiny_model, t5, str(tmp_path / "nothing"), "-o", str(target))
+    page = parse_page(target.read_text())
+    assert code == 1
+    assert {attributes.get("id") for attributes in page.of("section")} >= {"geometry", "layers", "heads"}
+    assert f"{tmp_path / 'nothing'} was not scored" in page.text
+
+
+def test_csv_of_several_models_has_one_head_line(run: Callable, tiny_model: str, t5: str, tmp_path: Path) -> None:
+    target = tmp_path / "scores.csv"
+    assert run("geometry", tiny_model, t5, "-o", str(target)).code == 0
+    with target.open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["model"] for line in lines] == [tiny_model] * 2 + [t5] * 4
+    assert all(abs(float(line["symmetry"])) <= 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "out.gif"], "must end in .svg or .png or .html or .csv"),
+        (["other", "-o", "out.svg", "--picture", "heads"], "--picture heads shows one model, got 2"),
+        (["--gamma", "nan"], "gamma must be finite"),
+        (["--attention", "both"], "both"),
+        (["--mode", "sum"], "sum"),
+    ],
+)
+def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:
+    code, out, err = run("geometry", tiny_model, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_without_matplotlib_the_extra_is_named(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnflow.cli._scores.find_spec", lambda name: None)
+    code, _, err = run("geometry", tiny_model, "-o", "figure.svg")
+    assert code == 2
+    assert "attnflow[report]" in err
+
+
+@pytest.mark.slow
+def test_values_of_real_models(run: Callable) -> None:
+    """As measured with float32 arithmetic, apart from this package (Q4_1 moves SmolLM2 by at most 0.004)."""
+    expected = {"minilm": (0.491, -0.098, -0.013), "smollm2-135m": (0.094, -0.245, -0.122)}
+    for mode, column in (("excess", 1), ("norm", 2)):
+        for model in json.loads(run("geometry", *expected, "--mode", mode, "--json").out)["models"]:
+            (summary,) = model["summaries"]
+            assert summary["symmetry"]["median"] == pytest.approx(expected[model["model"]][0], abs=0.002)
+            assert summary["directionality"]["median"] == pytest.approx(expected[model["model"]][column], abs=0.002)

@@ -1,0 +1,157 @@
+"""`GeometryScores`: rows, quartiles, and the forms that it is handed on in."""
+
+import csv
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from attnflow import MissingExtra
+from attnflow.geometry import GeometryScores, Quartiles, ScoreRow
+from attnflow.geometry.factored import full_scores, head_scores
+from attnflow.geometry.query_key import QueryKey
+from attnflow.geometry.table import COLUMNS, IGNORED, rows_of
+
+
+def row(layer, head, symmetry=0.25, directionality=-0.5, kind="self", tower="", flags=()):
+    return ScoreRow(layer, head, kind, symmetry, directionality, 1.5, 1, 2, tower, f"layers.{layer}", flags)
+
+
+def encoder_decoder():
+    """Two encoder layers, one decoder layer with self- and cross-attention; the latter is not square."""
+    rows = [row(0, "all", 0.5, 0.1, tower="encoder"), row(0, 0, tower="encoder"), row(0, 1, tower="encoder")]
+    rows += [row(1, "all", 0.7, 0.3, tower="encoder"), row(1, 0, 0.0, 0.0, tower="encoder", flags=("zero",))]
+    rows += [row(0, "all", 0.2, -0.4, tower="decoder")]
+    rows += [row(0, "all", math.nan, -0.6, "cross", "decoder", ("not square", "discovered"))]
+    return GeometryScores("org/model", tuple(rows), notes=("a remark",))
+
+
+def test_rows_hold_the_scores_of_the_weights():
+    query, key = torch.randn(8, 20), torch.randn(4, 20)
+    query[2:4] = 0  # head 1
+    source = QueryKey(3, "layers.3.attention", "decoder", "self", query, key, 4, 2, 2)
+    full, heads = full_scores(query, key, 4, 2), head_scores(query, key, 4, 2)
+    rows = [*rows_of(source, full), *rows_of(source, heads)]
+    assert [r.head for r in rows] == ["all", 0, 1, 2, 3]
+    assert {(r.layer, r.name, r.tower, r.kind) for r in rows} == {(3, "layers.3.attention", "decoder", "self")}
+    assert rows[0].symmetry == full.symmetry.item()
+    assert [r.directionality for r in rows[1:]] == heads.directionality.tolist()
+    assert [r.outlier_columns for r in rows[1:]] == heads.outlier_columns.tolist()
+    assert [r.flags for r in rows] == [(), (), ("zero",), (), ()]
+    assert (rows[2].symmetry, rows[2].directionality, rows[2].norm) == (0.0, 0.0, 0.0)
+
+
+def test_matrices_that_are_not_square_are_flagged():
+    source = QueryKey(0, "cross", "decoder", "cross", torch.randn(8, 20), torch.randn(8, 12), 4, 4, 2)
+    (found,) = rows_of(source, full_scores(source.query, source.key, 4, 4))
+    assert found.flags == ("not square",)
+    assert math.isnan(found.symmetry)
+    assert found.norm > 0
+
+
+@pytest.mark.parametrize("values", [[0.3], [0.1, 0.9], [3.0, -1.0, 2.0, 5.0, 0.5]])
+def test_quartiles_are_linear(values):
+    found = Quartiles.of([*values, math.nan])
+    assert [found.q25, found.median, found.q75] == pytest.approx(np.percentile(values, [25, 50, 75]).tolist())
+
+
+def test_quartiles_of_nothing_are_nan():
+    assert math.isnan(Quartiles.of([]).median)
+    assert math.isnan(Quartiles.of([math.nan]).q25)
+
+
+def test_summaries_keep_towers_kinds_and_heads_apart():
+    scores = encoder_decoder()
+    keys = [(s.tower, s.kind, s.matrix, s.count, s.flagged) for s in scores.summaries]
+    assert keys == [
+        ("encoder", "self", "all", 2, 0),
+        ("encoder", "self", "head", 3, 1),
+        ("decoder", "self", "all", 1, 0),
+        ("decoder", "cross", "all", 1, 1),
+    ]
+    encoder = scores.summary(tower="encoder")
+    assert encoder.symmetry.median == pytest.approx(0.6)
+    directionality = encoder.directionality
+    assert (directionality.q25, directionality.median, directionality.q75) == pytest.approx((0.15, 0.2, 0.25))
+    assert scores.summary("head").symmetry.median == 0.25
+    assert math.isnan(scores.summary(kind="cross").symmetry.median)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [({}, 3), ({"tower": "decoder"}, 2), ({"tower": "vision"}, 0), ({"matrix": "head", "kind": "cross"}, 0)],
+)
+def test_a_summary_that_is_not_the_only_one_is_refused(arguments, count):
+    with pytest.raises(ValueError, match=rf"^{count} summaries of org/model fit.*tower='encoder'"):
+        encoder_decoder().summary(**arguments)
+
+
+def test_json_comes_back_as_it_was(tmp_path):
+    scores = encoder_decoder()
+    text = scores.to_json(tmp_path / "scores.json")
+    assert (tmp_path / "scores.json").read_text() == text
+    back = GeometryScores.from_json(text)
+    assert back.to_json() == text
+    assert repr(back) == repr(scores)
+    assert back.rows[:6] == scores.rows[:6]  # the last holds NaN, which equals nothing
+    assert math.isnan(back.rows[6].symmetry)
+    assert back.rows[6].flags == ("not square", "discovered")
+    found = json.loads(text)
+    assert found["rows"][6]["symmetry"] is None
+    assert found["ignored"] == IGNORED
+    assert found["published"] == []
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"schema": "attnflow.audit/1"}'])
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match=r"attnflow\.geometry\.scores/1"):
+        GeometryScores.from_json(text)
+
+
+def test_csv_has_a_line_for_each_row(tmp_path):
+    scores = encoder_decoder()
+    text = scores.to_csv(tmp_path / "scores.csv")
+    assert (tmp_path / "scores.csv").read_text() == text
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert tuple(lines[0]) == COLUMNS
+    assert [line["head"] for line in lines] == ["all", "0", "1", "all", "0", "all", "all"]
+    assert lines[0]["model"] == "org/model"
+    assert float(lines[0]["symmetry"]) == 0.5
+    assert lines[6]["flags"] == "not square;discovered"
+
+
+def test_pandas():
+    pandas = pytest.importorskip("pandas")
+    table = encoder_decoder().to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert list(table.columns) == list(COLUMNS)
+    assert table[(table["head"] == "all") & (table["tower"] == "encoder")]["symmetry"].median() == pytest.approx(0.6)
+
+
+def test_without_pandas_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match="pandas"):
+        encoder_decoder().to_pandas()
+
+
+def test_texts_say_what_is_ignored_and_how_it_was_read():
+    scores = encoder_decoder()
+    for text in (repr(scores), str(scores)):
+        assert IGNORED in " ".join(text.split())
+        assert "a remark" in text
+        assert "gamma 2" in text
+        assert "excess" in text
+    assert "decoder, cross: 1 layers" in str(scores)
+    assert "none" in str(scores)  # no symmetry where it is not square
+    assert "1 flagged 'zero'" in str(scores)
+    assert not any(line != line.rstrip() for line in str(scores).splitlines())
+
+
+def test_a_table_is_a_sequence_of_rows():
+    scores = encoder_decoder()
+    assert len(scores) == 7
+    assert list(scores) == list(scores.rows)
