@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from attnflow.bias.allow import Allow
 from attnflow.bias.attention import IMPLEMENTATIONS, attention
 from attnflow.bias.config import BiasConfig
+from attnflow.bias.figures import compare_figure, map_figure
+from attnflow.bias.graph import BiasGraph
 from attnflow.bias.kinds.base import ScoreTerm
 from attnflow.bias.kinds.custom import Custom
 from attnflow.bias.layer import LayerBias, parameters
@@ -39,6 +41,7 @@ __all__ = [
     "Additive",
     "Allow",
     "BiasConfig",
+    "BiasGraph",
     "BiasMap",
     "BiasSummary",
     "Custom",
@@ -56,9 +59,11 @@ __all__ = [
     "attention",
     "capture",
     "capturing",
+    "compare_figure",
     "detach",
     "disabled",
     "load",
+    "map_figure",
     "parameters",
     "save_pretrained",
     "summary",

@@ -69,11 +69,9 @@ def map_figure(
     axes = figure.add_subplot()
     values = np.ma.masked_array(table[:, keys], ~allowed[:, keys])
     limit = float(np.abs(values).max()) if values.count() else 0.0
-    signed = {"cmap": _SIGNED, "vmin": -(limit or 1.0), "vmax": limit or 1.0}
-    scale = signed if kind == "bias" else {"cmap": "Blues", "vmin": 0.0, "vmax": limit or 1.0}
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", **scale)
-    axes.set_facecolor("0.9")
-    _name(axes.xaxis, [token_name(bias_map, key) for key in keys], keys.tolist(), turned=True)
+    colours, least = (_SIGNED, -(limit or 1.0)) if kind == "bias" else ("Blues", 0.0)
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, vmin=least, vmax=limit or 1.0)
+    _name(axes.xaxis, [token_name(bias_map, int(key)) for key in keys], keys.tolist(), turned=True)
     _name(axes.yaxis, names, layers if side == "layer" else list(bias_map.queries), turned=False)
     axes.set_xlabel("key")
     axes.set_ylabel(side)
@@ -131,7 +129,7 @@ def compare_figure(
         panel.set_ylim(0, top)
         panel.set_ylabel(shorten(name, 24), fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
-    _name(axes[-1].xaxis, [token_name(first, key) for key in keys], keys.tolist(), turned=True)
+    _name(axes[-1].xaxis, [token_name(first, int(key)) for key in keys], keys.tolist(), turned=True)
     axes[-1].set_xlim(-0.6, len(keys) - 0.4)
     where = "mean over layers" if layer is None else f"layer {layer}"
     what = f"attention weights: query {query_name(first, row)}, {where}{_heads(first, head)}"
@@ -208,10 +206,10 @@ def _new_figure(columns: int, rows: int, height: float | None = None) -> Figure:
 
 def _name(axis: Any, names: list[str], positions: Sequence[int], *, turned: bool) -> None:
     """Names beside rows or columns, or their positions at a few of them where they are many."""
-    if len(names) <= _NAMED:
-        axis.set_ticks(range(len(names)), names, fontsize=8)
-    else:
+    if len(names) > _NAMED:
         step = -(-len(names) // 16)
         axis.set_ticks(range(0, len(names), step), [str(p) for p in positions[::step]], fontsize=8)
-    if turned and max(map(display_width, names), default=0) > 1:
-        axis.set_tick_params(labelrotation=90)
+        return
+    axis.set_ticks(range(len(names)), names, fontsize=8)
+    for name, label in zip(names, axis.get_ticklabels(), strict=True):
+        label.set_rotation(90 if turned and display_width(name) > 2 else 0)
