@@ -8,6 +8,7 @@ where a rotation cancels, and biases are what the zero sample gives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, F.scaled_dot_product_attention}
+_SCALED = F.scaled_dot_product_attention
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, _SCALED}
 _ADDED = {torch.baddbmm, Tensor.baddbmm}
 _NORMS = ("q_norm", "k_norm", "qk_norm", "q_a_layernorm", "kv_a_layernorm", "q_layernorm", "k_layernorm")
 _POSITIONS = ("position_embeddings", "object_queries", "spatial_position_embeddings", "attention_mask", "alibi")
@@ -67,10 +69,10 @@ class _Catch(TorchFunctionMode):
         if self.inside and self.query is None and (func in _PRODUCTS or func in _ADDED):
             self._take(func, args, kwargs or {})
         if self.inside and func is F.multi_head_attention_forward:  # what it calls is not seen from outside
-            with (
-                patch.object(torch, "bmm", self._seen(torch.bmm)),
-                patch.object(torch, "baddbmm", self._seen(torch.baddbmm)),
-            ):
+            seen = {torch: ("bmm", "baddbmm"), F: ("scaled_dot_product_attention",)}
+            with ExitStack() as stack:
+                for module, name in ((module, name) for module, names in seen.items() for name in names):
+                    stack.enter_context(patch.object(module, name, self._seen(getattr(module, name))))
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -88,7 +90,7 @@ class _Catch(TorchFunctionMode):
         if min(first.ndim, second.ndim) < 3:
             return
         self.query = first.detach()
-        self.key = second.detach() if func is F.scaled_dot_product_attention else second.detach().mT
+        self.key = second.detach() if func is _SCALED else second.detach().mT
 
 
 def _basis(value: object, batch: int) -> object:

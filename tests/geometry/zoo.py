@@ -245,7 +245,7 @@ ZOO: dict[str, Animal] = {
             "n_heads": 4,
             "n_layers": 2,
             "max_seq_len": 64,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": WIDTH},
         },
     ),

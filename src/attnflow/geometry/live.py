@@ -101,6 +101,11 @@ class LiveQueryKey:
             if not isinstance(rows, Rows):
                 raise UnsupportedArchitecture(f"{self.name} has latent attention, whose weights cannot be written")
             with torch.no_grad():
+                expected = rows.take(self.parameters[rows.tensor]).shape
+                if weight.shape != expected:
+                    raise ValueError(
+                        f"{self.name}: expected a weight of shape {list(expected)}, got {list(weight.shape)}"
+                    )
                 rows.put(self.parameters[rows.tensor], weight)
 
     def _read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:

@@ -32,4 +32,6 @@ class ModuleWeights:
         parameter = self._parameters[tensor].detach()
         if parameter.is_meta:
             raise BadCheckpoint(f"{tensor} is on the meta device, which holds no numbers: load the weights first")
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            raise BadCheckpoint(f"{tensor} is sharded over devices, which are not asked for it: score a checkpoint")
         return as_float(parameter if rows is None else parameter[slice(*rows)])

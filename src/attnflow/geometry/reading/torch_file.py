@@ -80,15 +80,18 @@ def find_torch_files(folder: Folder) -> list[str]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        archive = file.read(4) == b"PK\x03\x04"  # the older format is none, and cannot be mapped
     try:
-        found = _open(path)
+        found = cast(object, torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
     except pickle.UnpicklingError as error:
         raise BadCheckpoint(
             f"{path} holds more than tensors, or is damaged; a pickle can run any code and is not opened: convert it "
             "to safetensors on a machine that trusts it"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {why}") from error
     for word in _INSIDE:
         inner = cast(Mapping[str, object], found).get(word) if isinstance(found, Mapping) else None
         if isinstance(inner, Mapping):
@@ -99,9 +102,3 @@ def _load(path: Path) -> dict[str, Tensor]:
     if not tensors:
         raise BadCheckpoint(f"{path} holds no tensors by name, as a state dict does")
     return tensors
-
-
-def _open(path: Path) -> object:
-    with path.open("rb") as file:
-        mapped = file.read(4) == b"PK\x03\x04"  # the older format is no archive, and cannot be mapped
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

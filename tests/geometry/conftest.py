@@ -1,0 +1,16 @@
+"""What several tests of geometry start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.geometry.zoo import ZOO
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny Llama and the folder that it is saved in."""
+    model = ZOO["Llama"].build().float()
+    folder = tmp_path / "llama"
+    model.save_pretrained(folder)
+    return model, folder
