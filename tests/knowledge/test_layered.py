@@ -1,0 +1,118 @@
+"""Editing the entries of a base that belongs to layers: ids stay, others are untouched, mistakes change nothing."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from attnflow.knowledge import EntryLayout, EntryScores, EntryValues, LayeredKnowledge, conditions
+
+LAYOUT = EntryLayout(3, gated=False)
+
+
+class Editing(RuleBasedStateMachine):
+    """Random edits against a dictionary of id -> (layer, entry)."""
+
+    @initialize(seed=st.integers(0, 999))
+    def begin(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        entries = self.rows(6)
+        self.base = LayeredKnowledge(entries.clone(), [2, 1, 3], LAYOUT)
+        self.model = {i: (layer, entries[i]) for i, layer in enumerate([0, 0, 1, 2, 2, 2])}
+
+    def rows(self, count):
+        return torch.randn(count, LAYOUT.entry_dim, generator=self.generator)
+
+    @rule(layer=st.integers(0, 2), count=st.integers(1, 3))
+    def insert(self, layer, count):
+        entries = self.rows(count)
+        ids = self.base.insert(layer, entries).tolist()
+        assert not set(ids) & set(self.model)
+        self.model |= {i: (layer, entry) for i, entry in zip(ids, entries, strict=True)}
+
+    @rule(data=st.data())
+    def update(self, data):
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=3, unique=True))
+        entries = self.rows(len(ids))
+        self.base.update(ids, entries)
+        self.model |= {i: (self.model[i][0], entry) for i, entry in zip(ids, entries, strict=True)}
+
+    @precondition(lambda self: len(self.model) > 3)
+    @rule(data=st.data())
+    def delete(self, data):
+        chosen = data.draw(st.sampled_from(sorted(self.model)))
+        layer = self.model[chosen][0]
+        if sum(where == layer for where, _ in self.model.values()) == 1:
+            with pytest.raises(ValueError, match=f"layer {layer} would be left without entries"):
+                self.base.delete([chosen])
+        else:
+            self.base.delete([chosen])
+            del self.model[chosen]
+
+    @invariant()
+    def holds_what_was_written(self):
+        ids = list(self.model)
+        assert self.base.num_entries == len(ids)
+        assert self.base.layer_of(ids) == [layer for layer, _ in self.model.values()]
+        assert torch.equal(self.base.get(ids), torch.stack([entry for _, entry in self.model.values()]))
+        for layer in range(3):
+            here = set(self.base.ids[self.base.rows(layer)].tolist())
+            assert here == {i for i, (where, _) in self.model.items() if where == layer}
+
+
+TestEditing = Editing.TestCase
+TestEditing.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_layout_tiles_the_entry(gated):
+    layout = EntryLayout(4, gated)
+    columns = [*range(99)][layout.value]
+    for part in ("gate", "up") if gated else ("up",):
+        columns += [*range(99)][layout.key(part)] + [layout.threshold(part)]
+    assert sorted(columns) == list(range(layout.entry_dim))
+    assert layout.entry_dim == (14 if gated else 9)
+
+
+def test_a_mistake_changes_nothing():
+    base = LayeredKnowledge(torch.randn(4, 7), [2, 2], LAYOUT)
+    before = base.entries.detach().clone()
+    bad = torch.full((1, 7), torch.nan)
+    for error, message, act in (
+        (ValueError, "NaN", lambda: base.insert(0, bad)),
+        (ValueError, "NaN", lambda: base.update([1], bad)),
+        (ValueError, r"entries must be \[entries, 7\]", lambda: base.insert(0, torch.zeros(1, 6))),
+        (ValueError, "2 ids were given 1 entries", lambda: base.update([0, 1], torch.zeros(1, 7))),
+        (ValueError, "layer must be at most 1", lambda: base.insert(2, torch.zeros(1, 7))),
+        (KeyError, r"no entries with ids \[9\]", lambda: base.delete([1, 9])),
+        (ValueError, "layer 0 would be left", lambda: base.delete([0, 1])),
+    ):
+        with pytest.raises(error, match=message):
+            act()
+    assert torch.equal(base.entries, before)
+    assert base.ids.tolist() == [0, 1, 2, 3]
+
+
+def test_scores_and_values_are_the_maps_of_a_layer():
+    base = LayeredKnowledge(torch.randn(5, 7, dtype=torch.float64), [2, 3], LAYOUT)
+    hidden = torch.randn(4, 3, dtype=torch.float64)
+    entries = base.entries[2:]
+    scores = EntryScores(base, 1, ("up",))(hidden)
+    torch.testing.assert_close(scores, hidden @ entries[:, :3].T + entries[:, 6])
+    torch.testing.assert_close(EntryValues(base, 1, None)(scores), scores @ entries[:, 3:6])
+
+
+def test_conditions_name_the_rank_that_is_too_small():
+    torch.manual_seed(0)
+    first, second = torch.randn(4, 32), torch.randn(32, 4)
+    assert conditions(first, second, 4, 9).exact
+    narrow = conditions(first, second, 4, 5)
+    assert not narrow.exact
+    # The best entries of width 4 leave out the four smallest directions.
+    values = torch.linalg.svdvals(torch.cat([first.T, second], dim=1).double())
+    assert narrow.residual == pytest.approx(float(values[4:].norm() / values.norm()))
+    assert "has rank 8" in str(narrow)
+    assert "keys have width d_k = 3" in str(conditions(first, second, 3, 9))
+    low = first[:, :1] @ torch.randn(1, 32)
+    assert conditions(low, torch.zeros(32, 4), 1, 2).exact
