@@ -113,7 +113,7 @@ def compare_figure(
     keys = np.flatnonzero(np.asarray(first.allowed(layer)[row]))
     figure = _new_figure(len(keys), 0, height=1.0 + 1.35 * len(panels))
     limit = max((float(np.abs(bias).max(initial=0.0)) for _, _, bias in panels if bias is not None), default=0.0) or 1.0
-    top = _common_top([weights[keys] for _, weights, _ in panels])
+    top = common_top([weights[keys] for _, weights, _ in panels])
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -180,7 +180,7 @@ def query_name(bias_map: BiasMap, row: int) -> str:
     return f"{name} → {shorten(visible(produced).strip() or '␣', _LONGEST)}" if produced else name
 
 
-def _common_top(weights: Sequence[Array]) -> float:
+def common_top(weights: Sequence[Array]) -> float:
     """Where bars end: the largest weight, or less if few bars are several times as long as all others."""
     ordered = np.sort(np.concatenate(weights))[::-1]
     rest = ordered[len(weights)] if len(ordered) > len(weights) else ordered[0]

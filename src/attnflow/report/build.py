@@ -1,4 +1,4 @@
-"""`mask_report`, `model_report`, `geometry_report`: results in, one self-contained HTML page out."""
+"""`mask_report`, `model_report`, `geometry_report`, `bias_report`: results in, one self-contained HTML page out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from attnflow.order.flow import Flow
 from attnflow.report.facts import CostModel
 from attnflow.report.files import write_atomically
 from attnflow.report.page import render
-from attnflow.report.sections import GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS
+from attnflow.report.sections import BIAS_SECTIONS, GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS
 from attnflow.report.subject import Section, SectionFunction, Subject, order_of
 
 if TYPE_CHECKING:
+    from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
@@ -188,6 +189,30 @@ def geometry_report(
         model=models[0].model if len(models) == 1 else None,
         geometry=tuple(models),
         unscored=dict(unscored or {}),
+        details=dict(details or {}),
+    )
+    return build(subject, sections)
+
+
+def bias_report(
+    bias_map: BiasMap,
+    *,
+    title: str | None = None,
+    details: Mapping[str, str] | None = None,
+    sections: Sequence[SectionFunction] = BIAS_SECTIONS,
+) -> Report:
+    """A report on the bias of a model on one text: by layer, as maps, what it does to the weights, its graph.
+
+    Args:
+        bias_map: the result of `af.bias.capture`.
+        title: heading; by default the model.
+        details: more rows for the provenance, such as the folder of the bias.
+        sections: what to show.
+    """
+    subject = Subject(
+        title=title if title is not None else f"Attention bias of {bias_map.model}",
+        model=bias_map.model,
+        bias=bias_map,
         details=dict(details or {}),
     )
     return build(subject, sections)

@@ -17,6 +17,7 @@ from attnflow._core.version import __version__
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
+from attnflow.report.sections.bias import bias_numbers, bias_reading
 from attnflow.report.sections.geometry import geometry_numbers, geometry_reading
 from attnflow.report.subject import Section, Subject
 
@@ -85,6 +86,8 @@ def reading(subject: Subject) -> list[Content]:
             ]
     if subject.geometry:
         sentences += geometry_reading(subject.geometry)
+    if subject.bias is not None:
+        sentences += bias_reading(subject.bias)
     return sentences
 
 
@@ -181,6 +184,8 @@ def _key_numbers(subject: Subject) -> list[tuple[str, Content]]:
         rows.append(("Audit", tag("span", text, class_=kind)))
     if len(subject.geometry) == 1:
         rows += geometry_numbers(subject.geometry[0])
+    if subject.bias is not None:
+        rows += bias_numbers(subject.bias)
     return rows
 
 

@@ -13,6 +13,7 @@ from attnflow.report.facts import CostModel
 from attnflow.report.html import Html
 
 if TYPE_CHECKING:
+    from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
@@ -38,6 +39,7 @@ class Subject:
         cost: the model whose attention is priced.
         geometry: scores of models.
         unscored: models that could not be scored, with the reason.
+        bias: what `af.bias.capture` found.
         details: more rows for the provenance.
     """
 
@@ -53,6 +55,7 @@ class Subject:
     cost: CostModel = field(default_factory=CostModel)
     geometry: tuple[GeometryScores, ...] = ()
     unscored: Mapping[str, str] = field(default_factory=dict[str, str])
+    bias: BiasMap | None = None
     details: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property

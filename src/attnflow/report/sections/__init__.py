@@ -1,5 +1,6 @@
 """The sections of a report, one function each: `Subject` in, `Section` out, None where there is nothing to say."""
 
+from attnflow.report.sections.bias import bias_graph, bias_layers, bias_maps, bias_weights
 from attnflow.report.sections.findings import audit, idle, leaks, verification
 from attnflow.report.sections.geometry import by_head, by_layer, scores
 from attnflow.report.sections.mask import blocks, cost, picture
@@ -18,13 +19,19 @@ SECTIONS: tuple[SectionFunction, ...] = (
     cost,
 )
 MODEL_SECTIONS: tuple[SectionFunction, ...] = (audit, *(function for function in SECTIONS if function is not audit))
+BIAS_SECTIONS: tuple[SectionFunction, ...] = (bias_layers, bias_maps, bias_weights, bias_graph)
 GEOMETRY_SECTIONS: tuple[SectionFunction, ...] = (scores, by_layer, by_head)
 
 __all__ = [
+    "BIAS_SECTIONS",
     "GEOMETRY_SECTIONS",
     "MODEL_SECTIONS",
     "SECTIONS",
     "audit",
+    "bias_graph",
+    "bias_layers",
+    "bias_maps",
+    "bias_weights",
     "blocks",
     "by_head",
     "by_layer",
