@@ -20,8 +20,8 @@ class Packed(Dataset[dict[str, Tensor]]):
     """Rows of `length` tokens, cut from documents laid end to end.
 
     Documents in one row are kept apart: positions start at 0 in each, by which transformers recognises them and forbids
-    attention between them (if there is no key-value cache: `use_cache=False`, which `Trainer` sets). The first token of a
-    document, or of a row, is predicted from nothing: its label is ignored.
+    attention between them (if there is no key-value cache: `use_cache=False`, which `Trainer` sets). The first token of
+    a document, or of a row, is predicted from nothing: its label is ignored.
 
     Attributes:
         tokens: int64[rows, length].
