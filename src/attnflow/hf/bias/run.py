@@ -140,11 +140,11 @@ def _terms(
     if positions is None or positions.shape[1] != new:
         positions = (torch.arange(new, device=device) + first_position(slot.cache, layer, new))[None]
         positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
+    positions = positions.expand(query.shape[0], -1)
     rotated = "rotated" in bias.references
     queries = Vectors(slot.query, _flat(query) if rotated else None, slot.hidden, positions)
     keys = Vectors(slot.key, _flat(key[:, :, where]) if rotated else None, slot.hidden, positions)
     columns = bias.columns(keys)
-    columns = columns.expand(query.shape[0], -1, -1)
     columns = extend(slot.cache, layer, slot.depth, columns, num_keys)
     return bias.terms(queries, columns, where)
 
