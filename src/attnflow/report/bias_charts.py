@@ -78,14 +78,14 @@ def weight_chart(
         for share in (0.5, 1.0):
             rule = f"M0 {number(base - share * height)}h{number(width)}"
             parts.append(element("path", d=rule, stroke="currentColor", stroke_opacity=0.12))
-            label = f"{share * top:.2g}"
+            label = f"{share * top:.2f}" if top >= 0.1 else f"{share * top:.2g}"
             parts.append(element("text", label, x=-6, y=base - share * height + 4, text_anchor="end", **_TEXT))
         for key, weight in enumerate(weights.tolist()):
             pull = None if bias is None else float(bias[key])
             parts.append(_bar(keys[key], weight, pull, limit, key * cell, base, cell, height / top, top))
     bottom = len(panels) * (height + gap)
     longest = 6.9 * max(map(columns, keys), default=0)
-    parts += _key_names(keys, cell, bottom + 8 + longest)
+    parts += _key_names(keys, cell, bottom + 7, below=True)
     body = element("g", "".join(parts), transform=f"translate({number(left)},6)")
     return _svg("Attention weights of one query, by key", body, left + width + 12, bottom + longest + 22)
 
@@ -135,12 +135,16 @@ def _row_names(names: Sequence[str], tall: float) -> list[str]:
     ]
 
 
-def _key_names(names: Sequence[str], cell: float, y: float) -> list[str]:
-    """Turned by a quarter, reading upwards from `y`."""
+def _key_names(names: Sequence[str], cell: float, y: float, *, below: bool = False) -> list[str]:
+    """At the height `y`, above or below a drawing; turned by a quarter unless they are short."""
     parts: list[str] = []
     for index in range(0, len(names), max(1, round(13 / cell))):
-        turned = f"translate({number((index + 0.5) * cell + 4)},{number(y)}) rotate(-90)"
-        parts.append(element("text", escape(names[index]), transform=turned, font_family=MONO, **_TEXT))
+        name, x = names[index], (index + 0.5) * cell
+        place: dict[str, Any] = {"x": x, "y": y + 9 if below else y, "text_anchor": "middle"}
+        if columns(name) > 2:
+            turned = f"translate({number(x + 4)},{number(y)}) rotate(-90)"
+            place = {"transform": turned, "text_anchor": "end" if below else "start"}
+        parts.append(element("text", escape(name), font_family=MONO, **place, **_TEXT))
     return parts
 
 

@@ -94,7 +94,7 @@ def bias_weights(subject: Subject) -> Section | None:
         "by the bias. In the base model the queries and keys themselves differ, because no earlier layer has a bias. "
         "A bar that would dwarf the others is cut, and carries its value."
     )
-    return Section("weights", "What becomes of the weights", html.figure(chart, caption, kind="wide"))
+    return Section("weights", "What becomes of the weights", html.figure(chart, caption, kind="natural"))
 
 
 def bias_graph(subject: Subject) -> Section | None:
@@ -115,7 +115,7 @@ def bias_graph(subject: Subject) -> Section | None:
     )
     picture = Html(graph.svg(max_edges=_EDGES, standalone=False))
     return Section(
-        "graph", "Reasoning graph", html.paragraph(lead, kind="lead") + html.figure(picture, kind="wide centre")
+        "graph", "Reasoning graph", html.paragraph(lead, kind="lead") + html.figure(picture, kind="natural centre")
     )
 
 
@@ -167,18 +167,13 @@ def _map(found: BiasMap, table: Array, allowed: Truth, rows: list[str], side: st
     names = [token_name(found, key) for key in keys.tolist()]
     limit = float(np.abs(table).max(initial=0.0))
     chart = Html(bias_charts.map_chart(table[:, keys], allowed[:, keys], rows, names, limit, side))
-    return html.figure(chart, _scale(limit), kind="wide")
+    return html.figure(chart, _scale(limit), kind="natural")
 
 
 def _scale(limit: float) -> Html:
-    return tag(
-        "span",
-        tag("span", class_="swatch-attract"),
-        f"drawn to the key, up to +{limit:.3g}",
-        tag("span", class_="swatch-repel"),
-        f"turned away, down to −{limit:.3g}",
-        class_="scale",
-    )
+    pull = tag("span", tag("span", class_="swatch-attract"), f"drawn to the key, up to +{limit:.3g}", class_="scale")
+    push = tag("span", tag("span", class_="swatch-repel"), f"turned away, down to −{limit:.3g}", class_="scale")
+    return pull + push
 
 
 def _numbers(one: LayerMap) -> list[str]:
