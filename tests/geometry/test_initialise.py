@@ -13,12 +13,18 @@ from transformers import (
     BartModel,
     BertConfig,
     BertModel,
+    DeepseekV3Config,
+    DeepseekV3Model,
+    FalconConfig,
+    FalconModel,
     GPT2Config,
     GPT2Model,
     GPTNeoXConfig,
     GPTNeoXModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5Model,
 )
@@ -40,6 +46,13 @@ MODELS = {
     "interleaved": lambda: GPTNeoXModel(GPTNeoXConfig(**SIZE)),
     "gqa": lambda: llama(2),
     "mqa, wide heads": lambda: llama(1, head_dim=12),
+    "fused": lambda: Phi3ForCausalLM(Phi3Config(**SIZE, num_key_value_heads=4, pad_token_id=0)),
+    "fused groups": lambda: FalconModel(
+        FalconConfig(
+            vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_kv_heads=2,
+            new_decoder_architecture=True,
+        )
+    ),
     "uneven scales": lambda: T5Model(T5Config(d_model=64, num_layers=2, num_heads=8, d_kv=7, d_ff=32, vocab_size=50)),
     "encoder and decoder": lambda: BartModel(
         BartConfig(
@@ -244,3 +257,17 @@ def test_heads_of_width_one_have_no_skew_form():
     with pytest.raises(af.UnsupportedArchitecture, match="heads of width 1"):
         af.geometry.init_skew_(model)
     assert torch.equal(forms(own(model)[0]), before)
+
+
+@BOTH
+@pytest.mark.parametrize("scale", ["matched", "paper"])
+def test_latent_attention_is_refused_before_anything_is_written(initialise, sign, scale):
+    config = DeepseekV3Config(
+        **SIZE, num_key_value_heads=8, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+    )  # fmt: skip
+    model = DeepseekV3Model(config)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(af.UnsupportedArchitecture, match="latent attention"):
+        initialise(model, scale=scale)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))

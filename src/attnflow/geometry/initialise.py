@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.geometry.families.rows import Rows
 from attnflow.geometry.live import LiveQueryKey
 from attnflow.geometry.selected import selected
 
@@ -86,16 +87,24 @@ def _initialise(
 ) -> None:
     if scale not in get_args(Scale):
         raise ValueError(f'scale must be "matched" or "paper", got {scale!r}')
+    found = selected(model)
+    for live in found:  # before anything is written
+        _check(live, sign)
     with torch.no_grad():
-        for live in selected(model):
+        for live in found:
             _initialise_one(live, sign, scale, per_head, generator)
+
+
+def _check(live: LiveQueryKey, sign: Literal[1, -1]) -> None:
+    if not isinstance(live.place.query, Rows) or not isinstance(live.place.key, Rows):
+        raise UnsupportedArchitecture(f"{live.name} has latent attention, whose queries and keys cannot be written")
+    if sign < 0 and live.head_dim == 1:
+        raise UnsupportedArchitecture(f"{live.name} has heads of width 1: their only skew-symmetric form is zero")
 
 
 def _initialise_one(
     live: LiveQueryKey, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
 ) -> None:
-    if sign < 0 and live.head_dim == 1:
-        raise UnsupportedArchitecture(f"{live.name} has heads of width 1: their only skew-symmetric form is zero")
     if scale == "paper":
         live.write(_uniform(live.query(), generator), _uniform(live.key(), generator))
     query, key = (weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in (live.query(), live.key()))
