@@ -1,7 +1,9 @@
 """Attention backward: gradients of queries, of keys, values and columns, each by the program that owns the tile.
 
 `delta_kernel` (query blocks, heads, batch): sum of output * its gradient, a number per query.
-`query_kernel` (heads, query blocks, batch): walks the key blocks of its queries, as the forward pass does.
+`query_kernel` (heads, query blocks, batch): walks the key blocks of its queries, as the forward pass does. On the way it
+repairs delta: the output was rounded to 16 bits, which shifts dS of a whole row and would add up in the gradient of a
+bias; delta is also the sum of weight * (dO v), which it meets tile by tile.
 `key_kernel` (key blocks, key-value heads, batch): walks, head by head, the query blocks of its keys on transposed
 tiles, so that weights enter their product from registers. Nothing is accumulated by two programs: bit-identical runs.
 Shared memory, 16-bit, head_dim 128: keys and values of a block 32 KiB, and per stage 64 queries and gradients 32 KiB.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, LOG2E, allowed_tile, load_tile, scored, store_tile
+from attnflow.bias.impl.triton.device import BLOCK, LOG2E, allowed_tile, load_pairs, load_tile, scored, store_tile
 
 
 @triton.jit
@@ -24,62 +26,64 @@ def delta_kernel(
 ):  # fmt: skip
     """delta[row] = sum of output * gradient."""
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(0) * ROWS
+    rows = start + tl.arange(0, ROWS)
     output += b * output_b + h * output_h
     gradient += b * gradient_b + h * gradient_h
-    o = load_tile(output, output_m, rows, num_rows, VALUE, VALUE_PADDED, True, True)
-    g = load_tile(gradient, gradient_m, rows, num_rows, VALUE, VALUE_PADDED, True, True)
+    o = load_tile(output, output_m, start, num_rows, ROWS, VALUE, VALUE_PADDED, True, True)
+    g = load_tile(gradient, gradient_m, start, num_rows, ROWS, VALUE, VALUE_PADDED, True, True)
     tl.store(delta + (b * num_heads + h) * num_rows + rows, tl.sum(o * g, 1), mask=rows < num_rows)
 
 
 @triton.jit
 def _walk_keys(
-    acc, q, gradient, logsum, delta, first, last, list_, key, value, pairs, columns, words, rows,
+    acc, sum_, excess, q, gradient, logsum, delta, first, last, list_, key, value, pairs, columns, words, start,
     key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
     MASKED: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS k of the key blocks first .. last - 1 of a list."""
+    """Add dS k of the key blocks first .. last - 1 of a list, and the sums over a row of weights and of dS."""
     for entry in range(first, last):
         block = tl.load(list_ + entry)
-        cols = block * BLOCK + tl.arange(0, BLOCK)
-        k = load_tile(key, key_n, cols, num_cols, WIDTH, PADDED, MASKED, UP)
-        v = load_tile(value, value_n, cols, num_cols, VALUE, VALUE_PADDED, MASKED, UP)
+        col = block * BLOCK
+        k = load_tile(key, key_n, col, num_cols, BLOCK, WIDTH, PADDED, MASKED, UP)
+        v = load_tile(value, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)
         score, slope = scored(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
         if HAS_PAIRS:
-            where = pairs + rows[:, None].to(tl.int64) * pairs_m + cols[None, :]
-            if MASKED:
-                inside = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
-                score += tl.load(where, mask=inside, other=0.0).to(tl.float32)
-            else:
-                score += tl.load(where).to(tl.float32)
+            score += load_pairs(pairs, pairs_m, start, col, num_rows, num_cols, ROWS, BLOCK, False, MASKED)
         if HAS_COLUMNS:
+            cols = col + tl.arange(0, BLOCK)
             score += tl.load(columns + cols, mask=cols < num_cols, other=0.0)[None, :]
         score = (score - logsum[:, None]) * LOG2E
         if MASKED:
+            rows = start + tl.arange(0, ROWS)
             score = tl.where(allowed_tile(words + block.to(tl.int64) * num_words, rows, False), score, float("-inf"))
         along = tl.dot(gradient, tl.trans(v), input_precision=PRECISION)
-        change = tl.exp2(score) * (along - delta[:, None]) * slope
-        acc = tl.dot(change.to(k.dtype), k, acc, input_precision=PRECISION)
-    return acc
+        weight = tl.exp2(score)
+        change = weight * (along - delta[:, None])
+        sum_ += tl.sum(weight, 1)
+        excess += tl.sum(change, 1)
+        acc = tl.dot((change * slope).to(k.dtype), k, acc, input_precision=PRECISION)
+    return acc, sum_, excess
 
 
 @triton.jit
 def query_kernel(
-    query, key, value, pairs, columns, words, full, count, index, gradient, logsum, delta, query_gradient,
+    query, key, value, pairs, columns, words, full, count, index, gradient, logsum, delta, exact_delta, query_gradient,
     query_b, query_h, query_m, key_b, key_h, key_n, value_b, value_h, value_n, pairs_b, pairs_g, pairs_m,
     columns_b, columns_g, gradient_b, gradient_h, gradient_m, result_b, result_h, result_m, mask_b, mask_h,
     num_heads, num_rows, num_cols, num_words, num_row_blocks, num_blocks, per_kv, per_pairs, per_columns,
     scale, softcap,
-    HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """query_gradient = scale * dS k."""
+    """query_gradient = scale * dS k, and exact_delta."""
     h, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     row_block = num_row_blocks - 1 - tl.program_id(1)
-    rows = row_block * ROWS + tl.arange(0, ROWS)
+    start = row_block * ROWS
+    rows = start + tl.arange(0, ROWS)
     wide = h.to(tl.int64)
     key += b * key_b + (h // per_kv).to(tl.int64) * key_h
     value += b * value_b + (h // per_kv).to(tl.int64) * value_h
@@ -90,51 +94,52 @@ def query_kernel(
         pairs += b * pairs_b + (h // per_pairs).to(tl.int64) * pairs_g
     if HAS_COLUMNS:
         columns += b * columns_b + (h // per_columns).to(tl.int64) * columns_g
-    q = load_tile(query + b * query_b + wide * query_h, query_m, rows, num_rows, WIDTH, PADDED, True, UP)
+    q = load_tile(query + b * query_b + wide * query_h, query_m, start, num_rows, ROWS, WIDTH, PADDED, True, UP)
     gradient += b * gradient_b + wide * gradient_h
-    g = load_tile(gradient, gradient_m, rows, num_rows, VALUE, VALUE_PADDED, True, UP)
+    g = load_tile(gradient, gradient_m, start, num_rows, ROWS, VALUE, VALUE_PADDED, True, UP)
     line = (b * num_heads + wide) * num_rows + rows
     lse = tl.load(logsum + line, mask=rows < num_rows, other=0.0)
     dlt = tl.load(delta + line, mask=rows < num_rows, other=0.0)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
+    sum_, excess = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     middle, last = tl.load(full + entry), tl.load(count + entry)
     list_ = index + entry * num_blocks
-    acc = _walk_keys(
-        acc, q, g, lse, dlt, 0, middle, list_, key, value, pairs, columns, words, rows,
+    acc, sum_, excess = _walk_keys(
+        acc, sum_, excess, q, g, lse, dlt, 0, middle, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
+        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
     )  # fmt: skip
-    acc = _walk_keys(
-        acc, q, g, lse, dlt, middle, last, list_, key, value, pairs, columns, words, rows,
+    acc, sum_, excess = _walk_keys(
+        acc, sum_, excess, q, g, lse, dlt, middle, last, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
+        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
     )  # fmt: skip
-    store_tile(query_gradient + b * result_b + wide * result_h, result_m, rows, num_rows, acc * scale, WIDTH, PADDED)
+    # Weights sum to 1, or to less where a sink takes part; sum_ also has the rounding of the log-sum-exp.
+    exact = excess + dlt * sum_ if HAS_SINKS else dlt + excess / tl.where(sum_ > 0.0, sum_, 1.0)
+    tl.store(exact_delta + line, exact, mask=rows < num_rows)
+    query_gradient += b * result_b + wide * result_h
+    store_tile(query_gradient, result_m, start, num_rows, acc * scale, ROWS, WIDTH, PADDED)
 
 
 @triton.jit
 def _walk_queries(
     key_acc, value_acc, column_acc, k, v, first, last, list_, query, gradient, logsum, delta, pairs, column, words,
-    cols, query_m, gradient_m, pairs_m, num_rows, num_cols, scale, softcap,
+    col, query_m, gradient_m, pairs_m, num_rows, num_cols, scale, softcap,
     MASKED: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of the query blocks first .. last - 1 of a list; all tiles are [keys, queries]."""
     for entry in range(first, last):
-        rows = tl.load(list_ + entry) * BLOCK + tl.arange(0, BLOCK)
-        q = load_tile(query, query_m, rows, num_rows, WIDTH, PADDED, MASKED, UP)
-        g = load_tile(gradient, gradient_m, rows, num_rows, VALUE, VALUE_PADDED, MASKED, UP)
+        row = tl.load(list_ + entry) * BLOCK
+        rows = row + tl.arange(0, BLOCK)
+        q = load_tile(query, query_m, row, num_rows, BLOCK, WIDTH, PADDED, MASKED, UP)
+        g = load_tile(gradient, gradient_m, row, num_rows, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)
         lse = tl.load(logsum + rows, mask=rows < num_rows, other=0.0)
         dlt = tl.load(delta + rows, mask=rows < num_rows, other=0.0)
         score, slope = scored(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap, SOFTCAP)
         if HAS_PAIRS:
-            where = pairs + rows[None, :].to(tl.int64) * pairs_m + cols[:, None]
-            if MASKED:
-                inside = (rows[None, :] < num_rows) & (cols[:, None] < num_cols)
-                score += tl.load(where, mask=inside, other=0.0).to(tl.float32)
-            else:
-                score += tl.load(where).to(tl.float32)
+            score += load_pairs(pairs, pairs_m, row, col, num_rows, num_cols, BLOCK, BLOCK, True, MASKED)
         if HAS_COLUMNS:
             score += column[:, None]
         score = (score - lse[None, :]) * LOG2E
@@ -165,11 +170,12 @@ def key_kernel(
 ):  # fmt: skip
     """key_gradient = scale * dS^T q, value_gradient = weights^T dO, and column_gradient = dS^T 1 per query head."""
     block, kv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    cols = block * BLOCK + tl.arange(0, BLOCK)
+    col = block * BLOCK
+    cols = col + tl.arange(0, BLOCK)
     key += b * key_b + kv.to(tl.int64) * key_h
     value += b * value_b + kv.to(tl.int64) * value_h
-    k = load_tile(key, key_n, cols, num_cols, WIDTH, PADDED, True, UP)
-    v = load_tile(value, value_n, cols, num_cols, VALUE, VALUE_PADDED, True, UP)
+    k = load_tile(key, key_n, col, num_cols, BLOCK, WIDTH, PADDED, True, UP)
+    v = load_tile(value, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP)
     key_acc = tl.zeros([BLOCK, PADDED], tl.float32)
     value_acc = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)
     for part in range(per_kv):
@@ -193,12 +199,12 @@ def key_kernel(
         column_acc = tl.zeros([BLOCK], tl.float32)
         key_acc, value_acc, column_acc = _walk_queries(
             key_acc, value_acc, column_acc, k, v, 0, middle, list_, query_base, gradient_base, logsum + line,
-            delta + line, pair_base, column, bits, cols, query_m, gradient_m, pairs_m, num_rows, num_cols,
+            delta + line, pair_base, column, bits, col, query_m, gradient_m, pairs_m, num_rows, num_cols,
             scale, softcap, False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
         )  # fmt: skip
         key_acc, value_acc, column_acc = _walk_queries(
             key_acc, value_acc, column_acc, k, v, middle, last, list_, query_base, gradient_base, logsum + line,
-            delta + line, pair_base, column, bits, cols, query_m, gradient_m, pairs_m, num_rows, num_cols,
+            delta + line, pair_base, column, bits, col, query_m, gradient_m, pairs_m, num_rows, num_cols,
             scale, softcap, True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
         )  # fmt: skip
         if HAS_COLUMNS:
@@ -206,9 +212,9 @@ def key_kernel(
             tl.store(where, column_acc, mask=cols < num_cols)
     store_tile(
         key_gradient + b * key_gradient_b + kv.to(tl.int64) * key_gradient_h,
-        key_gradient_n, cols, num_cols, key_acc * scale, WIDTH, PADDED,
+        key_gradient_n, col, num_cols, key_acc * scale, BLOCK, WIDTH, PADDED,
     )  # fmt: skip
     store_tile(
         value_gradient + b * value_gradient_b + kv.to(tl.int64) * value_gradient_h,
-        value_gradient_n, cols, num_cols, value_acc, VALUE, VALUE_PADDED,
+        value_gradient_n, col, num_cols, value_acc, BLOCK, VALUE, VALUE_PADDED,
     )  # fmt: skip

@@ -31,7 +31,8 @@ def row_pairs_kernel(
 ):  # fmt: skip
     """pairs[row, key] for one block of keys, where any head may attend."""
     g, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    col = tl.program_id(0) * BLOCK
+    cols = col + tl.arange(0, BLOCK)
     unit = tl.arange(0, HIDDEN_PADDED)
     for row in range(num_rows):
         needed = 1
@@ -41,10 +42,10 @@ def row_pairs_kernel(
         if needed > 0:
             bias = tl.zeros([BLOCK], tl.float32)
             if GUIDANCE:
-                where = columns_vectors + b * columns_b + g * columns_g
-                c = load_tile(where, columns_n, cols, num_cols, HIDDEN, HIDDEN_PADDED, True, True)
-                where = rows_vectors + b * rows_b + g * rows_g + row * rows_m + unit
-                x = c + tl.load(where, mask=unit < HIDDEN, other=0.0).to(tl.float32)[None, :]
+                source = columns_vectors + b * columns_b + g * columns_g
+                c = load_tile(source, columns_n, col, num_cols, BLOCK, HIDDEN, HIDDEN_PADDED, True, True)
+                line = rows_vectors + b * rows_b + g * rows_g + row * rows_m + unit
+                x = c + tl.load(line, mask=unit < HIDDEN, other=0.0).to(tl.float32)[None, :]
                 x -= (tl.sum(x, 1) / HIDDEN)[:, None]
                 x = tl.where(unit[None, :] < HIDDEN, x, 0.0)
                 r = tl.rsqrt(tl.sum(x * x, 1) / HIDDEN + EPS)
@@ -58,8 +59,8 @@ def row_pairs_kernel(
                 for start in range(0, rank, RANKS):
                     d = start + tl.arange(0, RANKS)
                     u = tl.load(left + b * left_b + g * left_g + row * left_m + d, mask=d < rank, other=0.0)
-                    where = right + b * right_b + g * right_g + cols[:, None].to(tl.int64) * right_n + d[None, :]
-                    v = tl.load(where, mask=(cols[:, None] < num_cols) & (d[None, :] < rank), other=0.0)
+                    other = right + b * right_b + g * right_g + cols[:, None].to(tl.int64) * right_n + d[None, :]
+                    v = tl.load(other, mask=(cols[:, None] < num_cols) & (d[None, :] < rank), other=0.0)
                     bias += tl.sum(u.to(tl.float32)[None, :] * v.to(tl.float32), 1)
             if OFFSET:
                 bucket = bucket_tile(
@@ -68,10 +69,10 @@ def row_pairs_kernel(
                 )  # fmt: skip
                 bias += tl.sum(tl.load(table + g * buckets + bucket), 0)
             if DENSE:
-                where = dense + b * dense_b + g * dense_g + row * dense_m + cols
-                bias += tl.load(where, mask=cols < num_cols, other=0.0).to(tl.float32)
-            where = pairs + ((b * num_groups + g) * num_rows + row) * num_cols + cols
-            tl.store(where, bias, mask=cols < num_cols)
+                given = dense + b * dense_b + g * dense_g + row * dense_m + cols
+                bias += tl.load(given, mask=cols < num_cols, other=0.0).to(tl.float32)
+            result = pairs + ((b * num_groups + g) * num_rows + row) * num_cols + cols
+            tl.store(result, bias, mask=cols < num_cols)
 
 
 @triton.jit
@@ -104,25 +105,25 @@ def decode_kernel(
         cols = start + tl.arange(0, BLOCK)
         allowed = real[:, None] & (cols[None, :] < num_cols)
         if MASK:
-            where = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + row[:, None] * mask_m + cols[None, :]
-            allowed = tl.load(where, mask=allowed, other=0) != 0
+            bits = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + row[:, None] * mask_m + cols[None, :]
+            allowed = tl.load(bits, mask=allowed, other=0) != 0
         if tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0:
-            k = load_tile(key, key_n, cols, num_cols, WIDTH, PADDED, True, UP)
+            k = load_tile(key, key_n, start, num_cols, BLOCK, WIDTH, PADDED, True, UP)
             score, _ = scored(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
             if HAS_PAIRS:
                 group = (h // per_pairs)[:, None].to(tl.int64)
-                where = pairs + b * pairs_b + group * pairs_g + row[:, None] * pairs_m + cols[None, :]
-                score += tl.load(where, mask=allowed, other=0.0).to(tl.float32)
+                bias = pairs + b * pairs_b + group * pairs_g + row[:, None] * pairs_m + cols[None, :]
+                score += tl.load(bias, mask=allowed, other=0.0).to(tl.float32)
             if HAS_COLUMNS:
-                group = (h // per_columns)[:, None].to(tl.int64)
-                score += tl.load(columns + b * columns_b + group * columns_g + cols[None, :], mask=allowed, other=0.0)
-            score = tl.where(allowed, score * LOG2E, float("-inf"))
+                column = (h // per_columns)[:, None].to(tl.int64)
+                score += tl.load(columns + b * columns_b + column * columns_g + cols[None, :], mask=allowed, other=0.0)
+            score = tl.where(allowed, score, float("-inf"))
             new = tl.maximum(max_, tl.max(score, 1))
             finite = tl.where(new == float("-inf"), 0.0, new)
-            weight = tl.exp2(score - finite[:, None])
-            shrink = tl.exp2(max_ - finite)
+            weight = tl.exp2((score - finite[:, None]) * LOG2E)
+            shrink = tl.exp2((max_ - finite) * LOG2E)
             sum_ = sum_ * shrink + tl.sum(weight, 1)
-            v = load_tile(value, value_n, cols, num_cols, VALUE, VALUE_PADDED, True, UP)
+            v = load_tile(value, value_n, start, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP)
             acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             max_ = new
     place = ((b * num_heads + h) * num_rows + row) * num_splits + split
@@ -147,14 +148,14 @@ def combine_kernel(
     total_ = tl.load(total + place, mask=split < num_splits, other=0.0)
     largest = tl.max(top_, 0)
     finite = tl.where(largest == float("-inf"), 0.0, largest)
-    share = tl.exp2(top_ - finite)
+    share = tl.exp2((top_ - finite) * LOG2E)
     sum_ = tl.sum(total_ * share, 0)
     where = parts + place[:, None] * VALUE + dv[None, :]
     found = tl.load(where, mask=(split[:, None] < num_splits) & (dv[None, :] < VALUE), other=0.0)
     acc = tl.sum(found * share[:, None], 0)
     if HAS_SINKS:
-        sink = tl.load(sinks + b * sinks_b + h * sinks_h + row * sinks_m) * LOG2E
-        sum_ += tl.where(sum_ > 0.0, tl.exp2(sink - finite), 0.0)
+        sink = tl.load(sinks + b * sinks_b + h * sinks_h + row * sinks_m)
+        sum_ += tl.where(sum_ > 0.0, tl.exp2((sink - finite) * LOG2E), 0.0)
     acc /= tl.where(sum_ > 0.0, sum_, 1.0)
     where = output + b * output_b + h * output_h + row * output_m + dv
     tl.store(where, acc.to(output.dtype.element_ty), mask=dv < VALUE)

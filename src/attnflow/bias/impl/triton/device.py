@@ -20,14 +20,16 @@ LOG_ROOT_TWO_PI: Final = tl.constexpr(1.3257480647361595)  # log2(sqrt(2 pi))
 
 
 @triton.jit
-def load_tile(base, stride, index, limit, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, UP):
-    """Rows `index` of a matrix, [index, PADDED]: zero beyond WIDTH, and beyond `limit` rows where CHECK asks for it."""
-    d = tl.arange(0, PADDED)
-    where = base + index[:, None].to(tl.int64) * stride + d[None, :]
+def load_tile(
+    base, stride, start, limit, COUNT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, UP
+):
+    """Rows start .. start + COUNT - 1 of a matrix, PADDED wide: zero beyond WIDTH, and beyond `limit` rows if CHECK."""
+    d, row = tl.arange(0, PADDED), tl.arange(0, COUNT)
+    where = base + start.to(tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if CHECK and WIDTH < PADDED:
-        found = tl.load(where, mask=(index[:, None] < limit) & (d[None, :] < WIDTH), other=0.0)
+        found = tl.load(where, mask=(start + row[:, None] < limit) & (d[None, :] < WIDTH), other=0.0)
     elif CHECK:
-        found = tl.load(where, mask=index[:, None] < limit, other=0.0)
+        found = tl.load(where, mask=start + row[:, None] < limit, other=0.0)
     elif WIDTH < PADDED:
         found = tl.load(where, mask=d[None, :] < WIDTH, other=0.0)
     else:
@@ -38,11 +40,26 @@ def load_tile(base, stride, index, limit, WIDTH: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
-def store_tile(base, stride, index, limit, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Write rows `index` of a matrix, those below `limit`, WIDTH numbers each."""
-    d = tl.arange(0, PADDED)
-    where = base + index[:, None].to(tl.int64) * stride + d[None, :]
-    mask = (index[:, None] < limit) & (d[None, :] < WIDTH)
+def load_pairs(
+    base, stride, row, col, num_rows, num_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Tile of a matrix from (row, col) on, in float32, [COLS, ROWS] if TRANSPOSED; zero beyond its edges if CHECK."""
+    rows, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    if TRANSPOSED:
+        rows, cols = tl.arange(0, ROWS)[None, :], tl.arange(0, COLS)[:, None]
+    where = base + (row.to(tl.int64) * stride + col) + (rows * stride + cols)
+    if CHECK:
+        return tl.load(where, mask=(row + rows < num_rows) & (col + cols < num_cols), other=0.0).to(tl.float32)
+    return tl.load(where).to(tl.float32)
+
+
+@triton.jit
+def store_tile(base, stride, start, limit, tile, COUNT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Write rows start .. start + COUNT - 1 of a matrix, those below `limit`, WIDTH numbers each."""
+    d, row = tl.arange(0, PADDED), tl.arange(0, COUNT)
+    where = base + start.to(tl.int64) * stride + (row[:, None] * stride + d[None, :])
+    mask = (start + row[:, None] < limit) & (d[None, :] < WIDTH)
     tl.store(where, tile.to(base.dtype.element_ty), mask=mask)
 
 

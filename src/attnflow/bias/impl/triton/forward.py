@@ -14,41 +14,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, LOG2E, allowed_tile, load_tile, scored, store_tile
+from attnflow.bias.impl.triton.device import BLOCK, LOG2E, allowed_tile, load_pairs, load_tile, scored, store_tile
 
 
 @triton.jit
 def _walk(
-    output, total, top, query, first, last, list_, key, value, pairs, columns, words, rows,
+    output, total, top, query, first, last, list_, key, value, pairs, columns, words, start,
     key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
     MASKED: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Entries first .. last - 1 of a list of key blocks."""
     for entry in range(first, last):
         block = tl.load(list_ + entry)
-        cols = block * BLOCK + tl.arange(0, BLOCK)
-        k = load_tile(key, key_n, cols, num_cols, WIDTH, PADDED, MASKED, UP)
+        col = block * BLOCK
+        k = load_tile(key, key_n, col, num_cols, BLOCK, WIDTH, PADDED, MASKED, UP)
         score, _ = scored(tl.dot(query, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
         if HAS_PAIRS:
-            where = pairs + rows[:, None].to(tl.int64) * pairs_m + cols[None, :]
-            if MASKED:
-                inside = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
-                score += tl.load(where, mask=inside, other=0.0).to(tl.float32)
-            else:
-                score += tl.load(where).to(tl.float32)
+            score += load_pairs(pairs, pairs_m, start, col, num_rows, num_cols, ROWS, BLOCK, False, MASKED)
         if HAS_COLUMNS:
+            cols = col + tl.arange(0, BLOCK)
             score += tl.load(columns + cols, mask=cols < num_cols, other=0.0)[None, :]
-        score *= LOG2E
         if MASKED:
+            rows = start + tl.arange(0, ROWS)
             score = tl.where(allowed_tile(words + block.to(tl.int64) * num_words, rows, False), score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         finite = tl.where(new == float("-inf"), 0.0, new)  # nothing was allowed so far: exp2(-inf - 0) = 0, not NaN
-        weight = tl.exp2(score - finite[:, None])
-        shrink = tl.exp2(top - finite)
+        weight = tl.exp2((score - finite[:, None]) * LOG2E)
+        shrink = tl.exp2((top - finite) * LOG2E)
         total = total * shrink + tl.sum(weight, 1)
-        v = load_tile(value, value_n, cols, num_cols, VALUE, VALUE_PADDED, MASKED, UP)
+        v = load_tile(value, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)
         output = tl.dot(weight.to(v.dtype), v, output * shrink[:, None], input_precision=PRECISION)
         top = new
     return output, total, top
@@ -68,7 +64,8 @@ def forward_kernel(
     """output and log-sum-exp (natural, 0 for a row with nothing allowed)."""
     h, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     row_block = num_row_blocks - 1 - tl.program_id(1)
-    rows = row_block * ROWS + tl.arange(0, ROWS)
+    start = row_block * ROWS
+    rows = start + tl.arange(0, ROWS)
     query += b * query_b + h.to(tl.int64) * query_h
     key += b * key_b + (h // per_kv).to(tl.int64) * key_h
     value += b * value_b + (h // per_kv).to(tl.int64) * value_h
@@ -79,32 +76,33 @@ def forward_kernel(
         pairs += b * pairs_b + (h // per_pairs).to(tl.int64) * pairs_g
     if HAS_COLUMNS:
         columns += b * columns_b + (h // per_columns).to(tl.int64) * columns_g
-    q = load_tile(query, query_m, rows, num_rows, WIDTH, PADDED, True, UP)
+    q = load_tile(query, query_m, start, num_rows, ROWS, WIDTH, PADDED, True, UP)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     middle, last = tl.load(full + entry), tl.load(count + entry)
     list_ = index + entry * num_blocks
     acc, total, top = _walk(
-        acc, total, top, q, 0, middle, list_, key, value, pairs, columns, words, rows,
+        acc, total, top, q, 0, middle, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
+        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
     )  # fmt: skip
     acc, total, top = _walk(
-        acc, total, top, q, middle, last, list_, key, value, pairs, columns, words, rows,
+        acc, total, top, q, middle, last, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
+        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
     )  # fmt: skip
     empty = total == 0.0
     if HAS_SINKS:
         sinks += b * sinks_b + h.to(tl.int64) * sinks_h
-        sink = tl.load(sinks + rows * sinks_m, mask=rows < num_rows, other=0.0) * LOG2E
+        sink = tl.load(sinks + rows * sinks_m, mask=rows < num_rows, other=0.0)
         new = tl.where(empty, 0.0, tl.maximum(top, sink))
-        shrink = tl.exp2(tl.where(empty, 0.0, top - new))
-        total = total * shrink + tl.where(empty, 0.0, tl.exp2(sink - new))
+        shrink = tl.exp2(tl.where(empty, 0.0, top - new) * LOG2E)
+        total = total * shrink + tl.where(empty, 0.0, tl.exp2((sink - new) * LOG2E))
         acc *= shrink[:, None]
         top = new
     acc /= tl.where(empty, 1.0, total)[:, None]
-    store_tile(output + b * output_b + h.to(tl.int64) * output_h, output_m, rows, num_rows, acc, VALUE, VALUE_PADDED)
-    found = tl.where(empty, 0.0, (top + tl.log2(tl.where(empty, 1.0, total))) / LOG2E)
+    output += b * output_b + h.to(tl.int64) * output_h
+    store_tile(output, output_m, start, num_rows, acc, ROWS, VALUE, VALUE_PADDED)
+    found = tl.where(empty, 0.0, top + tl.log(tl.where(empty, 1.0, total)))
     tl.store(logsum + (b * num_heads + h) * num_rows + rows, found, mask=rows < num_rows)

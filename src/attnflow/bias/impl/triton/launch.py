@@ -127,7 +127,7 @@ def build_pairs(inputs: Inputs, both: Centred | None) -> Tensor:
         *line_strides(inputs.dense), *line_strides(result), list_strides(lists.count)[0],
         groups, inputs.query.shape[2], inputs.key.shape[2], rows, cols, *table_sizes(inputs),
         1 if inputs.left is None else inputs.left.shape[3], _LARGEST[inputs.pair_type],
-        **network(inputs), **kinds(inputs), UP=INTERPRETED, num_warps=4,
+        **network(inputs), **kinds(inputs), UP=INTERPRETED, PRECISION=inputs.tiles.precision, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -192,16 +192,19 @@ class Upstream:
         return cls(gradient, logsum, delta)
 
 
-def query_gradient(inputs: Inputs, table: Tensor | None, up: Upstream, result: Tensor) -> None:
-    """Fill the gradient of queries."""
+def query_gradient(inputs: Inputs, table: Tensor | None, up: Upstream, result: Tensor) -> Upstream:
+    """Fill the gradient of queries; returns `up` with sums that do not suffer from the rounding of the output."""
     batch, heads, _, _ = inputs.query.shape
     lists, words, sizes = inputs.relation.rows, inputs.blocks[0], inputs.tiles
+    exact = torch.empty_like(up.delta)
     backward.query_kernel[(heads, lists.count.shape[2], batch)](
-        *_common(inputs, table), words, *lists, up.gradient, up.logsum, up.delta, result,
+        *_common(inputs, table), words, *lists, up.gradient, up.logsum, up.delta, exact, result,
         *_call_strides(inputs, table), *line_strides(up.gradient), *line_strides(result), *list_strides(words),
         *_sizes(inputs, lists), *sharing(inputs), inputs.scale, inputs.softcap,
-        **has(inputs, table), **widths(inputs), ROWS=_rows_of(inputs), num_warps=sizes.warps, num_stages=sizes.stages,
+        **has(inputs, table), HAS_SINKS=inputs.sinks is not None, **widths(inputs),
+        ROWS=_rows_of(inputs), num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
+    return Upstream(up.gradient, up.logsum, exact)
 
 
 def key_gradients(inputs: Inputs, table: Tensor | None, up: Upstream, key: Tensor, value: Tensor) -> Tensor | None:

@@ -98,8 +98,9 @@ def biased_attention_backward(*arguments: Any) -> list[Tensor]:
         table = kept if kept.numel() else launch.build_pairs(part, both) if part.must_build else part.dense
         per_kv = inputs.query.shape[1] // inputs.key.shape[1]
         kv = slice(heads.start // per_kv, heads.stop // per_kv)
+        query = found["query"][batch, heads] if needs.attention else torch.empty_like(part.query)
+        up = launch.query_gradient(part, table, up, query)
         if needs.attention:
-            launch.query_gradient(part, table, up, found["query"][batch, heads])
             columns = launch.key_gradients(part, table, up, found["key"][batch, kv], found["value"][batch, kv])
             if columns is not None and part.columns is not None and inputs.columns is not None:
                 shared = part.columns.shape[1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, bucket_tile, load_tile, tail
+from attnflow.bias.impl.triton.device import BLOCK, bucket_tile, load_pairs, load_tile, tail
 
 
 @triton.jit
@@ -24,10 +24,11 @@ def centre_kernel(
 ):  # fmt: skip
     """result[unit, row] = source[row, unit] - its mean over units; zero in padded rows."""
     g, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
+    rows = start + tl.arange(0, BLOCK)
     unit = tl.arange(0, HIDDEN_PADDED)
     source += b * source_b + g * source_g
-    x = load_tile(source, source_m, rows, num_rows, HIDDEN, HIDDEN_PADDED, True, True)
+    x = load_tile(source, source_m, start, num_rows, BLOCK, HIDDEN, HIDDEN_PADDED, True, True)
     x -= (tl.sum(x, 1) / HIDDEN)[:, None]
     result += (b * num_groups + g) * HIDDEN * num_padded
     where = result + unit[:, None].to(tl.int64) * num_padded + rows[None, :]
@@ -44,9 +45,9 @@ def unit_tile(source, start, num_padded, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl
 
 
 @triton.jit
-def inverse_deviation(a, c, EPS: tl.constexpr, HIDDEN: tl.constexpr):
+def inverse_deviation(a, c, EPS: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
     """1 / sqrt(var(a_i + c_j) + eps) of centred vectors: |a|^2 + |c|^2 + 2 a.c, without a vector per pair."""
-    cross = tl.dot(tl.trans(a), c, input_precision="tf32x3")
+    cross = tl.dot(tl.trans(a), c, input_precision=PRECISION)
     square = tl.sum(a * a, 0)[:, None] + tl.sum(c * c, 0)[None, :] + 2.0 * cross
     return tl.rsqrt(tl.maximum(square, 0.0) / HIDDEN + EPS)
 
@@ -60,7 +61,7 @@ def pairs_kernel(
     num_groups, num_rows, num_cols, num_row_blocks, num_blocks, distances, buckets, origin, rank, largest,
     EPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl.constexpr, EXACT: tl.constexpr,
     GUIDANCE: tl.constexpr, PRODUCT: tl.constexpr, OFFSET: tl.constexpr, DENSE: tl.constexpr, RANKS: tl.constexpr,
-    UP: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """pairs[row, column] for one allowed tile; clipped to what its type can hold."""
     g, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -78,7 +79,7 @@ def pairs_kernel(
             r = inverse_deviation(
                 unit_tile(rows_centred, row_block * BLOCK, padded_rows, HIDDEN, HIDDEN_PADDED),
                 unit_tile(columns_centred, block * BLOCK, padded_cols, HIDDEN, HIDDEN_PADDED),
-                EPS, HIDDEN,
+                EPS, HIDDEN, PRECISION,
             )  # fmt: skip
             for unit in range(HIDDEN):
                 gamma = tl.load(gain + g * HIDDEN + unit)
@@ -100,7 +101,7 @@ def pairs_kernel(
                 v = tl.load(where, mask=(cols[:, None] < num_cols) & (d[None, :] < rank), other=0.0)
                 if UP:
                     u, v = u.to(tl.float32), v.to(tl.float32)
-                bias = tl.dot(u, tl.trans(v), bias, input_precision="tf32x3")
+                bias = tl.dot(u, tl.trans(v), bias, input_precision=PRECISION)
         if OFFSET:
             bucket = bucket_tile(
                 bucket_of, row_positions + b * row_positions_b, column_positions + b * column_positions_b,
@@ -108,9 +109,9 @@ def pairs_kernel(
             )  # fmt: skip
             bias += tl.load(table + g * buckets + bucket)
         if DENSE:
-            where = dense + b * dense_b + g * dense_g + rows[:, None].to(tl.int64) * dense_m + cols[None, :]
-            inside = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
-            bias += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+            dense += b * dense_b + g * dense_g
+            row, col = row_block * BLOCK, block * BLOCK
+            bias += load_pairs(dense, dense_m, row, col, num_rows, num_cols, BLOCK, BLOCK, False, True)
         bias = tl.minimum(tl.maximum(bias, -largest), largest)
         where = pairs + b * pairs_b + g * pairs_g + rows[:, None].to(tl.int64) * pairs_m + cols[None, :]
         tl.store(where, bias.to(pairs.dtype.element_ty))

@@ -26,6 +26,7 @@ from attnflow.bias.impl.triton.device import (
     LOG_ROOT_TWO_PI,
     allowed_tile,
     bucket_tile,
+    load_pairs,
     load_tile,
     scored,
     tail,
@@ -38,13 +39,14 @@ def _guidance_gradient(
     change, rows_centred, columns_centred, gain, shift, weight, row_part, column_part, sums, row_block, block,
     padded_rows, padded_cols,
     EPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of one tile, with `change` = dB; row_part is [2, hidden, 64]: R, and what the norm subtracts."""
     place = tl.arange(0, BLOCK)
     unit = tl.arange(0, HIDDEN_PADDED)
     a_tile = unit_tile(rows_centred, row_block * BLOCK, padded_rows, HIDDEN, HIDDEN_PADDED)
     c_tile = unit_tile(columns_centred, block * BLOCK, padded_cols, HIDDEN, HIDDEN_PADDED)
-    r = inverse_deviation(a_tile, c_tile, EPS, HIDDEN)
+    r = inverse_deviation(a_tile, c_tile, EPS, HIDDEN, PRECISION)
     scaled = change * r
     moment = tl.zeros([BLOCK, BLOCK], tl.float32)
     a_base = rows_centred + row_block * BLOCK + place
@@ -70,9 +72,9 @@ def _guidance_gradient(
     q = r * r * moment / HIDDEN
     inside = unit[:, None] < HIDDEN
     where = (HIDDEN + unit)[:, None] * BLOCK + place[None, :]
-    part = tl.dot(c_tile, tl.trans(q), a_tile * tl.sum(q, 1)[None, :], input_precision="tf32x3")
+    part = tl.dot(c_tile, tl.trans(q), a_tile * tl.sum(q, 1)[None, :], input_precision=PRECISION)
     tl.store(row_part + where, part, mask=inside)
-    part = tl.dot(a_tile, q, c_tile * tl.sum(q, 0)[None, :], input_precision="tf32x3")
+    part = tl.dot(a_tile, q, c_tile * tl.sum(q, 0)[None, :], input_precision=PRECISION)
     tl.store(column_part + where, part, mask=inside)
 
 
@@ -99,12 +101,12 @@ def pairs_gradient_kernel(
     entry = b * mask_b * num_row_blocks + row_block
     if slot < tl.load(count + entry):
         block = tl.load(index + entry * num_blocks + slot)
-        rows = row_block * BLOCK + tl.arange(0, BLOCK)
-        cols = block * BLOCK + tl.arange(0, BLOCK)
+        row, col = row_block * BLOCK, block * BLOCK
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
         inside = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
         map_ = g.to(tl.int64)
-        where = pairs + b * pairs_b + map_ * pairs_g + rows[:, None].to(tl.int64) * pairs_m + cols[None, :]
-        bias = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+        pairs += b * pairs_b + map_ * pairs_g
+        bias = load_pairs(pairs, pairs_m, row, col, num_rows, num_cols, BLOCK, BLOCK, False, True)
         bits = words + b * words_b + block.to(tl.int64) * num_words
         allowed = inside
         if not MASK_PER_HEAD:
@@ -113,8 +115,8 @@ def pairs_gradient_kernel(
         for part in range(per_group):
             h = g * per_group + part
             wide, kv = h.to(tl.int64), (h // per_kv).to(tl.int64)
-            q = load_tile(query + b * query_b + wide * query_h, query_m, rows, num_rows, WIDTH, PADDED, True, UP)
-            k = load_tile(key + b * key_b + kv * key_h, key_n, cols, num_cols, WIDTH, PADDED, True, UP)
+            q = load_tile(query + b * query_b + wide * query_h, query_m, row, num_rows, BLOCK, WIDTH, PADDED, True, UP)
+            k = load_tile(key + b * key_b + kv * key_h, key_n, col, num_cols, BLOCK, WIDTH, PADDED, True, UP)
             score, _ = scored(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
             score += bias
             if HAS_COLUMNS:
@@ -126,10 +128,9 @@ def pairs_gradient_kernel(
             if MASK_PER_HEAD:
                 allowed = allowed_tile(bits + wide * words_h, rows, False)
             weight_ = tl.exp2(tl.where(allowed, (score - lse[:, None]) * LOG2E, float("-inf")))
-            up = load_tile(
-                gradient + b * gradient_b + wide * gradient_h, gradient_m, rows, num_rows, VALUE, VALUE_PADDED, True, UP
-            )
-            v = load_tile(value + b * value_b + kv * value_h, value_n, cols, num_cols, VALUE, VALUE_PADDED, True, UP)
+            where = gradient + b * gradient_b + wide * gradient_h
+            up = load_tile(where, gradient_m, row, num_rows, BLOCK, VALUE, VALUE_PADDED, True, UP)
+            v = load_tile(value + b * value_b + kv * value_h, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP)
             change += weight_ * (tl.dot(up, tl.trans(v), input_precision=PRECISION) - dlt[:, None])
         if STORE:
             where = dense_gradient + b * dense_b + map_ * dense_g + rows[:, None].to(tl.int64) * dense_m + cols[None, :]
@@ -149,7 +150,7 @@ def pairs_gradient_kernel(
                 gain + map_ * HIDDEN, shift + map_ * HIDDEN, weight + map_ * HIDDEN,
                 row_parts + tile * (size + 2 * HIDDEN), column_parts + tile * size,
                 row_parts + tile * (size + 2 * HIDDEN) + size,
-                row_block, block, padded_rows, padded_cols, EPS, HIDDEN, HIDDEN_PADDED, EXACT,
+                row_block, block, padded_rows, padded_cols, EPS, HIDDEN, HIDDEN_PADDED, EXACT, PRECISION,
             )  # fmt: skip
         if OFFSET:
             bucket = bucket_tile(

@@ -5,7 +5,7 @@ The kernels' blocks are 64 keys wide, the bits of a word; queries come 64 or 128
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -33,7 +33,7 @@ class Tiles:
         key_warps: of the kernel for the gradients of keys and values (64 keys, 64 queries).
         key_stages: of its pipeline.
         pair_warps: of the kernel for the gradient of the bias (64 keys, 64 queries).
-        precision: of products of float32 matrices; 16-bit ones are exact.
+        precision: of products of float32 matrices; those of 16-bit ones are exact.
     """
 
     rows: int
@@ -46,24 +46,23 @@ class Tiles:
 
 
 _HALF: Final = {
-    32: Tiles(128, 4, 3, 4, 3, 4),
-    64: Tiles(128, 4, 3, 4, 3, 4),
-    128: Tiles(128, 8, 2, 4, 2, 4),
+    32: Tiles(128, 8, 3, 4, 3, 8),
+    64: Tiles(128, 8, 3, 4, 3, 8),
+    128: Tiles(128, 8, 2, 8, 2, 8),
     256: Tiles(64, 8, 2, 8, 1, 8),
 }
 _SINGLE: Final = {
-    32: Tiles(64, 4, 2, 4, 2, 4),
-    64: Tiles(64, 4, 2, 4, 2, 4),
-    128: Tiles(64, 8, 1, 8, 1, 8),
-    256: Tiles(64, 8, 1, 8, 1, 8),
+    32: Tiles(64, 4, 2, 4, 2, 4, "ieee"),
+    64: Tiles(64, 4, 2, 4, 2, 4, "ieee"),
+    128: Tiles(64, 8, 1, 8, 1, 8, "ieee"),
+    256: Tiles(64, 8, 1, 8, 1, 8, "ieee"),
 }
 
 
 def tiles(width: int, dtype: torch.dtype, queries: int) -> Tiles:
     """The sizes for heads of `width` (the larger of keys' and values') and that many queries."""
-    table = _SINGLE if dtype == torch.float32 else _HALF
-    found = table[padded(width, 32)]
-    return table[32] if queries <= 64 and found.rows > 64 and width <= 32 else found
+    found = (_SINGLE if dtype == torch.float32 else _HALF)[padded(width, 32)]
+    return replace(found, rows=64) if queries <= 64 else found
 
 
 def padded(width: int, least: int = 16) -> int:
