@@ -21,10 +21,6 @@ TEST: Final = (
     "sonnets",
     "coriolanus",
     "much_ado_about_nothing",
-    "othello",
-    "rape_of_lucrece",
-    "richard_ii",
-    "winters_tale",
 )
 
 
