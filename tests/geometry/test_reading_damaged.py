@@ -9,6 +9,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 from torch import nn
+from transformers import ConvBertConfig, ConvBertModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.reading import BadCheckpoint
@@ -140,6 +141,14 @@ def test_no_heads_are_guessed(llama):
     with pytest.raises(UnsupportedArchitecture, match="how many heads"):
         score(folder)
     same_weights(folder, model, config={"num_attention_heads": 4})
+
+
+def test_widths_of_heads_are_not_guessed():
+    """ConvBERT has fewer heads than its config says, and they do not add up to the width of the model."""
+    options = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = ConvBertModel(ConvBertConfig(**options, intermediate_size=16, embedding_size=32))
+    with pytest.raises(UnsupportedArchitecture, match="16 query rows"):
+        score(model)
 
 
 def test_unknown_fused_weights_are_no_guess(llama):

@@ -19,7 +19,17 @@ from torch.overrides import TorchFunctionMode
 _SCALED = F.scaled_dot_product_attention
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, _SCALED}
 _ADDED = {torch.baddbmm, Tensor.baddbmm}
-_NORMS = ("q_norm", "k_norm", "qk_norm", "q_a_layernorm", "kv_a_layernorm", "q_layernorm", "k_layernorm")
+_NORMS = (
+    "q_norm",
+    "k_norm",
+    "qk_norm",
+    "q_a_layernorm",
+    "kv_a_layernorm",
+    "q_layernorm",
+    "k_layernorm",
+    "query_layernorm",
+    "key_layernorm",
+)
 _POSITIONS = ("position_embeddings", "object_queries", "spatial_position_embeddings", "attention_mask", "alibi")
 
 

@@ -155,6 +155,24 @@ ZOO: dict[str, Animal] = {
             "shared_expert_intermediate_size": 16,
         },
     ),
+    "Qwen3_5": Animal(
+        "Qwen3_5TextModel",
+        "Qwen3_5TextConfig",
+        {**_GROUPED, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    ),
+    "Qwen3_5Moe": Animal(
+        "Qwen3_5MoeTextModel",
+        "Qwen3_5MoeTextConfig",
+        {
+            **_GROUPED,
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "Phi": _of("Phi", _BASE),
     "Phimoe": _of("Phimoe", {**_GROUPED, "num_local_experts": 2}),
     "FalconGrouped": Animal(

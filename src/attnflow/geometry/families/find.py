@@ -158,7 +158,8 @@ def _separate(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stag
     if key not in shapes or len(shapes[key]) != 2:
         raise UnsupportedArchitecture(f"{query} has no key beside it: expected {key}")
     parts = 2 if model_type in GATED else 1
-    heads = stated.separate(query, stage, shapes[query][0] // parts, shapes[key][0])
+    rows, width = shapes[query]
+    heads = stated.separate(query, stage, rows // parts, shapes[key][0], None if model_type in KNOWN else width)
     return (
         Rows(query, heads.dim, parts, 0, 1, groups=heads.query)
         if parts > 1

@@ -37,14 +37,23 @@ class Stated:
         """Whether anything is said about the number of heads."""
         return bool(self.values(self._query, 0))
 
-    def separate(self, name: str, stage: int, rows: int, key_rows: int) -> Heads:
+    def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
         """Heads of two separate projections with so many output rows.
+
+        Args:
+            name: of the query's tensor, for messages.
+            stage: where the config lists a number for each.
+            rows: output rows of the query.
+            key_rows: output rows of the key.
+            width: what the heads must add up to where the config does not say how wide they are; None if anything.
 
         Raises:
             UnsupportedArchitecture: the shapes are not those of the heads that the config names.
         """
         query = self.query_heads(name, stage)
         dims = self.values(_DIM, stage)
+        if width is not None and not dims and rows != width:
+            raise _disagrees(name, f"{rows} query rows", f"{query} heads, but not of which width, on {width} channels")
         if rows % query or (dims and rows // query not in dims):
             raise _disagrees(name, f"{rows} query rows", f"{query} heads" + (f" of {_either(dims)}" if dims else ""))
         dim = rows // query
