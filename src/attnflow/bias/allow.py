@@ -67,7 +67,7 @@ class Allow:
         return found
 
     @classmethod
-    def from_dense(cls, allow: Bool[Tensor, "*batch queries keys"]) -> Allow:
+    def from_dense(cls, allow: Tensor) -> Allow:
         """A given boolean tensor, [queries, keys] or [batch or 1, heads or 1, queries, keys]."""
         if allow.dtype != torch.bool:
             raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,6 +12,7 @@ from attnflow.bias.impl._guidance_tile import GuidanceTiles
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, wide
 
 
+@runtime_checkable
 class TensorTerm(Term, Protocol):
     """A term that says which tensors it is made of, as all of ours do; without that, gradients cannot be recomputed."""
 
@@ -24,6 +25,7 @@ class TensorTerm(Term, Protocol):
         ...
 
 
+@runtime_checkable
 class TermTiles(Protocol):
     """Computes blocks of pairs of one term, and gathers gradients from them."""
 

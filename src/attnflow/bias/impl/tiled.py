@@ -141,22 +141,16 @@ def _call(
     return Call(query, key, value, tuple(terms), relation, scale, softcap, sinks, dropout)
 
 
-@torch.library.custom_op("attnflow::tiled_attention", mutates_args=())
-def _operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    allow: Tensor | None,
-    tensors: Sequence[Tensor],
-    spec: Sequence[int],
-    scale: float,
-    softcap: float | None,
-    dropout: float,
-    seed: Tensor | None,
-) -> Tensor:
-    call = _call(query, key, value, sinks, allow, tensors, spec, scale, softcap, dropout)
-    return _forward(call, seed)
+# Written out, because type checkers at run time wrap functions, and torch could not read the annotations.
+_ARGUMENTS: Final = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? allow, Tensor[] tensors, int[] spec, "
+    "float scale, float? softcap, float dropout, Tensor? seed"
+)
+
+
+@torch.library.custom_op("attnflow::tiled_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+def _operator(*arguments: Any) -> Tensor:
+    return _forward(_call(*arguments[:-1]), arguments[-1])
 
 
 @_operator.register_fake
@@ -164,46 +158,26 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     return value.new_empty((*query.shape[:3], value.shape[3]))
 
 
-@torch.library.custom_op("attnflow::tiled_attention_backward", mutates_args=())
-def _operator_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    allow: Tensor | None,
-    tensors: Sequence[Tensor],
-    spec: Sequence[int],
-    scale: float,
-    softcap: float | None,
-    dropout: float,
-    seed: Tensor | None,
-    needs_terms: bool,
-) -> list[Tensor]:
-    call = _call(query, key, value, sinks, allow, tensors, spec, scale, softcap, dropout)
-    found = _backward(call, seed, gradient, needs_terms)
+@torch.library.custom_op(
+    "attnflow::tiled_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, bool needs_terms, {_ARGUMENTS}) -> Tensor[]",
+)
+def _operator_backward(gradient: Tensor, needs_terms: bool, *arguments: Any) -> list[Tensor]:
+    found = _backward(_call(*arguments[:-1]), arguments[-1], gradient, needs_terms)
     return [gradient.new_empty(0) if part is None else part.contiguous() for part in found]
 
 
 @_operator_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    allow: Tensor | None,
-    tensors: Sequence[Tensor],
-    *rest: object,
-) -> list[Tensor]:
-    needs_terms = bool(rest[-1])
-    outer = [query, key, value, *([] if sinks is None else [sinks])]
-    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outer]
-    for tensor in tensors:
-        empty = not (needs_terms and tensor.is_floating_point())
-        shape = (0,) if empty else tensor.shape
-        found.append(gradient.new_empty(shape, dtype=gradient.dtype if empty else tensor.dtype))
-    return found
+def _(gradient: Tensor, needs_terms: bool, *arguments: Any) -> list[Tensor]:
+    call = _call(*arguments[:-1])
+    count = 3 if call.sinks is None else 4
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if index < count or (needs_terms and tensor.is_floating_point())
+        else gradient.new_empty(0)
+        for index, tensor in enumerate(_tensors(call))
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -211,16 +185,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(query, key, value, sinks, allow, seed, *tensors)
 
 
-def _operator_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     query, key, value, sinks, allow, seed, *tensors = ctx.saved_tensors
     needs_terms = any(tensor.requires_grad for tensor in tensors)
-    found = torch.ops.attnflow.tiled_attention_backward(
-        gradient, query, key, value, sinks, allow, tensors, *ctx.numbers, seed, needs_terms
-    )
+    arguments = query, key, value, sinks, allow, tensors, *ctx.numbers, seed
+    found = torch.ops.attnflow.tiled_attention_backward(gradient, needs_terms, *arguments)
     to_query, to_key, to_value, *rest = found
     to_sinks = None if sinks is None else rest.pop(0)
     usable = [part if needs_terms and t.is_floating_point() else None for part, t in zip(rest, tensors, strict=True)]
     return to_query, to_key, to_value, to_sinks, None, usable, None, None, None, None, None
 
 
-_operator.register_autograd(_operator_gradients, setup_context=_setup_context)
+_operator.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,0 +1,87 @@
+"""The tiled implementation under torch.compile: one operator, the same numbers, no graph break."""
+
+import pytest
+import torch
+
+from attnflow.bias import attention
+from attnflow.bias.impl import tiled
+from tests.bias.cases import Case, cast
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's own, at compilation
+]
+
+ALL = (("guidance", "kv"), ("offset", "heads"), ("additive with rows", "one"), ("product", "one"), ("dense", "kv"))
+CASES = [
+    Case(),
+    Case(mask="everything", terms=(("additive", "one"),), dtype=torch.bfloat16),
+    Case(ALL, mask="holes", softcap=3.0, sinks=True),
+    Case(terms=()),
+]
+
+
+def operands(call):
+    first = 3 if call.sinks is None else 4
+    tensors = tiled._tensors(call)
+    spec = [number for term in call.terms for number in tiled._describe(term)]
+    seed = torch.tensor(7) if call.dropout else None
+    return (
+        *(*tensors[:3], call.sinks, call.allow.dense(), tensors[first:]),
+        *(spec, call.scale, call.softcap, call.dropout, seed),
+    )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck(case, dropout):
+    call, _ = cast(case.build())
+    call = type(call)(**{**vars(call), "dropout": dropout})
+    torch.library.opcheck(torch.ops.attnflow.tiled_attention.default, operands(call))
+    frozen = operands(cast(call, requires_grad=False)[0])
+    gradient = torch.randn(2, 4, 37, 32).to(call.value.dtype)
+    for needs_terms in (False, True):
+        operator = torch.ops.attnflow.tiled_attention_backward.default
+        torch.library.opcheck(operator, (gradient, needs_terms, *frozen))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_attention_is_the_eager_one(case, backend):
+    torch._dynamo.reset()
+    call, leaves = cast(case.build())
+    allow = call.allow.dense()
+
+    def attend(query, key, value, terms):
+        return attention(
+            query, key, value, terms, allow, softcap=call.softcap, sinks=call.sinks, scale=call.scale, impl="tiled"
+        )[0]
+
+    found = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend=backend)):
+        output = function(call.query, call.key, call.value, call.terms)
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), list(leaves.values()))])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_one_graph_serves_other_lengths():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v, terms, allow: attention(q, k, v, terms, allow, impl="tiled")[0],
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for n in (37, 50, 64):
+        call = Case(queries=n, keys=n).build()
+        arguments = call.query, call.key, call.value, call.terms, call.allow.dense()
+        torch.testing.assert_close(compiled(*arguments), attention(*arguments, impl="tiled")[0])
+
+
+def test_a_users_term_is_refused_under_a_compiler():
+    torch._dynamo.reset()
+    call = Case(terms=(("user", "one"),)).build()
+    compiled = torch.compile(lambda q: tiled.refuses(call), backend="eager")
+    assert "under torch.compile only terms of Guidance" in compiled(call.query)
+    assert tiled.refuses(call) is None
