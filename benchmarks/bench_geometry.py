@@ -64,6 +64,8 @@ def heads(provider: str, num_heads: int, width: int) -> Callable[[], object]:
 
 def full(provider: str, num_heads: int, num_kv_heads: int, width: int) -> Callable[[], object]:
     query, key = weights(num_heads, num_kv_heads, width)
+    if provider == "product":
+        return lambda: query.T @ key
     if provider == "formed":
         return lambda: formed_full(query, key, num_heads, num_kv_heads)
     check(full_scores(query, key, num_heads, num_kv_heads), formed_full(query, key, num_heads, num_kv_heads))
@@ -130,6 +132,11 @@ def cases(device: str) -> list[Case]:
             listed.append(
                 Case(f"scores of the full matrix, {what}", provider, 4096, here, "full", (key, 32, kv_heads, 4096))
             )
+    bound = "what any way that forms M takes at least"
+    arguments = ("product", 32, 32, 4096)
+    listed.append(
+        Case("scores of the full matrix, multi-head", "W_q^T W_k alone", 4096, here, "full", arguments, note=bound)
+    )
     size = 135_000_000
     listed.append(Case("score SmolLM2-135M from GGUF", "attnflow", size, here, "smollm2", note="all layers and heads"))
     listed.append(Case("attnflow geometry smollm2-135m", "attnflow", size, here, "command", note="whole process"))
