@@ -95,7 +95,9 @@ def test_a_complete_cached_copy_is_taken(hub, tmp_path, monkeypatch, offline):
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
-    assert score("someone/llama").rows == score(folder).rows
+    scores = score("someone/llama")
+    assert scores.rows == score(folder).rows
+    assert scores.model == "someone/llama"
     assert not hub.ranges
 
 

@@ -7,6 +7,7 @@ import json
 import gguf
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from attnflow.geometry.live import live_query_keys
 from attnflow.geometry.reading import BadCheckpoint
@@ -177,3 +178,19 @@ def test_gguf_of_an_encoder_and_a_decoder(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", "t5", tensors, kv_heads=4)
     same_weights(file, model)
     assert {(row.tower, row.kind) for row in score(file, attention="all")} == set(words)
+
+
+def test_defaults_of_the_family_are_filled_in(tmp_path):
+    """Released configs of models with two towers name no heads where these are the default."""
+    kinds = {"text_config": "siglip_text_model", "vision_config": "siglip_vision_model"}
+    config = {"model_type": "siglip", **{part: {"model_type": kind} for part, kind in kinds.items()}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stem = "{}_model.encoder.layers.0.self_attn.{}_proj.weight"
+    save_file(
+        {stem.format(t, p): torch.randn(768, 768) for t in ("text", "vision") for p in "qk"}, tmp_path / "a.safetensors"
+    )
+    scores = score(tmp_path)
+    assert [(row.tower, row.head) for row in scores if row.head in ("all", 11)] == [
+        ("text", "all"), ("text", 11), ("vision", "all"), ("vision", 11),
+    ]  # fmt: skip
+    assert not scores.notes

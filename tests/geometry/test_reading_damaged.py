@@ -198,3 +198,22 @@ def test_arguments_that_make_no_sense(llama):
             score(model, **options)
     with pytest.raises(UnsupportedArchitecture, match="no cross-attention"):
         score(model, attention="cross")
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft asks for an old name
+def test_adapters_have_to_be_merged(llama):
+    peft = pytest.importorskip("peft")
+    model, _ = llama
+    # In one layer alone: the others must not pass for the whole model.
+    config = peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[0], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    with pytest.raises(UnsupportedArchitecture, match="merge them"):
+        score(adapted)
+    merged = adapted.merge_and_unload()
+    assert len(score(merged, per_head=False)) == 2
+
+
+def test_keys_of_earlier_layers(llama):
+    _, folder = llama
+    with pytest.raises(UnsupportedArchitecture, match="keys of earlier"):
+        score(folder, config={"num_kv_shared_layers": 1})

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, Literal
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, Literal, cast
 
 from torch import nn
 
@@ -13,6 +16,7 @@ from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.families.find import Place, find
+from attnflow.geometry.families.heads import UnknownHeads
 from attnflow.geometry.families.table import is_query_or_key
 from attnflow.geometry.query_key import QueryKey
 from attnflow.geometry.reading import BadCheckpoint, Weights, open_weights
@@ -74,7 +78,9 @@ def score(
         rows += _rows(_load(weights, place), place, gamma, mode, per_head)
         if progress is not None:
             progress(done, len(places), place.name)
-    return GeometryScores(weights.name, tuple(rows), gamma, mode, _notes(weights, places))
+    # A short name or an id says more than the file or the cached copy that it led to.
+    name = source if isinstance(source, str) and not Path(source).expanduser().exists() else weights.name
+    return GeometryScores(name, tuple(rows), gamma, mode, _notes(weights, places))
 
 
 def query_keys(
@@ -98,7 +104,7 @@ def _places(weights: Weights, config: Mapping[str, object], attention: Attention
             "8-bit floats are"
         )
     try:
-        found = find(weights.shapes, config, weights.stated)
+        found = _found(weights, config)
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{weights.name}: {error}") from error
     places = tuple(place for place in found if attention in ("all", place.kind))
@@ -107,6 +113,16 @@ def _places(weights: Weights, config: Mapping[str, object], attention: Attention
             f'{weights.name} has no {attention}-attention; attention="all" takes what there is'
         )
     return places
+
+
+def _found(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
+    try:
+        return find(weights.shapes, config, weights.stated)
+    except UnknownHeads:
+        if not config.get("model_type") or find_spec("transformers") is None:
+            raise
+        complete = import_module("attnflow.hf.defaults").complete_config(config)
+        return find(weights.shapes, cast(Mapping[str, object], complete), weights.stated)
 
 
 def _load(weights: Weights, place: Place) -> QueryKey:

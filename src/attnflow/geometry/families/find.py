@@ -13,7 +13,16 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.families.heads import Heads, Stated
 from attnflow.geometry.families.latent import LatentKey, LatentQuery
 from attnflow.geometry.families.rows import Rows
-from attnflow.geometry.families.table import FUSED, FUSED_WORDS, GATED, KNOWN, LATENT, SEPARATE, with_kv_heads
+from attnflow.geometry.families.table import (
+    FUSED,
+    FUSED_WORDS,
+    GATED,
+    KNOWN,
+    LATENT,
+    SEPARATE,
+    is_query_or_key,
+    with_kv_heads,
+)
 from attnflow.geometry.query_key import Kind
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -107,6 +116,7 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
 
     Cost: O(number of tensors).
     """
+    _refuse_adapters(shapes)
     sites = [site for site in _sites(shapes) if not _BETWEEN.search(site.stem)]
     sites = [site for site in sites if site.numbers] or sites
     places = [(site, _place(site, shapes, config, stated)) for site in sites]
@@ -114,6 +124,12 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
     if not found:
         raise UnsupportedArchitecture(_nothing_found(shapes, config))
     return _ordered(found)
+
+
+def _refuse_adapters(shapes: Shapes) -> None:
+    adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
+    if adapted:
+        raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
 
 
 def _sites(shapes: Shapes) -> Iterator[_Site]:
@@ -129,6 +145,8 @@ def _sites(shapes: Shapes) -> Iterator[_Site]:
 def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Config] | None) -> Place | None:
     config = _config_of(root, site)
     model_type = str(config.get("model_type") or root.get("model_type") or "")
+    if config.get("num_kv_shared_layers"):
+        raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
     stage = next(iter(site.numbers), 0)
     speakers = ([stated(site.stem)] if stated else []) + [with_kv_heads(config, model_type)]
     layout = _layout(site, shapes, model_type, Stated(speakers, site.side), stage)
@@ -260,8 +278,6 @@ def _natural(site: _Site) -> list[tuple[bool, int, str]]:
 def _nothing_found(shapes: Shapes, config: Config) -> str:
     near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
     seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
-    if any(".lora_" in name for name in shapes):
-        seen = "it holds adapters (LoRA): merge them into the model first"
-    elif any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):
+    if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):
         seen = "its weights are quantised in a format that is not read; GGUF is"
     return f"no queries and keys that are known (model type {config.get('model_type')!r}; {seen})"

@@ -12,6 +12,10 @@ _KEY: Final = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv",
 _DIM: Final = ("head_dim", "d_kv", "kv_channels", "global_head_dim")
 
 
+class UnknownHeads(UnsupportedArchitecture):
+    """Nothing says how many heads a projection has."""
+
+
 class Heads(NamedTuple):
     """Heads of the query, heads of the key, width of a head."""
 
@@ -97,11 +101,11 @@ class Stated:
         """Heads of the query.
 
         Raises:
-            UnsupportedArchitecture: nothing says so.
+            UnknownHeads: nothing says so.
         """
         found = self.values(self._query, stage)
         if not found:
-            raise UnsupportedArchitecture(
+            raise UnknownHeads(
                 f"{name}: nothing says how many heads there are; keep config.json beside the weights, or pass "
                 "config={'num_attention_heads': ...}"
             )
