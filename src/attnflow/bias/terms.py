@@ -121,11 +121,11 @@ class Additive(_Tensors):
 
     Attributes:
         columns: s, [batch, groups, keys], float32: in bfloat16 a column of -153 is off by 13 % after the softmax.
-        rows: r, [batch, groups, queries], or None for 0. Its gradient is zero; it keeps the map readable.
+        rows: r, [batch or 1, groups, queries], or None for 0. Its gradient is zero; it keeps the map readable.
     """
 
     columns: Float[Tensor, "batch groups keys"]
-    rows: Float[Tensor, "batch groups queries"] | None = None
+    rows: Float[Tensor, "batch_or_1 groups queries"] | None = None
 
     @property
     def groups(self) -> int:

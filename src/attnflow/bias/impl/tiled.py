@@ -193,7 +193,8 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     to_query, to_key, to_value, *rest = found
     to_sinks = None if sinks is None else rest.pop(0)
     usable = [part if needs_terms and t.is_floating_point() else None for part, t in zip(rest, tensors, strict=True)]
-    return to_query, to_key, to_value, to_sinks, None, usable, None, None, None, None, None
+    no_spec = None if tensors else []  # an empty list counts as one of tensors
+    return to_query, to_key, to_value, to_sinks, None, usable, no_spec, None, None, None, None
 
 
 _operator.register_autograd(_gradients, setup_context=_setup_context)

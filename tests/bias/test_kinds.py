@@ -1,0 +1,273 @@
+"""Every kind: the identity at initialisation, and afterwards what its definition says of each pair."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from attnflow.bias import BiasConfig, LayerShape, Vectors, attention
+from attnflow.bias.kinds import KINDS, build
+from attnflow.bias.kinds.positions import buckets, slopes
+
+SHAPE = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=True)
+BOTH_WAYS = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=False)
+TOKENS = 9
+POSITIONS = torch.arange(TOKENS)[None]
+SHARED = [("unrotated", True), ("unrotated", "kv"), ("rotated", False), ("hidden", True), ("per_head", True)]
+SHARED += [("per_head", "kv"), ("per_head", False)]
+
+
+def vectors(seed=0, shape=SHAPE, batch=2):
+    """(of the queries, of the keys), in float64; queries and keys share the layer's input."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(width):
+        return torch.randn(batch, TOKENS, width, generator=generator, dtype=torch.float64)
+
+    hidden, sides = draw(shape.hidden_size), []
+    for heads in (shape.num_heads, shape.num_kv_heads):
+        width = heads * shape.head_dim
+        sides.append(Vectors(draw(width), draw(width), hidden, POSITIONS))
+    return sides
+
+
+def module_of(config, shape=SHAPE):
+    torch.manual_seed(1)
+    module = build(config, shape).double()
+    if hasattr(module, "norm"):  # away from 1 and 0, where mistakes would hide
+        torch.nn.init.normal_(module.norm.weight)
+        torch.nn.init.normal_(module.norm.bias)
+    return module
+
+
+def tile_of(module, shape=SHAPE, batch=2):
+    queries, keys = vectors(shape=shape, batch=batch)
+    term = module.term(queries, module.columns(keys), torch.arange(TOKENS))
+    return term.tile(slice(0, TOKENS), slice(0, TOKENS))
+
+
+def part(side, config, heads, head):
+    """What the network of one query head reads of one side, [batch, tokens, width]."""
+    whole = side.reference(config.reference)
+    if config.reference != "per_head":
+        return whole
+    return whole.unflatten(-1, (heads, -1))[:, :, head * heads // SHAPE.num_heads]
+
+
+def naive(config, pair):
+    """A map per query head, [batch, heads, queries, keys], from pair(network, head, q_i, k_j)."""
+    queries, keys = vectors()
+    found = torch.empty(2, SHAPE.num_heads, TOKENS, TOKENS, dtype=torch.float64)
+    networks = SHAPE.groups(config)
+    for head in range(SHAPE.num_heads):
+        q, k = part(queries, config, SHAPE.num_heads, head), part(keys, config, SHAPE.num_kv_heads, head)
+        for b in range(2):
+            for i in range(TOKENS):
+                for j in range(TOKENS):
+                    found[b, head, i, j] = pair(head * networks // SHAPE.num_heads, head, q[b, i], k[b, j])
+    return found
+
+
+def assert_is(tile, expected):
+    per_head = tile.repeat_interleave(expected.shape[1] // tile.shape[1], dim=1)
+    torch.testing.assert_close(per_head.expand_as(expected), expected, atol=1e-12, rtol=1e-12)
+
+
+def network(module, g, hidden):
+    normal = functional.layer_norm(hidden, hidden.shape, module.norm.weight[g], module.norm.bias[g])
+    return functional.gelu(normal) @ module.output_weight[g]
+
+
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_guidance(reference, share):
+    config = BiasConfig(reference=reference, share_heads=share, init="kaiming", hidden_dim=5)
+    module = module_of(config)
+
+    def pair(g, head, q, k):
+        first = torch.cat([module.query.weight[g], module.key.weight[g]], dim=1)  # on [q; k], as the paper writes it
+        return network(module, g, first @ torch.cat([q, k]) + module.hidden_bias[g]) + module.output_bias[g]
+
+    assert_is(tile_of(module), naive(config, pair))
+
+
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_key(reference, share):
+    config = BiasConfig(kind="key", reference=reference, share_heads=share, init="kaiming", hidden_dim=5)
+    module = module_of(config)
+    expected = naive(config, lambda g, h, q, k: network(module, g, module.key.weight[g] @ k + module.hidden_bias[g]))
+    assert_is(tile_of(module), expected)
+
+
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_low_rank(reference, share):
+    config = BiasConfig(kind="lowrank", reference=reference, share_heads=share, init="kaiming", rank=3)
+    module = module_of(config)
+
+    def pair(g, head, q, k):
+        return (module.query.weight[g] @ q) @ (module.key.weight[g] @ k) / math.sqrt(3)
+
+    assert_is(tile_of(module), naive(config, pair))
+
+
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_bilinear(reference, share):
+    config = BiasConfig(kind="bilinear", reference=reference, share_heads=share, init="kaiming")
+    module = module_of(config)
+
+    def pair(g, head, q, k):
+        return k @ module.query.weight[g] @ q / math.sqrt(len(q) * len(k))
+
+    assert_is(tile_of(module), naive(config, pair))
+
+
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_dot(reference, share):
+    config = BiasConfig(kind="dot", reference=reference, share_heads=share, init="kaiming")
+    module = module_of(config)
+    torch.nn.init.normal_(module.gain)
+
+    def pair(g, head, q, k):
+        width = len(k)
+        if len(q) > width:  # full width: every query head with the key head that it uses
+            k = k.unflatten(0, (SHAPE.num_kv_heads, -1)).repeat_interleave(2, dim=0).flatten()
+        return module.gain[g] * (q @ k) / math.sqrt(width)
+
+    assert_is(tile_of(module), naive(config, pair))
+
+
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_cumulative(reference, share):
+    config = BiasConfig(kind="cumulative", reference=reference, share_heads=share, init="kaiming")
+    module = module_of(config)
+    torch.nn.init.normal_(module.gain)
+    single = naive(config, lambda g, h, q, k: functional.logsigmoid(module.gate.weight[g, 0] @ k + module.gate_bias[g]))
+    expected = torch.zeros_like(single)
+    for head in range(SHAPE.num_heads):
+        gain = module.gain[head * SHAPE.groups(config) // SHAPE.num_heads]
+        for i in range(TOKENS):
+            for j in range(TOKENS):
+                between, sign = (range(j + 1, i + 1), 1) if j <= i else (range(i + 1, j + 1), -1)
+                expected[:, head, i, j] = sign * gain * sum(single[:, head, 0, l] for l in between)
+    assert_is(tile_of(module), expected)
+
+
+def test_dense_is_the_table_at_the_positions():
+    module = module_of(BiasConfig(kind="dense", share_heads=False, max_length=12, init="kaiming"))
+    queries, _ = vectors()
+    where = torch.tensor([[3, 1, 11, 0, 0, 5, 7, 8, 2]])
+    keys = Vectors(None, None, None, where)
+    tile = module.term(queries, module.columns(keys), None).tile(slice(0, TOKENS), slice(0, TOKENS))
+    assert torch.equal(tile, module.values[:, :, :TOKENS][..., where[0]])
+    beyond = module.columns(Vectors(None, None, None, where + 1))
+    with pytest.raises(ValueError, match="covers 12 positions, the sequence reaches 12; attach it with a larger"):
+        module.term(queries, beyond, None)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
+def test_alibi(shape):
+    module = module_of(BiasConfig(kind="alibi", init="kaiming"), shape)
+    distance = (POSITIONS[0][:, None] - POSITIONS[0]).abs()
+    expected = -torch.tensor(slopes(4), dtype=torch.float64)[:, None, None] * distance
+    if shape.is_causal:
+        future = torch.ones(TOKENS, TOKENS).triu(1).bool()
+        expected = expected.masked_fill(future, 0.0)
+        assert_is(tile_of(module, shape).masked_fill(future, 0.0), expected[None])
+    else:
+        assert_is(tile_of(module, shape), expected[None])
+
+
+def test_alibi_slopes_are_the_published_ones():
+    """Press et al. (2022), sec. 3 and their code, for head counts that are and are not powers of two."""
+    assert slopes(8) == [2.0**-h for h in range(1, 9)]
+    assert slopes(16) == pytest.approx([2.0 ** (-h / 2) for h in range(1, 17)])
+    assert slopes(12) == pytest.approx(slopes(8) + slopes(16)[0::2][:4])
+    assert slopes(1) == [2.0**-8]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
+def test_relative(shape):
+    config = BiasConfig(kind="relative", share_heads=False, init="kaiming", num_buckets=8, max_distance=6)
+    module = module_of(config, shape)
+    distance = POSITIONS[0] - POSITIONS[0][:, None]
+    bucket = buckets(distance.flatten(), 8, 6, not shape.is_causal).view_as(distance)
+    assert_is(tile_of(module, shape), module.table[:, bucket][None])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (64, 1000)])
+def test_buckets_are_t5s(num_buckets, max_distance, bidirectional):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distance = torch.arange(-2 * max_distance, 2 * max_distance + 1)
+    expected = T5Attention._relative_position_bucket(distance, bidirectional, num_buckets, max_distance)
+    assert torch.equal(buckets(distance, num_buckets, max_distance, bidirectional), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_every_kind_begins_as_the_identity_and_learns(kind, reference, share):
+    config = BiasConfig(kind=kind, reference=reference, share_heads=share, hidden_dim=5, max_length=12)
+    module = build(config, SHAPE)
+    queries, keys = (Vectors(*(x.float() for x in (s.unrotated, s.rotated, s.hidden)), s.positions) for s in vectors())
+    assert module.is_zero()
+    term = module.term(queries, module.columns(keys), torch.arange(TOKENS))
+    assert SHAPE.num_heads % term.groups == 0
+    assert (term.tile(slice(0, TOKENS), slice(0, TOKENS)) == 0).all()
+    query, key = torch.randn(2, 4, TOKENS, 6), torch.randn(2, 2, TOKENS, 6)
+    allow = torch.ones(TOKENS, TOKENS).tril().bool()
+    for impl in ("reference", "tiled"):
+        output = attention(query, key, key, [term], allow, impl=impl)[0]
+        assert torch.equal(output, attention(query, key, key, [], allow, impl=impl)[0])
+    output.square().sum().backward()
+    learned = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.abs().max() > 1e-6]
+    assert learned, "no parameter gets a gradient in the first step"
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1e-2)
+    assert not module.is_zero()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
+def test_kaiming_begins_away_from_zero(kind):
+    assert not build(BiasConfig(kind=kind, init="kaiming"), SHAPE).is_zero()
+
+
+def test_what_is_cached_of_a_key_does_not_depend_on_when_it_came():
+    """Columns of a prefix, extended by those of the next tokens, are the columns of all: a cache may be filled so."""
+    _, keys = vectors()
+    for kind in KINDS:
+        module = module_of(BiasConfig(kind=kind, init="kaiming", max_length=12))
+        parts = [
+            Vectors(
+                *(x[:, s] for x in (keys.unrotated, keys.rotated, keys.hidden)),
+                keys.positions[:, s],
+            )
+            for s in (slice(0, 4), slice(4, TOKENS))
+        ]
+        found = torch.cat([module.columns(part) for part in parts], dim=1)
+        torch.testing.assert_close(found, module.columns(keys), atol=1e-14, rtol=1e-14)
+
+
+def test_the_parameter_count_of_the_paper():
+    """8,392,720 for every other of LLaMA-2-7B's 32 layers; the same for a low-rank bias up to norms and biases."""
+    llama = LayerShape(0, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096, is_causal=True)
+    layers = len(BiasConfig().layer_indices(32))
+
+    def count(kind):
+        with torch.device("meta"):
+            return layers * sum(p.numel() for p in build(BiasConfig(kind=kind), llama).parameters())
+
+    assert count("guidance") == 8_392_720
+    assert count("lowrank") == 16 * 2 * 4096 * 64
+    assert count("guidance") - count("lowrank") == 16 * (64 + 2 * 64 + 64 + 1)
+
+
+def test_gates_have_no_direction_in_a_layer_that_sees_both_ways():
+    with pytest.raises(ValueError, match=r"kind='cumulative' sums gates .* layer 0 is not causal; use kind='key'"):
+        build(BiasConfig(kind="cumulative"), BOTH_WAYS)
+
+
+def test_vectors_that_were_not_asked_for():
+    with pytest.raises(ValueError, match="not asked for its rotated vectors"):
+        Vectors(None, None, None, POSITIONS).reference("rotated")
