@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow import MissingExtra
 from attnflow.geometry import GeometryScores, Quartiles, ScoreRow
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.query_key import QueryKey
@@ -132,9 +131,9 @@ def test_pandas():
     assert table[(table["head"] == "all") & (table["tower"] == "encoder")]["symmetry"].median() == pytest.approx(0.6)
 
 
-def test_without_pandas_the_extra_is_named(monkeypatch):
+def test_without_pandas_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingExtra, match="pandas"):
+    with pytest.raises(ImportError, match="pip install pandas"):
         encoder_decoder().to_pandas()
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import numpy as np
 
-from attnflow._core.errors import MissingExtra
 from attnflow.geometry.scores import Mode
 
 if TYPE_CHECKING:
@@ -243,12 +242,13 @@ class GeometryScores:
         """The rows as a `pandas.DataFrame` with the columns of `ScoreRow` after the model.
 
         Raises:
-            MissingExtra: pandas is not installed.
+            ImportError: pandas is not installed; no extra of this package brings it.
         """
         try:
             pandas = import_module("pandas")
         except ImportError as error:
-            raise MissingExtra("pandas", "report", "a table of scores as a DataFrame") from error
+            message = "a table of scores as a DataFrame needs pandas, which is not installed: pip install pandas"
+            raise ImportError(message) from error
         return pandas.DataFrame(self._records(), columns=list(COLUMNS))
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
