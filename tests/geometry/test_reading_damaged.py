@@ -151,6 +151,15 @@ def test_widths_of_heads_are_not_guessed():
         score(model)
 
 
+def test_convolutions_of_unknown_families_are_not_passed_over():
+    attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "k_proj": nn.Linear(8, 8)})
+    model = nn.ModuleList([attention])
+    assert len(score(model, per_head=False, config={"num_attention_heads": 2})) == 1
+    attention["k_conv"] = nn.Conv1d(8, 8, 3)
+    with pytest.raises(UnsupportedArchitecture, match="k_conv"):
+        score(model, config={"num_attention_heads": 2})
+
+
 def test_unknown_fused_weights_are_no_guess(llama):
     _, folder = llama
     config = {**json.loads((folder / "config.json").read_text()), "model_type": "novel"}

@@ -2,7 +2,8 @@
 
 The input of an attention module is replaced by the basis vectors, one a sample, and by zero in the last one; the first
 product of two batched tensors inside the module is that of queries and keys. Both are taken at the first position,
-where a rotation cancels, and biases are what the zero sample gives.
+rotations are switched off where they are handed in and cancel where they are not, and biases are what the zero sample
+gives.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ _POSITIONS = ("position_embeddings", "object_queries", "spatial_position_embeddi
 def used_form(model: nn.Module, name: str, run: Callable[[int], object], width: int) -> Tensor:
     """[heads, d_query, d_key] up to one positive factor, of the module called `name`; `run(batch)` calls the model."""
     module = model.get_submodule(name)
-    batch = width + 1
+    batch = samples(width)
     catch = _Catch()
 
     def enter(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         catch.inside = True
         changed = {k: v if k in _POSITIONS else _basis(v, batch) for k, v in kwargs.items()}
+        if isinstance(rotation := kwargs.get("position_embeddings"), tuple):
+            changed["position_embeddings"] = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
         return tuple(_basis(value, batch) for value in args), changed
 
     def leave(*_: object) -> None:
@@ -57,7 +60,12 @@ def used_form(model: nn.Module, name: str, run: Callable[[int], object], width: 
     assert catch.query is not None, f"{name} multiplied nothing"
     assert catch.key is not None
     query, key = _at_first_position(catch.query, batch), _at_first_position(catch.key, batch)
-    return torch.einsum("ihc,jhc->hij", query, key)
+    return torch.einsum("ihc,jhc->hij", query[:width], key[:width])
+
+
+def samples(width: int) -> int:
+    """How many samples make a basis and a zero: a multiple of 4, so that the tokens of an image can be samples."""
+    return -(-(width + 1) // 4) * 4
 
 
 def bypass_norms(model: nn.Module) -> None:
@@ -104,8 +112,13 @@ class _Catch(TorchFunctionMode):
 
 
 def _basis(value: object, batch: int) -> object:
-    """The basis vectors in place of a tensor [batch * windows, ..., width] of activations."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
+    """The basis vectors in place of a tensor [batch * windows, ..., width] of activations.
+
+    Or of one sample's [tokens, width], if it has that many tokens.
+    """
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
+        return value
+    if value.ndim == 2 and value.shape[0] != batch:
         return value
     width = value.shape[-1]
     if value.shape[0] % batch or width >= batch:
@@ -116,6 +129,8 @@ def _basis(value: object, batch: int) -> object:
 
 def _at_first_position(value: Tensor, batch: int) -> Tensor:
     """[width, heads, head_dim] of [batch * windows, heads, tokens, head_dim] or [batch * heads, tokens, head_dim]."""
+    if value.ndim == 4 and value.shape[0] == 1 and value.shape[2] == batch:  # samples are tokens
+        value = value.transpose(0, 2)
     if value.ndim == 3:
         value = value.unflatten(0, (batch, -1))
     first = value[:: value.shape[0] // batch, ..., 0, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import transformers
@@ -38,6 +39,19 @@ _AUDIO = {
     "num_conv_pos_embedding_groups": 2,
     "initializer_range": 0.3,
 }
+_PATCHED = {
+    "depth": 2,
+    "hidden_size": WIDTH,
+    "out_hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "initializer_range": 0.3,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _CLIP_TEXT = {**_BASE, "projection_dim": WIDTH}
 _MLA = {k: v for k, v in text.CAUSAL["DeepseekV3"][1].items()}  # noqa: C416
 Inputs = Callable[[int], dict[str, torch.Tensor]]
@@ -75,6 +89,13 @@ def seen(batch: int) -> dict[str, torch.Tensor]:
     return {**pixels(batch), "input_ids": torch.full((batch, 4), 7)}
 
 
+def patches(batch: int) -> dict[str, torch.Tensor]:
+    """One image of as many patches as samples are asked for."""
+    size = 3 * 2 * 4 * 4
+    grid = torch.tensor([[1, 2, batch // 2]])
+    return {"hidden_states": torch.zeros(batch, size, dtype=torch.float64), "grid_thw": grid}
+
+
 def composite(name: str, encoder: str, decoder: str, inputs: Inputs) -> Animal:
     part = {
         "Bert": {"model_type": "bert", **_BASE},
@@ -104,7 +125,9 @@ class Animal:
     def build(self) -> PreTrainedModel:
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.options)
-        model = getattr(transformers, self.model)._from_config(config, attn_implementation="eager")
+        module, _, name = self.model.rpartition(".")
+        source = import_module(f"transformers.models.{module}") if module else transformers
+        model = getattr(source, name)._from_config(config, attn_implementation="eager")
         model = model.to(torch.float64).eval()
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
@@ -269,6 +292,32 @@ ZOO: dict[str, Animal] = {
     ),
     "ImageGPT": Animal("ImageGPTModel", "ImageGPTConfig", text._GPT),
     "Blip": Animal("BlipVisionModel", "BlipVisionConfig", _VISION, pixels),
+    "Qwen2VLVision": Animal(
+        "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+        "Qwen2VLVisionConfig",
+        {**_PATCHED, "embed_dim": WIDTH, "mlp_ratio": 2},
+        patches,
+    ),
+    "Qwen2_5_VLVision": Animal(
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen2_5_VLVisionConfig",
+        {**_PATCHED, "fullatt_block_indexes": [0, 1]},
+        patches,
+    ),
+    "Qwen3VLVision": Animal(
+        "Qwen3VLVisionModel", "Qwen3VLVisionConfig", {**_PATCHED, "deepstack_visual_indexes": [0]}, patches
+    ),
+    "Qwen2_5_VL": Animal(
+        "Qwen2_5_VLModel",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {**_GROUPED, "rope_parameters": _SECTIONS},
+            "vision_config": {**_PATCHED, "fullatt_block_indexes": [0, 1]},
+        },
+    ),
+    "Qwen2VLText": _of("Qwen2VLText", {**_GROUPED, "rope_parameters": _SECTIONS}),
+    "Qwen2_5_VLText": _of("Qwen2_5_VLText", {**_GROUPED, "rope_parameters": _SECTIONS}),
+    "Qwen3VLText": _of("Qwen3VLText", {**_GROUPED, "head_dim": 8, "rope_parameters": _SECTIONS}),
     "EncoderDecoder": composite("EncoderDecoder", "Bert", "Bert", pair),
     "VisionEncoderDecoder": composite("VisionEncoderDecoder", "ViT", "GPT2", captioned),
     "Llava": Animal(

@@ -153,7 +153,16 @@ def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Co
     if layout is None:
         return None
     query, key, heads = layout
+    if model_type not in KNOWN:
+        _refuse_convolutions(site, shapes)
     return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, model_type not in KNOWN)
+
+
+def _refuse_convolutions(site: _Site, shapes: Shapes) -> None:
+    """In a family that is not known, a convolution beside the key may well stand between the key and the score."""
+    beside = next((name for name in shapes if name.startswith(f"{site.stem}.") and "conv" in name.lower()), None)
+    if beside is not None:
+        raise UnsupportedArchitecture(f"{beside} may change queries or keys, and this family is not in the registry")
 
 
 _Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]

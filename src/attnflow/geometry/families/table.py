@@ -99,7 +99,7 @@ FUSED: Final = (
     _fused("qkv_proj", contiguous, "phi3"),
     _fused("qkv_proj", quarters, "codegen"),
     _fused("Wqkv", contiguous, "modernbert mpt dbrx"),
-    _fused("qkv", contiguous, "blip_vision_model"),
+    _fused("qkv", contiguous, "blip_vision_model qwen2_5_vl qwen2_5_vl_vision qwen2_vl_vision qwen3_vl_vision"),
     _fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
     _fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
 )
@@ -128,8 +128,9 @@ _SEPARATE_TYPES: Final = _words("""
     cohere2 deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers dinov3_vit distilbert electra
     esm falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt_neo gpt_oss gptj granite granitemoe hubert jamba llama
     m2m_100 marian mbart mistral mixtral mobilellm mpnet mt5 nemotron olmo olmo2 olmoe opt pegasus phi phimoe qwen2
-    qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next roberta roformer siglip siglip_text_model
-    siglip_vision_model smollm3 speecht5 stablelm starcoder2 swin t5 vit vit_mae wav2vec2 wavlm whisper xlm-roberta
+    qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_text
+    roberta roformer siglip siglip_text_model siglip_vision_model smollm3 speecht5 stablelm starcoder2 swin t5 vit
+    vit_mae wav2vec2 wavlm whisper xlm-roberta
 """)
 # Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
 # shapes alone if query and key are separate, and the result says so.
