@@ -16,7 +16,7 @@ from attnflow.bias.map import BiasMap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.floating[Any]]
 
 # The paper calls blue positive; matplotlib's "coolwarm" makes positive red.
 _SIGNED: Final = "coolwarm_r"

@@ -97,7 +97,7 @@ def _block(
     without = _softmax(call, score, allowed)
     weights = without if terms == 0 else _softmax(call, score + per_head(raw[None], call.num_heads)[0], allowed)
     if max(raw.shape[0], allowed.shape[0]) > 1 or heads is not None:
-        raw, allowed = (per_head(t[None], call.num_heads)[0] for t in (raw, allowed))
+        raw, allowed = per_head(raw[None], call.num_heads)[0], allowed.expand(call.num_heads, -1, -1)
     kept = raw.double().masked_fill(~allowed, 0.0)
     mean = kept.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
     centred = (kept - mean).masked_fill(~allowed, 0.0)

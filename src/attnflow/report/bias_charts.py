@@ -12,7 +12,7 @@ from attnflow._core.markup import columns, element, escape, number
 from attnflow.bias.figures import common_top
 from attnflow.order.draw import MONO, SANS
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.floating[Any]]
 Truth = npt.NDArray[np.bool_]
 
 _LEVELS: Final = 12

@@ -1,0 +1,259 @@
+"""What a call's bias is for a few queries, in tiles, and the map made of it."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnflow.bias import BiasMap, Guidance, LayerMap
+from attnflow.bias.call import make_call
+from attnflow.bias.impl import reference
+from attnflow.bias.low_rank import energy
+from attnflow.bias.observe import observe
+from tests.bias.cases import MASKS, Case
+
+TERMS = [
+    (("guidance", "one"),),
+    (("guidance", "heads"), ("additive", "one")),
+    (("product", "kv"), ("offset", "heads")),
+    (("dense", "one"), ("user", "heads"), ("additive with rows", "kv")),
+]
+ROWS = [0, 1, 2, 5, 20, 21, 36]
+
+
+def dense(call, sequence):
+    """(B [heads, q, k], allowed, weights, weights without B) of everything at once, from the reference."""
+    every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
+    bias = reference.bias_of(call.terms, call.num_heads, *every)
+    bias = bias.expand(call.query.shape[0], call.num_heads, -1, -1)[sequence].double()
+    allowed = call.allow.dense()
+    allowed = torch.ones_like(bias, dtype=torch.bool) if allowed is None else allowed
+    if allowed.ndim == 4:
+        allowed = allowed.expand(call.query.shape[0], call.num_heads, -1, -1)[sequence]
+    with_it, without = reference.weights_of(call)[sequence], reference.weights_of(replace(call, terms=()))[sequence]
+    return bias, allowed, with_it, without
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("terms", TERMS, ids=lambda t: "+".join(k for k, _ in t))
+def test_rows_of_a_call_are_those_of_the_whole(terms, mask):
+    call = Case(terms=terms, mask=mask, softcap=20.0, sinks=mask == "causal").build()
+    bias, allowed, weights, without = dense(call, 1)
+    found = observe(call, len(terms), ROWS, heads=[3, 1], sequence=1)
+    raw = bias.masked_fill(~allowed, 0.0)
+    mean = raw.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
+    centred = (raw - mean).masked_fill(~allowed, 0.0)
+    expected = (raw, centred, allowed, weights, without)
+    for one, whole in zip(vars(found).values(), expected, strict=True):
+        torch.testing.assert_close(one.double(), whole[[3, 1]][:, ROWS].double(), rtol=1e-5, atol=2e-6)
+    mean_over_heads = observe(call, len(terms), ROWS, sequence=1)
+    assert mean_over_heads.bias.shape == (1, len(ROWS), 37)
+    torch.testing.assert_close(mean_over_heads.bias[0].double(), centred.mean(0)[ROWS], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(mean_over_heads.weights[0], weights.mean(0)[ROWS], rtol=1e-5, atol=2e-6)
+    assert torch.equal(mean_over_heads.allowed[0], allowed.any(0)[ROWS])
+
+
+def test_rows_are_centred_over_the_allowed_keys_and_shifts_are_invisible():
+    call = Case(terms=(("guidance", "one"),), mask="causal").build()
+    term = call.terms[0]
+    shifted = replace(call, terms=(replace(term, offset=term.offset + 7.0),))
+    a, b = (observe(c, 1, range(37)) for c in (call, shifted))
+    counts = a.allowed.sum(-1)
+    assert counts.tolist() == [list(range(1, 38))]
+    assert (a.bias.double().sum(-1) / counts).abs().max() < 1e-6
+    torch.testing.assert_close(a.bias, b.bias, rtol=0, atol=1e-5)
+    torch.testing.assert_close(b.raw[0, -1], a.raw[0, -1] + 7.0)
+    assert not a.bias[~a.allowed].any()
+
+
+def test_guidance_equals_the_papers_concatenation():
+    """B = w . GELU(LN(W1 [q; k] + b1)) + b2, pair by pair (daa, eq. 5)."""
+    d, hidden, n = 12, 8, 9
+    first, norm, last = torch.nn.Linear(2 * d, hidden), torch.nn.LayerNorm(hidden), torch.nn.Linear(hidden, 1)
+    q, k = torch.randn(n, d), torch.randn(n, d)
+    rows, columns = q @ first.weight[:, :d].T + first.bias, k @ first.weight[:, d:].T
+    term = Guidance(rows[None, None], columns[None, None], norm.weight[None], norm.bias[None], last.weight, last.bias)
+    heads = torch.randn(1, 2, n, 4)
+    call = make_call(heads, heads, heads, [term], None, None, None, None, 0.0)
+    pairs = torch.cat([q[:, None].expand(n, n, d), k[None].expand(n, n, d)], dim=-1)
+    expected = last(functional.gelu(norm(first(pairs))))[..., 0]
+    found = observe(call, 1, [0, 4, 8])
+    torch.testing.assert_close(found.raw[0], expected[[0, 4, 8]].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_terms_beyond_the_bias_belong_to_the_scores_without_it():
+    call = Case(terms=(("product", "one"), ("dense", "one")), mask="everything").build()
+    found = observe(call, 1, ROWS)
+    expected = reference.weights_of(replace(call, terms=call.terms[1:]))[0].mean(0)[ROWS]
+    torch.testing.assert_close(found.weights_without[0], expected)
+    torch.testing.assert_close(found.raw[0], call.terms[0].tile(slice(0, 37), slice(0, 37))[0, 0, ROWS])
+
+
+def test_no_terms_no_queries_and_wrong_numbers():
+    call = Case(terms=(("product", "one"),)).build()
+    nothing = observe(call, 0, [3])
+    assert not nothing.raw.any()
+    assert torch.equal(nothing.weights, nothing.weights_without)
+    assert observe(call, 1, [], heads=[0, 1]).raw.shape == (2, 0, 37)
+    with pytest.raises(ValueError, match=r"sequence must be a number of the batch, 0 to 1, got 2"):
+        observe(call, 1, [0], sequence=2)
+    with pytest.raises(ValueError, match=r"heads must lie in 0 to 3, got \[4\]"):
+        observe(call, 1, [0], heads=[1, 4])
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and not func._schema.name.endswith(("expand", "view", "slice")):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_memory_is_bounded_by_a_tile():
+    """400 queries of 6,000 keys with 64 hidden units: 154 million numbers at once, had they been."""
+    case = Case(batch=1, num_heads=8, queries=400, keys=6000, hidden=64, head_dim=8)
+    call = case.build()
+    with _Largest() as largest:
+        found = observe(call, 1, range(400))
+    assert found.raw.shape == (1, 400, 6000)
+    assert largest.numel <= 2_400_000  # the result itself, and no score or hidden layer is larger
+
+
+@pytest.mark.parametrize(("d", "rank_8"), [(64, 0.90), (576, 0.835)])
+def test_energy_of_a_random_network(d, rank_8):
+    """Three quarters of a random-init DAA bias, row-centred, is a bias per key; most of it has rank 8."""
+    ones, eights = [], []
+    for _ in range(4):
+        first, last, n = torch.nn.Linear(2 * d, 64), torch.nn.Linear(64, 1), 256
+        q, k = torch.randn(n, d), torch.randn(n, d)
+        rows, columns = q @ first.weight[:, :d].T + first.bias, k @ first.weight[:, d:].T
+        term = Guidance(
+            rows[None, None], columns[None, None], torch.ones(1, 64), torch.zeros(1, 64), last.weight, last.bias
+        )
+        bias = term.tile(slice(0, n), slice(0, n))[0, 0].detach()
+        everything = torch.ones(n, n, dtype=torch.bool)
+        ones.append(energy(bias, everything, 1))
+        eights.append(energy(bias, everything, 8))
+    assert sum(ones) / 4 == pytest.approx(0.75, abs=0.05)
+    assert sum(eights) / 4 == pytest.approx(rank_8, abs=0.025)
+
+
+def test_energy_under_a_mask():
+    n, causal = 48, torch.ones(48, 48, dtype=torch.bool).tril()
+    keys, rows = torch.randn(n), torch.randn(n, 1)
+    assert energy(keys + rows, causal, 1) > 0.999  # a bias per key has rank 1, whatever the mask hides
+    noise = torch.randn(n, n)
+    assert energy(keys + rows, ~torch.zeros(n, n, dtype=torch.bool), 1) == pytest.approx(1.0)
+    found = [energy(noise, causal, rank) for rank in (1, 2, 4, 8)]
+    assert found == sorted(found)
+    assert found[0] < 0.35
+    assert math.isnan(energy(rows.expand(n, n), causal, 1))  # softmax sees none of it
+
+
+def make(queries=(0, 1, 2, 3), heads=(), layers=(0, 2), seed=0, produced=(), base=True):
+    """A causal map of four tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    maps, size = max(len(heads), 1), 4
+    allowed = torch.ones(size, size, dtype=torch.bool).tril()[list(queries)].expand(maps, -1, -1)
+
+    def one(layer):
+        raw = torch.randn(maps, len(queries), size, generator=generator).masked_fill(~allowed, 0.0)
+        mean = raw.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True)
+        weights = [torch.rand(maps, len(queries), size, generator=generator) for _ in range(3)]
+        weights = [(w * allowed) / (w * allowed).sum(-1, keepdim=True) for w in weights]
+        centred = (raw - mean).masked_fill(~allowed, 0.0)
+        return LayerMap(
+            layer, f"layers.{layer}.attn", centred, raw, allowed, *weights[:2], weights[2] if base else None
+        )
+
+    names = ("a", " b", "\n", "<d>")
+    return BiasMap("tiny", names, tuple(queries), tuple(one(i) for i in layers), heads, True, produced)
+
+
+@pytest.mark.parametrize("heads", [(), (1, 3)])
+def test_json_reads_back_number_for_number(heads, tmp_path):
+    found = make(heads=heads, produced=("x", "y", "", "z"))
+    text = found.to_json(tmp_path / "map.json")
+    assert (tmp_path / "map.json").read_text() == text
+    again = BiasMap.from_json(text)
+    for name in ("model", "tokens", "queries", "heads", "causal", "produced"):
+        assert getattr(again, name) == getattr(found, name)
+    for one, other in zip(found, again, strict=True):
+        for name, value in vars(one).items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            assert same(getattr(other, name), value), name
+    assert again.to_json() == text
+    assert BiasMap.from_json(make(base=False).to_json()).layers[0].weights_base is None
+    with pytest.raises(ValueError, match=r"expected the JSON text of a BiasMap"):
+        BiasMap.from_json(json.dumps({"schema": "other"}))
+
+
+def test_csv_has_a_line_for_each_allowed_pair(tmp_path):
+    found = make(heads=(1, 3))
+    rows = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "map.csv"))))
+    assert (tmp_path / "map.csv").read_text() == found.to_csv()
+    assert len(rows) == 2 * 2 * 10
+    assert [(r["layer"], r["head"], r["query"], r["key"]) for r in rows[:3]] == [
+        ("0", "1", "0", "0"), ("0", "1", "1", "0"), ("0", "1", "1", "1"),
+    ]  # fmt: skip
+    assert rows[-1]["query_token"] == "<d>"
+    assert rows[5]["key_token"] == "↵"
+    row = next(r for r in rows if (r["layer"], r["head"], r["query"], r["key"]) == ("2", "3", "3", "1"))
+    layer = found.layer(2)
+    assert float(row["bias"]) == pytest.approx(float(layer.bias[1, 3, 1]))
+    assert float(row["raw"]) == pytest.approx(float(layer.raw[1, 3, 1]))
+    assert float(row["weight_base"]) == pytest.approx(float(layer.weights_base[1, 3, 1]))
+    assert next(csv.DictReader(io.StringIO(make(base=False).to_csv())))["weight_base"] == ""
+
+
+def test_values_are_means_over_layers_and_heads():
+    found = make(heads=(1, 3))
+    torch.testing.assert_close(found.values("bias", 2, 3), found.layer(2).bias[1])
+    torch.testing.assert_close(found.values("raw"), torch.stack([one.raw for one in found]).mean((0, 1)))
+    assert found.row(-1) == 3
+    assert make(queries=(1, 3)).row(3) == 1
+    with pytest.raises(ValueError, match=r"layer must be one of \[0, 2\], got 1"):
+        found.values("bias", 1)
+    with pytest.raises(ValueError, match=r"head 2 was not captured: those captured are \[1, 3\]"):
+        found.values("bias", 0, 2)
+    with pytest.raises((ValueError, TypeError), match="quantity"):  # the type checker of the tests may speak first
+        found.values("name")
+    with pytest.raises(ValueError, match=r"query must be one of the captured positions, \[1, 3\]"):
+        make(queries=(1, 3)).row(2)
+    with pytest.raises(ValueError, match=r"base=True"):
+        make(base=False).values("weights_base")
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        found.energy(0)
+    assert set(found.energy(2)) == {0, 2}
+    assert "layer 2: strength" in repr(found)
+
+
+def test_strength_and_weight_moved():
+    found = make().layer(0)
+    pairs = found.bias[found.allowed]
+    assert found.strength == pytest.approx(float(pairs.square().mean().sqrt()), rel=1e-5)
+    by_query = (found.weights - found.weights_without).abs().sum(-1) / 2
+    assert found.moved == pytest.approx(float(by_query.mean()), rel=1e-5)
+    assert 0 < found.moved < 1
+
+
+def test_maps_need_neither_matplotlib_nor_networkx():
+    code = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['networkx'] = sys.modules['transformers'] = None\n"
+        "import attnflow.bias as b; print(b.BiasMap.__name__, b.BiasGraph.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["BiasMap", "BiasGraph"]
