@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,13 @@ from attnflow.geometry.score import score
 from tests.geometry.usage import used_form
 from tests.geometry.zoo import ZOO
 
+_LINEAR_FIRST = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 LAYOUTS = ["Llama", "GPT2", "GPT2Cross", "GPTNeoX", "Phi3", "FalconGrouped", "CodeGen", "Qwen3Next", "Albert", "Swin"]
 
 
@@ -93,6 +102,8 @@ def test_attention_between_different_widths_has_no_symmetry():
 
 def test_layers_keep_their_numbers_in_hybrid_models():
     assert [live.layer for live in live_query_keys(ZOO["Jamba"].build())] == [1]
+    hybrid = replace(ZOO["Qwen3Next"], options={**ZOO["Qwen3Next"].options, **_LINEAR_FIRST})
+    assert [live.layer for live in live_query_keys(hybrid.build())] == [1]
     assert [live.layer for live in live_query_keys(ZOO["Swin"].build())] == [0, 1, 2]
     swin = live_query_keys(ZOO["Swin"].build())
     assert [live.num_heads for live in swin] == [2, 4, 4]

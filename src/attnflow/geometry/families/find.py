@@ -34,8 +34,9 @@ _TOWERS: Final = {
     "audio": re.compile(r"(?:^|\.)audio_(?:model|tower|encoder)(?:\.|$)"),
     "text": re.compile(r"(?:^|\.)(?:text|language)_(?:model|encoder|decoder)(?:\.|$)"),
 }
-# Small networks between two towers, with settings of their own; their attention is no layer of either.
-_BETWEEN: Final = re.compile(r"resampler|perceiver|connector|projector|pooler")
+# Small networks between two towers, with settings of their own, are no layers of either; and recurrent layers, which
+# have queries and keys, too, are no attention.
+_OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|linear_attn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
 
     Returns:
         One place for each attention module. Modules without a layer number, such as pooling heads, are left out where
-        others have one, and so are small networks between towers (resamplers, projectors).
+        others have one, and so are small networks between towers (resamplers, projectors) and linear attention.
 
     Raises:
         UnsupportedArchitecture: there is no attention that is known, or the shapes are not those of the config.
@@ -117,7 +118,7 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
     Cost: O(number of tensors).
     """
     _refuse_adapters(shapes)
-    sites = [site for site in _sites(shapes) if not _BETWEEN.search(site.stem)]
+    sites = [site for site in _sites(shapes) if not _OTHER.search(site.stem)]
     sites = [site for site in sites if site.numbers] or sites
     places = [(site, _place(site, shapes, config, stated)) for site in sites]
     found = [(site, place) for site, place in places if place is not None]
