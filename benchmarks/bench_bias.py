@@ -1,0 +1,320 @@
+"""Attention with the guidance network, and the kinds it is compared with, against the base model and named peers.
+
+Every provider starts from queries and keys, so that the bias and its own backward are paid for by all. One layer:
+LLaMA-2-7B's shape in bfloat16 on a GPU, SmolLM2-135M's in float32 on a CPU. Whole models: training step and decoding,
+with a bias on every other layer, against the same model without. `ratio` is over ours: below 1 is faster than ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnflow import masks
+from attnflow.bias import Additive, Allow, Guidance, Product, Term, attention
+from benchmarks.harness import Case, main
+
+HIDDEN, RANK, NEW_TOKENS = 64, 64, 32
+CHECKED = 1024  # sizes up to here are compared with the reference before they are timed
+HERE = "benchmarks.bench_bias"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One attention layer's tensors, and the parameters of every bias that is measured on it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    parameters: dict[str, Tensor]
+
+    @classmethod
+    def random(cls, n: int, device: str, backward: bool) -> Layer:
+        heads, kv_heads, dim = (32, 32, 128) if device == "cuda" else (9, 3, 64)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        torch.manual_seed(0)
+
+        def draw(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+            return (std * torch.randn(shape, device=device)).to(dtype).requires_grad_(backward)
+
+        width, kv_width = heads * dim, kv_heads * dim
+        parameters = {
+            "query": draw(HIDDEN, width, std=width**-0.5),
+            "key": draw(HIDDEN, kv_width, std=kv_width**-0.5),
+            "bias": draw(HIDDEN),
+            "gain": draw(1, HIDDEN),
+            "shift": draw(1, HIDDEN),
+            "weight": draw(1, HIDDEN, std=HIDDEN**-0.5),
+            "offset": draw(1),
+            "gate": draw(heads, kv_width, std=kv_width**-0.5),
+        }
+        shapes = ((1, heads, n, dim), (1, kv_heads, n, dim), (1, kv_heads, n, dim))
+        return cls(*(draw(*shape, dtype=dtype) for shape in shapes), parameters)
+
+    def project(self) -> tuple[Tensor, Tensor]:
+        """Hidden features of queries and keys, [queries, hidden] and [keys, hidden], in float32."""
+        p, sides = self.parameters, (self.query, self.key)
+        flat = (side.transpose(1, 2).flatten(2)[0] for side in sides)
+        rows, columns = (x @ p[name].to(x.dtype).T for x, name in zip(flat, ("query", "key"), strict=True))
+        return rows.float() + p["bias"], columns.float()
+
+    def leaves(self) -> list[Tensor]:
+        return [self.query, self.key, self.value, *self.parameters.values()]
+
+
+def guidance_terms(layer: Layer) -> list[Term]:
+    rows, columns = layer.project()
+    parameters = (layer.parameters[name] for name in ("gain", "shift", "weight", "offset"))
+    return [Guidance(rows[None, None], columns[None, None], *parameters)]
+
+
+def lowrank_terms(layer: Layer) -> list[Term]:
+    rows, columns = layer.project()
+    return [Product(rows[None, None] / math.sqrt(RANK), columns[None, None])]
+
+
+def cumulative_terms(layer: Layer) -> list[Term]:
+    gates = layer.key.transpose(1, 2).flatten(2) @ layer.parameters["gate"].to(layer.key.dtype).T
+    return [Additive(-functional.logsigmoid(gates.float()).cumsum(dim=1).mT)]
+
+
+TERMS = {"guidance": guidance_terms, "lowrank": lowrank_terms, "cumulative": cumulative_terms}
+
+
+def network(hidden: Tensor, p: dict[str, Tensor]) -> Tensor:
+    normal = functional.layer_norm(hidden, (HIDDEN,), p["gain"][0], p["shift"][0])
+    return functional.gelu(normal) @ p["weight"][0] + p["offset"]
+
+
+def separated_map(layer: Layer) -> Tensor:
+    """B as anyone would write it who knows that the first layer separates: [1, 1, queries, keys]."""
+    rows, columns = layer.project()
+    return network(rows[:, None] + columns, layer.parameters)[None, None]
+
+
+def concatenated_map(layer: Layer) -> Tensor:
+    """B as the paper writes it, on the concatenation of every query with every key."""
+    q, k = (side.transpose(1, 2).flatten(2)[0] for side in (layer.query, layer.key))
+    n, p = len(q), layer.parameters
+    pairs = torch.cat([q[:, None].expand(-1, n, -1), k.expand(n, -1, -1)], dim=-1)
+    first = torch.cat([p["query"], p["key"]], dim=1)
+    return network((pairs @ first.to(pairs.dtype).T).float() + p["bias"], p)[None, None]
+
+
+def cumulative_map(layer: Layer) -> Tensor:
+    (term,) = cumulative_terms(layer)
+    everything = slice(0, layer.query.shape[2])
+    return term.tile(everything, everything)
+
+
+def pinned(layer: Layer, *backends: SDPBackend) -> AbstractContextManager[None]:
+    return sdpa_kernel(list(backends)) if layer.query.is_cuda else nullcontext()
+
+
+def sdpa(layer: Layer, bias: Tensor) -> Tensor:
+    """With a materialised bias; cuDNN's kernel is left out because it returns no gradient of the bias."""
+    n = layer.query.shape[2]
+    allowed = torch.ones(n, n, dtype=torch.bool, device=bias.device).tril()
+    mask = bias.to(layer.query.dtype).masked_fill(~allowed, -torch.inf)
+    mask = mask.expand(-1, layer.query.shape[1], -1, -1)
+    with pinned(layer, SDPBackend.EFFICIENT_ATTENTION):
+        return functional.scaled_dot_product_attention(
+            layer.query, layer.key, layer.value, attn_mask=mask, enable_gqa=layer.key.shape[1] != layer.query.shape[1]
+        )
+
+
+def base(layer: Layer) -> Tensor:
+    with pinned(layer, SDPBackend.FLASH_ATTENTION):
+        return functional.scaled_dot_product_attention(
+            layer.query, layer.key, layer.value, is_causal=True, enable_gqa=layer.key.shape[1] != layer.query.shape[1]
+        )
+
+
+def widened(layer: Layer) -> Tensor:
+    """FlashBias: a bias of low rank as further channels of queries and keys."""
+    rows, columns = layer.project()
+    dim, dtype = layer.query.shape[3], layer.query.dtype
+    rows, columns = (x.to(dtype).expand(1, layer.query.shape[1], -1, -1) for x in (rows, columns))
+    ratio = layer.query.shape[1] // layer.key.shape[1]
+    key, value = (x.repeat_interleave(ratio, dim=1) for x in (layer.key, layer.value))
+    query = torch.cat([layer.query / math.sqrt(dim), rows / math.sqrt(RANK)], dim=-1)
+    key = torch.cat([key, columns], dim=-1)
+    with pinned(layer, SDPBackend.EFFICIENT_ATTENTION):
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
+
+
+def flex(layer: Layer) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    n, device = layer.query.shape[2], layer.query.device
+    block_mask = masks.causal(n).block_mask(device=device)
+
+    def attend(bias: Tensor) -> Tensor:
+        return flex_attention(
+            layer.query,
+            layer.key,
+            layer.value,
+            score_mod=lambda score, b, h, q, k: score + bias[q, k],
+            block_mask=block_mask,
+            enable_gqa=layer.key.shape[1] != layer.query.shape[1],
+        )
+
+    # Two graphs: on a CPU the compiler of torch 2.13 fails on one.
+    make, attend = (torch.compile(function, dynamic=False) for function in (lambda: separated_map(layer)[0, 0], attend))
+    return lambda: attend(make())
+
+
+def ours(layer: Layer, kind: str) -> Callable[[], Tensor]:
+    n = layer.query.shape[2]
+    allow = Allow.of(masks.causal(n), n, n, layer.query.device)  # layers of a model share it
+    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow)[0]
+
+
+def compiled(layer: Layer) -> Callable[[], Tensor]:
+    make = torch.compile(lambda: separated_map(layer), dynamic=False)
+    return lambda: sdpa(layer, make())
+
+
+def forward_of(provider: str, kind: str, layer: Layer) -> Callable[[], Tensor]:
+    return {
+        "attnflow": lambda: ours(layer, kind),
+        "base": lambda: lambda: base(layer),
+        "eager": lambda: lambda: sdpa(layer, separated_map(layer)),
+        "compiled": lambda: compiled(layer),
+        "flex": lambda: flex(layer),
+        "concatenation": lambda: lambda: sdpa(layer, concatenated_map(layer)),
+        "widened": lambda: lambda: widened(layer),
+        "gates": lambda: lambda: sdpa(layer, cumulative_map(layer)),
+    }[provider]()
+
+
+def one_layer(provider: str, kind: str, n: int, device: str, backward: bool) -> Callable[[], object]:
+    layer = Layer.random(n, device, backward)
+    attend = forward_of(provider, kind, layer)
+    if n <= CHECKED and provider != "base":  # no speed of a wrong result
+        with torch.no_grad():
+            arguments = layer.query, layer.key, layer.value, TERMS[kind](layer), masks.causal(n)
+            expected = attention(*arguments, impl="reference")[0]
+            torch.testing.assert_close(attend(), expected, atol=3e-2 if device == "cuda" else 1e-4, rtol=1e-2)
+    upstream = torch.randn_like(layer.query)
+
+    def run() -> object:
+        with torch.set_grad_enabled(backward):
+            found = attend()
+        grads = torch.autograd.grad(found, layer.leaves(), upstream, allow_unused=True) if backward else ()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return found, grads
+
+    run()  # compiles
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return run
+
+
+def model_of(device: str, biased: bool) -> Any:
+    """SmolLM2-135M's shape on a CPU; four layers of LLaMA-2-7B on a GPU. Random weights, a bias that is not zero."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import attnflow as af
+
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    if device == "cuda":
+        sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4}
+        sizes |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=device == "cpu", pad_token_id=0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = LlamaForCausalLM(config).to(device, dtype)
+    if biased:
+        af.attach(model, af.BiasConfig(init="kaiming"))
+    return model
+
+
+def training_step(provider: str, n: int, device: str) -> Callable[[], object]:
+    model = model_of(device, provider == "attnflow").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    tokens = torch.randint(1, 1000, (1, n), device=device)
+
+    def run() -> object:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    run()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return run
+
+
+def decoding(provider: str, n: int, device: str) -> Callable[[], object]:
+    model = model_of(device, provider == "attnflow").eval()
+    tokens = torch.randint(1, 1000, (1, n), device=device)
+    with torch.no_grad():
+        prompt = model(input_ids=tokens, use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def run() -> object:
+        """NEW_TOKENS tokens, one at a time, behind a prompt of n that is cached already."""
+        token = tokens[:, -1:]
+        for _ in range(NEW_TOKENS):
+            token = model(input_ids=token, past_key_values=prompt, use_cache=True).logits.argmax(dim=-1)
+        prompt.crop(n)
+        return token.tolist()
+
+    run()
+    return run
+
+
+PEERS = {
+    "guidance": {
+        "base (SDPA, no bias)": "base",
+        "eager module": "eager",
+        "SDPA, compiled bias held whole": "compiled",
+        "FlexAttention, bias captured": "flex",
+        "the paper's concatenation": "concatenation",
+    },
+    "lowrank": {"base (SDPA, no bias)": "base", "FlashBias, wider q and k": "widened"},
+    "cumulative": {"base (SDPA, no bias)": "base", "SDPA, gates held whole": "gates"},
+}
+
+
+def cases(device: str) -> list[Case]:
+    gpu = device == "cuda"
+    repeats = 30 if gpu else 5
+    listed: list[Case] = []
+    for kind, peers in PEERS.items():
+        for n in (512, 1024, 2048, 4096, 8192):
+            for backward in (False, True):
+                what = f"{kind} bias, {'forward + backward' if backward else 'forward'}"
+                for name, key in {"attnflow": "attnflow", **peers}.items():
+                    if key == "flex" and backward and not gpu:
+                        continue  # FlexAttention computes no gradients on a CPU
+                    if (key == "concatenation" and n > 2048) or (key == "gates" and n > 4096 and not gpu):
+                        continue
+                    arguments = (key, kind, n, device, backward)
+                    listed.append(Case(what, name, n, HERE, "one_layer", arguments, repeats=repeats))
+    for what, function, sizes in (
+        ("training step", "training_step", (512, 1024, 2048)),
+        (f"decoding of {NEW_TOKENS} tokens", "decoding", (512, 2048)),
+    ):
+        for n in sizes:
+            for name, key in (("attnflow", "attnflow"), ("base (no bias)", "base")):
+                note = "4 layers of LLaMA-2-7B" if gpu else "SmolLM2-135M, random weights"
+                listed.append(Case(what, name, n, HERE, function, (key, n, device), repeats=repeats, note=note))
+    return listed
+
+
+if __name__ == "__main__":
+    main(cases, ["torch", "transformers"], time_limit=120)
