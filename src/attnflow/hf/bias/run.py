@@ -111,7 +111,9 @@ def _attend(call: Call, impl: str, eager: bool) -> tuple[Tensor, Tensor | None]:
 def _autocast(tensor: Tensor) -> Tensor:
     """What autocast would hand to attention: rotary embedding leaves queries and keys in float32 there."""
     device = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class _SameAs(torch.autograd.Function):
