@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 import attnflow as af
 from tests.hf.bias.common import GUIDANCE, disturb, family, outputs, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.is_gradient_checkpointing:FutureWarning")
 
 
 def lora(model, **options):

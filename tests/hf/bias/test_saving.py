@@ -160,7 +160,7 @@ def test_damaged_files_are_refused(saved):
     replace_weights(folder, tensors | {first: tensors[first][..., :3]})
     unchanged(model, ValueError, f"does not fit its config: {first} has shape", folder)
     replace_weights(folder, {name: tensor for name, tensor in tensors.items() if name != first})
-    unchanged(model, ValueError, f"does not fit its config: missing .{first}", folder)
+    unchanged(model, ValueError, f"does not fit its config: missing .*{first}", folder)
     (folder / WEIGHTS).write_bytes(b"nonsense")
     edit(folder, weights="5f9aebb2a0cc4b3c1c5a9a4b4e0e5fe2")
     unchanged(model, ValueError, "damaged", folder)

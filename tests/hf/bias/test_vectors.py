@@ -65,7 +65,7 @@ LAYOUTS = {
     "ModernBert": stacked,
 }
 NORMED = {"Qwen3", "Gemma3", "Olmo2"}  # attention gets them after a norm that the projection does not include
-SCALED = {"FalconH1", "OPT"}  # attention gets keys, or queries, times a constant
+SCALED = {"FalconH1", "OPT", "GptOss"}  # attention gets keys, or queries, times a constant
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -84,13 +84,13 @@ def test_unrotated_vectors_are_the_projections_of_the_modules_weights(name):
     )
     with torch.no_grad():
         outputs(model, input_ids=tokens(2, 6))
-        expected = LAYOUTS[name](owner, inputs[0])
+        expected = LAYOUTS[name](owner, inputs[-1])
     unrotated, hidden, rotated = (record.seen for record in made[:3])
     for ours, theirs in zip(unrotated, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for ours in hidden:
-        assert torch.equal(ours, inputs[0])
-    in_attention = tuple(tensor.transpose(1, 2).flatten(2) for tensor in (calls[0].query, calls[0].key))
+        assert torch.equal(ours, inputs[-1])
+    in_attention = tuple(tensor.transpose(1, 2).flatten(2) for tensor in (calls[-1].query, calls[-1].key))
     for ours, theirs in zip(rotated, in_attention, strict=True):
         assert torch.equal(ours, theirs)
     shape = made[0].shape

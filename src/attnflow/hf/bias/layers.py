@@ -93,13 +93,13 @@ def _layer(index: int, site: Site, depth: int, place: Place | None, missing: str
 def _places(model: nn.Module) -> tuple[Mapping[str, Place], str]:
     """Where each attention module has its projections, by the registry that `geometry` reads checkpoints with."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
     for name, module in model.named_modules():
         wide, narrow = getattr(module, "out_features", None), getattr(module, "in_features", None)
-        if isinstance(wide, int) and isinstance(narrow, int):  # a quantised weight is stored in another shape
+        if isinstance(wide, int) and isinstance(narrow, int):
             shapes[f"{name}.weight".replace(_ADAPTER, ".")] = (wide, narrow)
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
+            shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
     try:
         places = find(shapes, config_of(model), lambda path: stated_by(model, path))
     except UnsupportedArchitecture as error:
