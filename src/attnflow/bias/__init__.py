@@ -21,19 +21,32 @@ from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term
 if TYPE_CHECKING:
     from attnflow.hf.bias.attach import attach, detach, disabled
     from attnflow.hf.bias.capture import capture, capturing
+    from attnflow.hf.bias.documents import read_documents
+    from attnflow.hf.bias.fit import Trained, train
+    from attnflow.hf.bias.packing import Packed
     from attnflow.hf.bias.saving import load, save_pretrained
+    from attnflow.hf.bias.strength import strength
     from attnflow.hf.bias.summary import BiasSummary, summary
+    from attnflow.hf.bias.training import BiasTrainer, TrainingConfig, trainer
 
 _MODELS = {
     "BiasSummary": "summary",
+    "BiasTrainer": "training",
+    "Packed": "packing",
+    "Trained": "fit",
+    "TrainingConfig": "training",
     "attach": "attach",
     "capture": "capture",
     "capturing": "capture",
     "detach": "attach",
     "disabled": "attach",
     "load": "saving",
+    "read_documents": "documents",
     "save_pretrained": "saving",
+    "strength": "strength",
     "summary": "summary",
+    "train": "fit",
+    "trainer": "training",
 }
 
 __all__ = [
@@ -44,6 +57,7 @@ __all__ = [
     "BiasGraph",
     "BiasMap",
     "BiasSummary",
+    "BiasTrainer",
     "Custom",
     "Dense",
     "Guidance",
@@ -51,9 +65,12 @@ __all__ = [
     "LayerMap",
     "LayerShape",
     "Offset",
+    "Packed",
     "Product",
     "ScoreTerm",
     "Term",
+    "Trained",
+    "TrainingConfig",
     "Vectors",
     "attach",
     "attention",
@@ -65,8 +82,12 @@ __all__ = [
     "load",
     "map_figure",
     "parameters",
+    "read_documents",
     "save_pretrained",
+    "strength",
     "summary",
+    "train",
+    "trainer",
 ]
 
 

@@ -72,10 +72,10 @@ def arms_of(model: nn.Module, hidden_dim: int = 64, layers: Placement = "every_o
 
 def _lora(shapes: list[LayerShape], target: int) -> Arm:
     """The ranks closest to each other whose count is right."""
-    costs = [
-        sum(shape.hidden_size + heads(shape) * shape.head_dim for shape in shapes)
-        for heads in (lambda shape: shape.num_heads, lambda shape: shape.num_kv_heads)
-    ]
+    costs = (
+        sum(shape.hidden_size + shape.num_heads * shape.head_dim for shape in shapes),
+        sum(shape.hidden_size + shape.num_kv_heads * shape.head_dim for shape in shapes),
+    )
     options: list[tuple[int, int, int, int]] = []
     for query in range(1, target // costs[0] + 1):
         value = max(1, round((target - query * costs[0]) / costs[1]))

@@ -164,7 +164,7 @@ def run_one(model: Any, arm: Arm, rate: float, seed: int, config: Comparison, sp
             for how in ("queries", "keys"):
                 with shuffled(trained, how, seed):
                     shuffles[how] = row_losses(trained, split.test)
-    log = [cast(dict[str, float], entry) for entry in made.state.log_history]
+    log = list(made.state.log_history)
     return Run(arm, rate, seed, curve, validation, shuffles, log, time.perf_counter() - began)
 
 

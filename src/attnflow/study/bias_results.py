@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -117,13 +117,13 @@ def read_results(folder: Path) -> tuple[float, list[Result]]:
 
 
 def _result(tried: dict[float, float], rate: float, runs: Sequence[Mapping[str, Any]], test: Array) -> Result:
-    def gains(pick: Any) -> Array:
-        return test[None] - np.array([pick(run) for run in runs])
+    def gains(part: str, name: str) -> Array:
+        return test[None] - np.array([run[part][name] for run in runs])
 
     steps = sorted(int(step) for step in runs[0]["curve"])
-    curve = {step: interval(gains(lambda run, step=step: run["curve"][str(step)])) for step in steps}
-    whole = gains(lambda run: run["curve"][str(steps[-1])])
-    kept = {how: fraction(gains(lambda run, how=how: run["shuffles"][how]), whole) for how in runs[0]["shuffles"]}
+    curve = {step: interval(gains("curve", str(step))) for step in steps}
+    whole = gains("curve", str(steps[-1]))
+    kept = {how: fraction(gains("shuffles", how), whole) for how in runs[0]["shuffles"]}
     last = [[entry for entry in run["log"] if "loss" in entry][-1] for run in runs]
     layers = [key for key in last[0] if key.startswith("bias/layer_")]
     strength = {int(key.rpartition("_")[2]): float(np.mean([entry[key] for entry in last])) for key in layers}
@@ -223,4 +223,4 @@ def _json(base: float, results: Sequence[Result]) -> dict[str, object]:
 
 
 def _read(path: Path) -> Any:
-    return cast(Any, json.loads(path.read_text(encoding="utf-8")))
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.terms import Additive, Dense, Guidance, Product, Term
 
-Shuffle = Literal["queries", "keys"]
-
 
 @contextmanager
-def shuffled(model: nn.Module, how: Shuffle, seed: int = 0) -> Generator[None]:
+def shuffled(model: nn.Module, how: str, seed: int = 0) -> Generator[None]:
     """Run a causal model with the bias of each layer shuffled; for rows that hold one whole document each, no cache.
 
     "queries": each query is given the guidance of the query at the same position of the *next sequence of the batch*:

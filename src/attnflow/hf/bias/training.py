@@ -143,7 +143,7 @@ class BiasTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is not None or not _bias_alone(self.model):
+        if state_dict is not None or not bias_alone(self.model):
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
             save_pretrained(cast(nn.Module, self.model), str(output_dir or self.args.output_dir))
@@ -216,7 +216,7 @@ class LogStrength:
         return {f"bias/layer_{layer}": value for layer, value in found.items()}
 
 
-def _bias_alone(model: Any) -> bool:
+def bias_alone(model: Any) -> bool:
     """Whether nothing but the bias is trained."""
     ours = {id(p) for _, bias in layer_biases(model) for p in bias.parameters()}
     return bool(ours) and all(id(p) in ours for p in model.parameters() if p.requires_grad)
