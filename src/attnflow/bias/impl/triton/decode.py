@@ -100,8 +100,8 @@ def decode_kernel(
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     sum_ = tl.zeros([ROWS], tl.float32)
     max_ = tl.full([ROWS], float("-inf"), tl.float32)
-    end = tl.minimum((split + 1) * blocks_per_split * BLOCK, num_cols)
-    for start in range(split * blocks_per_split * BLOCK, end, BLOCK):
+    for step in range(blocks_per_split):
+        start = (split * blocks_per_split + step) * BLOCK
         cols = start + tl.arange(0, BLOCK)
         allowed = real[:, None] & (cols[None, :] < num_cols)
         if MASK:

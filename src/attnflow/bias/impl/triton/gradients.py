@@ -68,9 +68,7 @@ def term_gradients(
                 up.delta.new_empty((maps, count, cols, col_size)) if hidden else None,
                 up.delta.new_zeros((maps, count, cols, buckets)) if buckets else None,
             )
-            launch.pairs_gradient(
-                part, part_table, part_up, part_both, parts, part_change, first, count, one_for_all
-            )
+            launch.pairs_gradient(part, part_table, part_up, part_both, parts, part_change, first, count, one_for_all)
             if parts.rows is not None and parts.cols is not None:
                 row_lists, col_lists = part.relation.pair_rows, part.relation.pair_columns
                 launch.gather_rows(parts.rows, row_sums[elements], row_lists, first, count)

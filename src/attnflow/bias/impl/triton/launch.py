@@ -321,5 +321,3 @@ def _row_pairs(inputs: Inputs, mask: Tensor | None, blocks: int) -> Tensor:
         **network(inputs), **kinds(inputs), MASK=shared is not None, num_warps=4,
     )  # fmt: skip
     return table
-
-

@@ -45,10 +45,28 @@ def unit_tile(source, start, num_padded, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl
 
 
 @triton.jit
-def inverse_deviation(a, c, EPS: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
-    """1 / sqrt(var(a_i + c_j) + eps) of centred vectors: |a|^2 + |c|^2 + 2 a.c, without a vector per pair."""
-    cross = tl.dot(tl.trans(a), c, input_precision=PRECISION)
-    square = tl.sum(a * a, 0)[:, None] + tl.sum(c * c, 0)[None, :] + 2.0 * cross
+def inverse_deviation(
+    rows_centred, columns_centred, row, col, padded_rows, padded_cols,
+    EPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """1 / sqrt(var(a_i + c_j) + eps) of centred vectors, without a vector per pair.
+
+    |a|^2 + |c|^2 + 2 a.c is one matrix product, but cancels where a is close to -c; EXACT adds up squares instead.
+    """
+    if EXACT:
+        square = tl.zeros([BLOCK, BLOCK], tl.float32)
+        a_base = rows_centred + row + tl.arange(0, BLOCK)
+        c_base = columns_centred + col + tl.arange(0, BLOCK)
+        for _ in range(HIDDEN):
+            x = tl.load(a_base)[:, None] + tl.load(c_base)[None, :]
+            square += x * x
+            a_base += padded_rows
+            c_base += padded_cols
+    else:
+        a = unit_tile(rows_centred, row, padded_rows, HIDDEN, HIDDEN_PADDED)
+        c = unit_tile(columns_centred, col, padded_cols, HIDDEN, HIDDEN_PADDED)
+        cross = tl.dot(tl.trans(a), c, input_precision="tf32x3")
+        square = tl.sum(a * a, 0)[:, None] + tl.sum(c * c, 0)[None, :] + 2.0 * cross
     return tl.rsqrt(tl.maximum(square, 0.0) / HIDDEN + EPS)
 
 
@@ -77,9 +95,8 @@ def pairs_kernel(
             rows_centred += (b * num_groups + g) * HIDDEN * padded_rows
             columns_centred += (b * num_groups + g) * HIDDEN * padded_cols
             r = inverse_deviation(
-                unit_tile(rows_centred, row_block * BLOCK, padded_rows, HIDDEN, HIDDEN_PADDED),
-                unit_tile(columns_centred, block * BLOCK, padded_cols, HIDDEN, HIDDEN_PADDED),
-                EPS, HIDDEN, PRECISION,
+                rows_centred, columns_centred, row_block * BLOCK, block * BLOCK, padded_rows, padded_cols,
+                EPS, HIDDEN, HIDDEN_PADDED, EXACT,
             )  # fmt: skip
             for unit in range(HIDDEN):
                 gamma = tl.load(gain + g * HIDDEN + unit)

@@ -44,9 +44,10 @@ def _guidance_gradient(
     """Parts of one tile, with `change` = dB; row_part is [2, hidden, 64]: R, and what the norm subtracts."""
     place = tl.arange(0, BLOCK)
     unit = tl.arange(0, HIDDEN_PADDED)
-    a_tile = unit_tile(rows_centred, row_block * BLOCK, padded_rows, HIDDEN, HIDDEN_PADDED)
-    c_tile = unit_tile(columns_centred, block * BLOCK, padded_cols, HIDDEN, HIDDEN_PADDED)
-    r = inverse_deviation(a_tile, c_tile, EPS, HIDDEN, PRECISION)
+    r = inverse_deviation(
+        rows_centred, columns_centred, row_block * BLOCK, block * BLOCK, padded_rows, padded_cols,
+        EPS, HIDDEN, HIDDEN_PADDED, EXACT,
+    )  # fmt: skip
     scaled = change * r
     moment = tl.zeros([BLOCK, BLOCK], tl.float32)
     a_base = rows_centred + row_block * BLOCK + place
@@ -61,8 +62,8 @@ def _guidance_gradient(
         beyond = tail(size, EXACT)
         activated = tl.maximum(z, 0.0) - size * beyond
         slope = tl.where(z > 0, 1.0 - beyond, beyond) + z * tl.exp2(z * z * (-0.5 * LOG2E) - LOG_ROOT_TWO_PI)
-        tl.store(sums + h, tl.sum(tl.sum(activated * change, 1), 0))
-        tl.store(sums + HIDDEN + h, w * tl.sum(tl.sum(slope * change, 1), 0))
+        both = tl.join(tl.sum(activated * change, 1), w * tl.sum(slope * change, 1))  # one exchange between warps
+        tl.store(sums + h + tl.arange(0, 2) * HIDDEN, tl.sum(both, 0))
         flow = slope * scaled
         moment += x * flow * w
         tl.store(row_part + h * BLOCK + place, w * tl.sum(flow, 1))
@@ -70,6 +71,10 @@ def _guidance_gradient(
         a_base += padded_rows
         c_base += padded_cols
     q = r * r * moment / HIDDEN
+    a_tile = unit_tile(
+        rows_centred, row_block * BLOCK, padded_rows, HIDDEN, HIDDEN_PADDED
+    )  # again: no register held it
+    c_tile = unit_tile(columns_centred, block * BLOCK, padded_cols, HIDDEN, HIDDEN_PADDED)
     inside = unit[:, None] < HIDDEN
     where = (HIDDEN + unit)[:, None] * BLOCK + place[None, :]
     part = tl.dot(c_tile, tl.trans(q), a_tile * tl.sum(q, 1)[None, :], input_precision=PRECISION)
@@ -130,7 +135,9 @@ def pairs_gradient_kernel(
             weight_ = tl.exp2(tl.where(allowed, (score - lse[:, None]) * LOG2E, float("-inf")))
             where = gradient + b * gradient_b + wide * gradient_h
             up = load_tile(where, gradient_m, row, num_rows, BLOCK, VALUE, VALUE_PADDED, True, UP)
-            v = load_tile(value + b * value_b + kv * value_h, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP)
+            v = load_tile(
+                value + b * value_b + kv * value_h, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP
+            )
             change += weight_ * (tl.dot(up, tl.trans(v), input_precision=PRECISION) - dlt[:, None])
         if STORE:
             where = dense_gradient + b * dense_b + map_ * dense_g + rows[:, None].to(tl.int64) * dense_m + cols[None, :]

@@ -1,0 +1,180 @@
+"""Compiled FlexAttention with a captured bias: the peer that needs no kernel of ours, and a control for them.
+
+Terms over pairs are materialised by `term.tile` and captured, one number per pair; `Additive` and `Offset` are captured
+as vectors and looked up in the score function. The gradient of a captured tensor goes through atomic additions, so that
+two runs may differ in the last bits. On the CPU, FlexAttention has no backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, NamedTuple, no_type_check
+
+import torch
+from torch import Tensor
+
+from attnflow.bias.allow import Allow
+from attnflow.bias.call import Call
+from attnflow.bias.terms import Additive, Offset, Term, wide
+
+_BLOCK: Final = 128
+_PAIRS: Final = 1 << 24  # of the mask, looked at together
+_LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
+
+# torch reads the signature and closure of these functions: `no_type_check` keeps run-time type checkers away.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Lookup = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Form(NamedTuple):
+    """A relation as FlexAttention takes it.
+
+    Attributes:
+        blocks: the `BlockMask`.
+        empty: queries that may attend to nothing, [batch or 1, heads or 1, queries], whose output is set to 0.
+    """
+
+    blocks: Any
+    empty: Tensor
+
+
+def refuses(call: Call) -> str | None:
+    """Why FlexAttention cannot compute a call, or None."""
+    query, value = call.query, call.value
+    if query.device.type not in ("cpu", "cuda"):
+        return f"FlexAttention compiles for CPU and CUDA, the tensors are on {query.device.type}"
+    if query.device.type == "cpu" and call.needs_grad():
+        return "FlexAttention has no backward pass on the CPU, and gradients are needed; use torch.no_grad()"
+    if call.dropout:
+        return f"weights cannot be dropped inside FlexAttention, and dropout is {call.dropout}"
+    if call.sinks is not None:
+        return "sinks take part in the softmax, which a score function cannot change"
+    if 0 in query.shape or 0 in value.shape:
+        return "a call without queries, keys or channels has nothing to compute"
+    if query.dtype != value.dtype or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"query and value must share one of float16, bfloat16, float32, got {query.dtype} and {value.dtype}"
+    if query.device.type == "cuda" and min(query.shape[3], value.shape[3]) < _LEAST:
+        return f"heads are at least {_LEAST} wide on a GPU, got {query.shape[3]} and {value.shape[3]}"
+    return None
+
+
+def run(call: Call) -> tuple[Tensor, None]:
+    """(output [batch, heads, queries, value_dim] in the type of the values, None: weights are never held)."""
+    form = form_of(call)
+    output: Tensor = _compiled(call.query.device.type)(
+        *(call.query, call.key, call.value),
+        score_mod=score_mod(call),
+        block_mask=form.blocks,
+        scale=call.scale,
+        enable_gqa=call.heads_per_kv > 1,
+    )
+    return output.masked_fill(form.empty[..., None], 0.0).to(call.value.dtype), None
+
+
+def score_mod(call: Call) -> ScoreMod:
+    """The score function of a call: softcap, then one lookup for each term."""
+    lookups = [_lookup(term, call) for term in call.terms]
+    softcap = call.softcap
+
+    @no_type_check
+    def modify(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        for lookup in lookups:
+            score = score + lookup(b, h, q, k)
+        return score
+
+    return modify
+
+
+def form_of(call: Call) -> Form:
+    """The block mask of a call's relation; kept with the relation for the layers to come."""
+    device = call.query.device
+    found = call.allow.derived(("flex", str(device)), lambda: _form(call.allow, device))
+    assert isinstance(found, Form)
+    return found
+
+
+def _lookup(term: Term, call: Call) -> Lookup:
+    """B[b, h, q, k] of one term, from tensors that are captured."""
+    per_map = call.num_heads // term.groups
+    if isinstance(term, Additive):
+        columns, rows = wide(term.columns), None if term.rows is None else wide(term.rows)
+        one = columns.shape[0] == 1
+
+        @no_type_check
+        def additive(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            element = b * 0 if one else b
+            found = columns[element, h // per_map, k]
+            return found if rows is None else found - rows[element, h // per_map, q]
+
+        return additive
+    if isinstance(term, Offset):
+        # One number for each distance: the bucket is looked up once, not for every pair.
+        by_distance = wide(term.table)[:, term.bucket_of.long()]
+        row_positions, column_positions, origin = term.row_positions, term.column_positions, term.origin
+        last, one_row, one_column = (
+            by_distance.shape[1] - 1,
+            row_positions.shape[0] == 1,
+            column_positions.shape[0] == 1,
+        )
+
+        @no_type_check
+        def offset(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            column = column_positions[b * 0 if one_column else b, k]
+            distance = column - row_positions[b * 0 if one_row else b, q] + origin
+            return by_distance[h // per_map, distance.clamp(0, last)]
+
+        return offset
+    pairs = term.tile(slice(0, call.query.shape[2]), slice(0, call.key.shape[2])).contiguous()
+    shared = pairs.shape[0] == 1
+
+    @no_type_check
+    def dense(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return pairs[b * 0 if shared else b, h // per_map, q, k]
+
+    return dense
+
+
+def _form(allow: Allow, device: torch.device) -> Form:
+    """Bits of all pairs, some queries at a time, and the blocks that they fill."""
+    from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
+
+    bits: list[Tensor] = []
+    counts: list[Tensor] = []
+    empty: list[Tensor] = []
+    step = max(1, _PAIRS // (allow.batch * allow.num_keys * _BLOCK)) * _BLOCK
+    weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.int32, device=device)
+    for start in range(0, allow.num_queries, step):
+        stop = min(start + step, allow.num_queries)
+        found = allow.rows(slice(start, stop))
+        part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool) if found is None else found
+        part = torch.nn.functional.pad(part.to(device), (0, -allow.num_keys % _BLOCK, 0, (start - stop) % _BLOCK))
+        bits.append((part.unflatten(3, (-1, 8)) * weight).sum(dim=-1).to(torch.uint8)[:, :, : stop - start])
+        counts.append(part.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum(dim=(3, 5)))
+        empty.append(~part.any(dim=-1)[:, :, : stop - start])
+    table, count = torch.cat(bits, dim=2), torch.cat(counts, dim=2)
+    one, shared = table.shape[0] == 1, table.shape[1] == 1
+
+    @no_type_check
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        byte = table[b * 0 if one else b, h * 0 if shared else h, q, k >> 3]
+        return ((byte.int() >> (k & 7)) & 1) == 1
+
+    tables: list[Tensor] = []
+    whole = _BLOCK * _BLOCK
+    for chosen in ((count > 0) & (count < whole), count == whole):
+        tables += [chosen.sum(dim=-1, dtype=torch.int32), (~chosen).byte().argsort(dim=-1, stable=True).int()]
+    blocks = BlockMask.from_kv_blocks(
+        *tables, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(allow.num_queries, allow.num_keys)
+    )
+    return Form(blocks, torch.cat(empty, dim=2))
+
+
+@cache
+def _compiled(device: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # For symbolic sizes, which a second shape would bring, torch writes C++ that does not compile.
+    return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)

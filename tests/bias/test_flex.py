@@ -1,0 +1,54 @@
+"""What FlexAttention refuses, and what it is given: score function and block mask, without compiling them."""
+
+import pytest
+import torch
+
+from attnflow.bias.attention import attention, backend
+from attnflow.bias.impl import flex, reference
+from attnflow.bias.terms import per_head
+from tests.bias.cases import MASKS, TERMS, Case, cast
+
+
+def test_refuses_what_it_cannot_compute():
+    call, _ = cast(Case().build(), requires_grad=True)
+    assert "no backward pass on the CPU" in (flex.refuses(call) or "")
+    with torch.no_grad():
+        assert flex.refuses(call) is None
+    assert "sinks" in (flex.refuses(Case(sinks=True).build()) or "")
+    assert "float64" in (flex.refuses(cast(Case().build(), torch.float64, False)[0]) or "")
+    with pytest.raises(ValueError, match="impl='flex' cannot compute this call: FlexAttention has no backward"):
+        attention(call.query, call.key, call.value, call.terms, impl="flex")
+
+
+@pytest.mark.parametrize("maps", ["one", "kv", "heads"])
+@pytest.mark.parametrize("kind", TERMS)
+def test_score_function_is_the_term(kind, maps):
+    call = Case(terms=((kind, maps),), queries=5, keys=7, softcap=3.0).build()
+    tile = per_head(call.terms[0].tile(slice(0, 5), slice(0, 7)), call.num_heads).expand(2, -1, -1, -1)
+    modify, score = flex.score_mod(call), torch.tensor(1.5)
+    for b, h, q, k in [(0, 0, 0, 0), (1, 1, 4, 6), (0, 2, 3, 1), (1, 3, 1, 5)]:
+        found = modify(score, *map(torch.tensor, (b, h, q, k)))
+        torch.testing.assert_close(found, 3.0 * torch.tanh(score / 3.0) + tile[b, h, q, k])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (37, 300), (260, 260)])
+def test_block_mask_is_the_relation(mask, queries, keys):
+    call = Case(terms=(), mask=mask, queries=queries, keys=keys, head_dim=4).build()
+    allowed = call.allow.dense()
+    allowed = torch.ones(1, 1, queries, keys, dtype=torch.bool) if allowed is None else allowed
+    form = flex.form_of(call)
+    assert flex.form_of(call) is form
+    assert torch.equal(form.empty, ~allowed.any(dim=-1))
+    batch, heads = allowed.shape[:2]
+    grid = torch.meshgrid(*map(torch.arange, (batch, heads, queries, keys)), indexing="ij")
+    assert torch.equal(form.blocks.mask_mod(*grid), allowed)
+    padded = torch.nn.functional.pad(allowed, (0, -keys % 128, 0, -queries % 128))
+    count = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).sum(dim=(3, 5))
+    assert torch.equal(form.blocks.to_dense().bool(), count > 0)
+    assert torch.equal(form.blocks.full_kv_num_blocks, (count == 128 * 128).sum(dim=-1))
+
+
+def test_is_reachable_by_name():
+    assert backend("flex") is flex
+    assert reference.refuses(Case().build()) is None
