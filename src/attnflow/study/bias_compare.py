@@ -55,7 +55,7 @@ class Comparison:
     hidden_dim: int = 64
     layers: Placement = "every_other"
     length: int = 256
-    rates: tuple[float, ...] = (3e-3, 1e-2)
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     seeds: tuple[int, ...] = (0, 1, 2)
     rows_per_work: int = 1
     training: TrainingConfig = field(
