@@ -222,9 +222,10 @@ def _generated(
     model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """(inputs with all generated tokens but the last, which no query has followed; the last tokens)."""
-    options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
     if isinstance(generate, Mapping):
         options = dict(generate)
+    else:
+        options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
     if not callable(run := getattr(model, "generate", None)):
         raise ValueError(f"{type(model).__name__} does not generate; leave generate= out")
     with torch.no_grad():
