@@ -1,0 +1,136 @@
+"""`attnflow bias show` on a tiny model with a saved bias."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnflow as af
+from attnflow.bias import BiasMap
+from attnflow.bias.layer import layer_biases
+from attnflow.hf import load_model
+
+TEXT = "I the of thou with thy"
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """A folder with a bias of the tiny model, large enough to matter."""
+    model = load_model(tiny_model).model
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        af.attach(model, af.BiasConfig(init="kaiming", hidden_dim=8, layers="every"))
+    with torch.no_grad():
+        for _, bias in layer_biases(model):
+            for parameter in bias.parameters():
+                parameter.mul_(3.0)
+    return str(af.save_pretrained(model, tmp_path_factory.mktemp("bias") / "mine"))
+
+
+def test_text(run, tiny_model, saved):
+    code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"{tiny_model} with the bias {saved}"
+    assert lines[1] == "query thy at position 5"
+    assert lines[3].split()[:3] == ["layer", "strength", "moved"]
+    assert [line.split()[0] for line in lines[4:]] == ["0", "1"]
+    assert all(" / " in line for line in lines[4:])
+
+
+def test_json(run, tiny_model, saved):
+    found = json.loads(run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--json").out)
+    assert found["schema"] == "attnflow.bias.show/1"
+    assert found["tokens"] == TEXT.split()
+    assert (found["query"], found["queries"], found["produced"]) == (5, list(range(6)), None)
+    assert [layer["layer"] for layer in found["layers"]] == [0, 1]
+    assert sum(found["layers"][0]["bias"]) == pytest.approx(0.0, abs=1e-5)
+    assert sum(found["weights"]) == pytest.approx(1.0)
+    assert sum(found["weights_base"]) == pytest.approx(1.0)
+    assert set(found["layers"][0]["energy"]) == {"rank_1", "rank_8"}
+    assert all(key < query and bias > 0 for key, query, bias in found["edges"])
+    assert found["written"] is None
+
+
+def test_files(run, tiny_model, saved, tmp_path):
+    for suffix in ("svg", "png", "html", "csv", "json", "dot"):
+        file = tmp_path / f"map.{suffix}"
+        code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "-o", str(file))
+        assert (code, err) == (0, "")
+        assert f"written: {file}" in out
+        assert file.stat().st_size > 100
+    found = BiasMap.from_json((tmp_path / "map.json").read_text())
+    assert found.to_csv() == (tmp_path / "map.csv").read_text()
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert "The bias, layer by layer" in (tmp_path / "map.html").read_text()
+    assert (tmp_path / "map.dot").read_text().startswith("digraph bias {")
+
+
+def test_graphs(run, tiny_model, saved, tmp_path):
+    base = ("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--layer", "1")
+    out = run(*base, "--top-k", "1", "-o", str(tmp_path / "graph.svg")).out
+    assert "graph (layer 1; the strongest key of each query): " in out
+    assert "->" in out
+    assert 'class="af-edge"' in (tmp_path / "graph.svg").read_text()
+    run(*base, "--threshold", "0.1", "-o", str(tmp_path / "graph.html"))
+    assert (tmp_path / "graph.html").read_text().startswith("<!doctype html>")
+    code, out, err = run(*base, "--top-k", "1", "-o", str(tmp_path / "graph.png"))
+    assert (code, out) == (2, "")
+    assert "--top-k and --threshold make a graph, which is written as .svg, .html, .dot; got .png" in err
+
+
+def test_generation_and_choices(run, tiny_model, saved):
+    base = ("bias", "show", tiny_model, "--bias", saved, "--text", TEXT)
+    found = json.loads(run(*base, "--generate", "2", "--json").out)
+    assert found["queries"] == [5, 6]
+    assert found["produced"] is not None
+    head = json.loads(run(*base, "--head", "3", "--layer", "1", "--query", "2", "--json").out)
+    assert (head["query"], len(head["layers"])) == (2, 1)
+    assert sum(head["weights"][:3]) == pytest.approx(1.0)
+    assert "query of at position 2, head 3" in run(*base, "--head", "3", "--query", "2").out
+
+
+def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
+    assert run("bias", "show", saved, "--text", TEXT).code == 0
+    folder = tmp_path / "nameless"
+    shutil.copytree(saved, folder)
+    config = json.loads((folder / "bias_config.json").read_text())
+    config["base"]["name"] = ""
+    (folder / "bias_config.json").write_text(json.dumps(config))
+    code, _, err = run("bias", "show", str(folder))
+    assert code == 2
+    assert "does not name its base model: attnflow bias show MODEL --bias" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "7"], "layers must list some of the layers with a bias, [0, 1], got [7]"),
+        (["--query", "40"], "queries must be positions of 6 tokens"),
+        (["--query", "-9"], "query must be one of the captured positions"),
+        (["--head", "9"], "heads must hold positions in [0, 4), got 9"),
+        (["--threshold", "0"], "threshold must be positive"),
+        (["-o", "map.gif"], "the name must end in .svg or .png"),
+    ],
+)
+def test_bad_usage(run, tiny_model, saved, arguments, message):
+    code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_without_a_bias(run, tiny_model, saved, tmp_path):
+    code, out, err = run("bias", "show", tiny_model)
+    assert (code, out) == (2, "")
+    assert f"{tiny_model} has no bias: give --bias DIR" in err
+    assert "holds no saved bias" in run("bias", "show", tiny_model, "--bias", str(tmp_path)).err
+    config = json.loads((Path(saved) / "bias_config.json").read_text())
+    config["base"]["model_type"] = "other"
+    folder = tmp_path / "other"
+    shutil.copytree(saved, folder)
+    (folder / "bias_config.json").write_text(json.dumps(config))
+    code, _, err = run("bias", "show", tiny_model, "--bias", str(folder))
+    assert code == 2
+    assert "another base model" in err
