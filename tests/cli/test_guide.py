@@ -45,14 +45,15 @@ def test_every_command_is_in_the_guide(run: Callable) -> None:
     from attnflow.cli import _main
 
     commands = [f"attnflow {command.name}" for command in _main.app.registered_commands]
-    commands += [f"attnflow mask {command.name}" for command in _main.mask.registered_commands]
+    for group in ("mask", "bias"):
+        commands += [f"attnflow {group} {command.name}" for command in getattr(_main, group).registered_commands]
     assert [command for command in commands if command not in TEXT] == []
 
 
 def test_every_schema_is_in_the_guide() -> None:
     package = GUIDE.parents[2] / "src" / "attnflow"
-    paths = [*(package / "cli").glob("*.py"), package / "geometry" / "table.py"]
+    paths = [*(package / "cli").glob("*.py"), package / "geometry" / "table.py", package / "bias" / "map.py"]
     source = "\n".join(path.read_text() for path in paths)
     schemas = set(re.findall(r'"(attnflow\.[a-z.]+/\d+)"', source))
     assert schemas == set(re.findall(r"`(attnflow\.[a-z.]+/\d+)`", TEXT))
-    assert len(schemas) == 10
+    assert len(schemas) >= 12
