@@ -90,6 +90,7 @@ def test_torch_has_attention_of_its_own():
         query = live.query().detach().unflatten(0, (4, -1))
         form = query.mT @ live.key().detach().unflatten(0, (4, -1))
         assert torch.allclose(used / used.norm(), form / form.norm(), atol=1e-12)
+        assert not live.place.discovered
 
 
 def test_attention_between_different_widths_has_no_symmetry():

@@ -154,9 +154,10 @@ def _notes(weights: Weights, places: tuple[Place, ...]) -> tuple[str, ...]:
     notes: list[str] = []
     if any(place.discovered for place in places):
         kind = weights.config.get("model_type")
-        notes.append(
-            f"models of type {kind!r} are not in the registry: queries and keys were found by their names and shapes"
+        what = (
+            f"models of type {kind!r} are not in the registry" if kind else "the model does not say of which type it is"
         )
+        notes.append(f"{what}: queries and keys were found by their names and shapes")
     layers = weights.config.get("num_hidden_layers")
     if weights.config.get("model_type") == "albert" and isinstance(layers, int) and layers > len(places):
         notes.append(_SHARED)

@@ -20,6 +20,7 @@ from attnflow.geometry.families.table import (
     KNOWN,
     LATENT,
     SEPARATE,
+    UNIVERSAL,
     is_query_or_key,
     with_kv_heads,
 )
@@ -154,9 +155,10 @@ def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Co
     if layout is None:
         return None
     query, key, heads = layout
-    if model_type not in KNOWN:
+    discovered = model_type not in KNOWN and site.word not in UNIVERSAL
+    if discovered:
         _refuse_convolutions(site, shapes)
-    return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, model_type not in KNOWN)
+    return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, discovered)
 
 
 def _refuse_convolutions(site: _Site, shapes: Shapes) -> None:

@@ -103,6 +103,8 @@ FUSED: Final = (
     _fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
     _fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
 )
+# Names that have one order of rows wherever they occur: those of torch.nn.MultiheadAttention and of GGUF.
+UNIVERSAL: Final = frozenset({"q_proj_weight"} | {row.word for row in FUSED if not row.model_types})
 # Names that a tensor of query, key and value has in some family; "in_proj" occurs outside attention, too.
 FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"wqkv", "W_pack", "qkv_linear"})
 
