@@ -1,11 +1,12 @@
 """Fused attention with a bias in Triton: forward, a deterministic backward, and decoding.
 
-Read in this order: `inputs` (a call as the kernels take it), `blocks` (the mask), `launch` and `ops` (what runs when),
-then the kernels: `pairs` (the bias of pairs), `forward`, `backward`, `pairs_backward`, `decode`; `tuning` has all sizes.
+Read in this order: `inputs` (a call as the kernels take it), `blocks` (the mask), `ops`, `gradients` and `launch` (what
+runs when), then the kernels: `pairs` (the bias of pairs), `forward`, `backward`, `pairs_backward`, `decode`; all sizes
+are in `tuning`.
 
 What is held: the bias of pairs in 16 bits where the model is (see `Inputs.pair_type`), in pieces of batch elements and
-maps, one bit of mask a pair, and partial gradients of some query blocks at a time. Float products of 16-bit inputs are
-summed in float32; those of float32 inputs are split into three TF32 products.
+maps, one bit of mask a pair, and partial gradients of some query blocks at a time. All sums are in
+float32; so are the products of float32 inputs (no TF32).
 """
 
 from __future__ import annotations

@@ -1,22 +1,31 @@
 """Attention backward: gradients of queries, of keys, values and columns, each by the program that owns the tile.
 
 `delta_kernel` (query blocks, heads, batch): sum of output * its gradient, a number per query.
-`query_kernel` (heads, query blocks, batch): walks the key blocks of its queries, as the forward pass does. On the way it
-repairs delta: the output was rounded to 16 bits, which shifts dS of a whole row and would add up in the gradient of a
-bias; delta is also the sum of weight * (dO v), which it meets tile by tile.
+`query_kernel` (heads, query blocks, batch): walks the key blocks of its queries, as the forward pass does. On the way
+it repairs delta: the output was rounded to 16 bits, which shifts dS of a whole row and would add up in the gradient of
+a bias; delta is also the sum of weight * (dO v), which it meets tile by tile.
 `key_kernel` (key blocks, key-value heads, batch): walks, head by head, the query blocks of its keys on transposed
 tiles, so that weights enter their product from registers. Nothing is accumulated by two programs: bit-identical runs.
 Shared memory, 16-bit, head_dim 128: keys and values of a block 32 KiB, and per stage 64 queries and gradients 32 KiB.
 """
 
-# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
-# pyright: basic
+# Kernels are in Triton's language, whose types pyright cannot see.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, LOG2E, allowed_tile, load_pairs, load_tile, scored, store_tile
+from attnflow.bias.impl.triton.device import (
+    BLOCK,
+    allowed_tile,
+    exp_difference,
+    load_pairs,
+    load_tile,
+    scored,
+    store_tile,
+)
 
 
 @triton.jit
@@ -55,12 +64,11 @@ def _walk_keys(
         if HAS_COLUMNS:
             cols = col + tl.arange(0, BLOCK)
             score += tl.load(columns + cols, mask=cols < num_cols, other=0.0)[None, :]
-        score = (score - logsum[:, None]) * LOG2E
         if MASKED:
             rows = start + tl.arange(0, ROWS)
             score = tl.where(allowed_tile(words + block.to(tl.int64) * num_words, rows, False), score, float("-inf"))
         along = tl.dot(gradient, tl.trans(v), input_precision=PRECISION)
-        weight = tl.exp2(score)
+        weight = exp_difference(score, logsum[:, None], PRECISION)
         change = weight * (along - delta[:, None])
         sum_ += tl.sum(weight, 1)
         excess += tl.sum(change, 1)
@@ -142,10 +150,9 @@ def _walk_queries(
             score += load_pairs(pairs, pairs_m, row, col, num_rows, num_cols, BLOCK, BLOCK, True, MASKED)
         if HAS_COLUMNS:
             score += column[:, None]
-        score = (score - lse[None, :]) * LOG2E
         if MASKED:
             score = tl.where(allowed_tile(words, rows, True), score, float("-inf"))
-        weight = tl.exp2(score)
+        weight = exp_difference(score, lse[None, :], PRECISION)
         value_acc = tl.dot(weight.to(g.dtype), g, value_acc, input_precision=PRECISION)
         along = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         change = weight * (along - dlt[None, :])

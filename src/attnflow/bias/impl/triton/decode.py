@@ -2,14 +2,15 @@
 
 `row_pairs_kernel` (key blocks, maps, batch): the bias rows, once for all heads that share them, in float32. For one row
 the tile is [64 keys, hidden units]: no centring or transposing beforehand, so one kernel reads the cached columns once.
-`decode_kernel` (splits, key-value heads, batch): the rows of all query heads of a key-value head form one tile (at least
-16 rows, what a tensor core takes); each split leaves its sum, maximum and output.
+`decode_kernel` (splits, key-value heads, batch): the rows of all query heads of a key-value head form one tile (16
+rows or more, what a tensor core takes); each split leaves its sum, maximum and output.
 `combine_kernel` (rows, batch * heads): adds the splits.
 Key blocks that nobody may attend to, such as the unwritten end of a static cache, are not read.
 """
 
-# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
-# pyright: basic
+# Kernels are in Triton's language, whose types pyright cannot see.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 import triton

@@ -3,8 +3,9 @@
 Index arithmetic: a tile's base is moved by 64-bit scalars; offsets inside a tile, and along one sequence, are 32 bits.
 """
 
-# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
-# pyright: basic
+# Kernels are in Triton's language, whose types pyright cannot see.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 from typing import Final
@@ -89,6 +90,14 @@ def scored(product, scale, softcap, SOFTCAP: tl.constexpr):
         score = softcap * bent
         slope = 1.0 - bent * bent
     return score, slope
+
+
+@triton.jit
+def exp_difference(score, top, PRECISION: tl.constexpr):
+    """exp(score - top); in one fused operation less where the inputs have 16 bits."""
+    if PRECISION == "ieee":
+        return tl.exp2((score - top) * LOG2E)
+    return tl.exp2(score * LOG2E - top * LOG2E)
 
 
 @triton.jit

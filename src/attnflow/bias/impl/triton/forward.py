@@ -7,14 +7,24 @@ Shared memory: one tile of queries and `num_stages` tiles of keys, values and bi
 32 + 2 * (16 + 16 + 16) = 128 KiB.
 """
 
-# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
-# pyright: basic
+# Kernels are in Triton's language, whose types pyright cannot see.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, LOG2E, allowed_tile, load_pairs, load_tile, scored, store_tile
+from attnflow.bias.impl.triton.device import (
+    BLOCK,
+    LOG2E,
+    allowed_tile,
+    exp_difference,
+    load_pairs,
+    load_tile,
+    scored,
+    store_tile,
+)
 
 
 @triton.jit
@@ -41,7 +51,7 @@ def _walk(
             score = tl.where(allowed_tile(words + block.to(tl.int64) * num_words, rows, False), score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         finite = tl.where(new == float("-inf"), 0.0, new)  # nothing was allowed so far: exp2(-inf - 0) = 0, not NaN
-        weight = tl.exp2((score - finite[:, None]) * LOG2E)
+        weight = exp_difference(score, finite[:, None], PRECISION)
         shrink = tl.exp2((top - finite) * LOG2E)
         total = total * shrink + tl.sum(weight, 1)
         v = load_tile(value, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)

@@ -1,5 +1,7 @@
 """Launches: which kernels, on what grids, with which strides. Python between kernels never waits for the device."""
 
+# A launch takes its grid, warps and stages beside the kernel's own arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -155,7 +157,7 @@ def has(inputs: Inputs, table: Tensor | None) -> dict[str, Any]:
 
 def attend(inputs: Inputs, table: Tensor | None, output: Tensor, logsum: Tensor) -> None:
     """Fill `output` and `logsum` [batch, heads, queries], which is contiguous."""
-    batch, heads, queries, _ = inputs.query.shape
+    batch, heads = inputs.query.shape[:2]
     lists, words, sizes = inputs.relation.rows, inputs.blocks[0], inputs.tiles
     forward.forward_kernel[(heads, lists.count.shape[2], batch)](
         *_common(inputs, table), inputs.sinks, words, *lists, output, logsum,
@@ -194,7 +196,7 @@ class Upstream:
 
 def query_gradient(inputs: Inputs, table: Tensor | None, up: Upstream, result: Tensor) -> Upstream:
     """Fill the gradient of queries; returns `up` with sums that do not suffer from the rounding of the output."""
-    batch, heads, _, _ = inputs.query.shape
+    batch, heads = inputs.query.shape[:2]
     lists, words, sizes = inputs.relation.rows, inputs.blocks[0], inputs.tiles
     exact = torch.empty_like(up.delta)
     backward.query_kernel[(heads, lists.count.shape[2], batch)](

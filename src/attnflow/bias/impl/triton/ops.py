@@ -169,8 +169,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     tensors, blocks, output = saved[: ctx.num_tensors], saved[ctx.num_tensors : -3], saved[-3:]
-    nothing = [None] * (_COUNT + 1)
-    nothing[_names().index("blocks")] = [None] * len(blocks)  # pyright: ignore[reportArgumentType]
+    nothing: list[Any] = [None] * (_COUNT + 1)
+    nothing[_names().index("blocks")] = [None] * len(blocks)
     if gradient is None:
         return tuple(nothing)
     rest = iter(tensors)

@@ -7,8 +7,9 @@ block's list leave at once. Per pair and hidden unit: 9 or 12 operations and one
 sum comes from one matrix product. Memory: the buffer; nothing has both n * n and hidden.
 """
 
-# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
-# pyright: basic
+# Kernels are in Triton's language, whose types pyright cannot see.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 import triton

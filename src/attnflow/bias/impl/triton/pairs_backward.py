@@ -5,16 +5,17 @@ heads of its map, sums dS, and then
 - guidance: walks the hidden units once. With e = w GELU'(z) G, R[i, h] = sum_j r e and C[j, h] = sum_i r e, layer
   norm's backward separates like its forward:
       da_i = centre(gamma R_i) - sum_j q_ij (a_i + c_j),   q = r^2 / d * sum_h gamma_h e_h u_h,
-  and likewise dc_j with C; d gamma = sum_i a R + sum_j c C; d beta = sum e / w * w; dw = sum GELU(z) G. Each tile writes
-  its R, C and q-weighted parts beside each other, 2 * hidden * 64 numbers a side, and 2 * hidden sums;
+  and likewise dc_j with C; d gamma = sum_i a R + sum_j c C; d beta = sum e; dw = sum GELU(z) G. Each tile writes its
+  R, C and q-weighted parts beside each other, 2 * hidden * 64 numbers a side, and 2 * hidden sums;
 - offset: walks the buckets that occur in the tile, and writes one sum each;
 - product, dense: writes the tile, for a matrix product with the other side.
 `gather_kernel` then adds the parts along the lists of blocks, in their order. Nothing is atomic: bit-identical runs.
 Memory: the parts, 16 * hidden bytes a row of each tile; the caller bounds it by taking some query blocks at a time.
 """
 
-# A kernel's arguments are pointers and numbers of the compiler's own types, which pyright cannot see.
-# pyright: basic
+# Kernels are in Triton's language, whose types pyright cannot see.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 import triton
@@ -26,6 +27,7 @@ from attnflow.bias.impl.triton.device import (
     LOG_ROOT_TWO_PI,
     allowed_tile,
     bucket_tile,
+    exp_difference,
     load_pairs,
     load_tile,
     scored,
@@ -132,7 +134,8 @@ def pairs_gradient_kernel(
             dlt = tl.load(delta + line, mask=rows < num_rows, other=0.0)
             if MASK_PER_HEAD:
                 allowed = allowed_tile(bits + wide * words_h, rows, False)
-            weight_ = tl.exp2(tl.where(allowed, (score - lse[:, None]) * LOG2E, float("-inf")))
+            score = tl.where(allowed, score, float("-inf"))
+            weight_ = exp_difference(score, lse[:, None], PRECISION)
             where = gradient + b * gradient_b + wide * gradient_h
             up = load_tile(where, gradient_m, row, num_rows, BLOCK, VALUE, VALUE_PADDED, True, UP)
             v = load_tile(

@@ -1,7 +1,7 @@
 """Every choice of size in one place: tiles, warps, stages, how much memory may be held. Measured nowhere else.
 
-The kernels' blocks are 64 keys wide, the bits of a word; queries come 64 or 128 at a time. A tile of 64 rows takes 4 warps:
-on Hopper, 8 would each compute what 4 others compute too.
+The kernels' blocks are 64 keys wide, the bits of a word; queries come 64 or 128 at a time. A tile of 64 rows
+takes 4 warps: on Hopper, 8 of them would compute products and what follows from them twice.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Tiles:
 _HALF: Final = {
     32: Tiles(128, 8, 3, 4, 3, 4),
     64: Tiles(128, 8, 3, 4, 3, 4),
-    128: Tiles(128, 8, 2, 8, 2, 8),
-    256: Tiles(64, 8, 2, 8, 1, 8),
+    128: Tiles(128, 8, 2, 4, 2, 4),
+    256: Tiles(64, 8, 2, 8, 1, 4),
 }
 _SINGLE: Final = {
     32: Tiles(64, 4, 2, 4, 2, 4, "ieee"),
