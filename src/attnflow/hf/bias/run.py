@@ -61,7 +61,7 @@ def biased(
     left = mask.left if isinstance(mask, Placement) else None
     terms = _terms(module, bias, slot, query, key, left) if bias.enabled else ()  # disabled, and yet observed
     slot.clear()
-    zero = not terms or bias.is_zero()
+    zero = not bias.enabled or bias.is_zero()
     learns = (
         bias.enabled and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters())
     )
