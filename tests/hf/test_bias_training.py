@@ -103,7 +103,7 @@ def test_draws_are_a_function_of_seed_and_step() -> None:
     ("changes", "message"),
     [
         ({"steps": 0}, "steps must be at least 1"),
-        ({"warmup": 9}, "warmup must be at most steps = 8"),
+        ({"warmup": 9}, "warmup must be at most 8, got 9"),
         ({"save_every": 3}, "save_every must be a multiple of log_every = 2"),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
         ({"max_grad_norm": 0.0}, "max_grad_norm positive"),

@@ -33,7 +33,6 @@ def configs(kind: str, steps: int, batch: int, rate: float, seed: int) -> tuple[
             steps=steps,
             batch_size=batch,
             learning_rate=rate,
-            warmup=min(100, steps // 20),
             log_every=every,
             save_every=seldom,
             evaluate_every=seldom,

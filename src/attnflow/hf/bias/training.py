@@ -36,7 +36,7 @@ class TrainingConfig:
         batch_size: rows of each process and backward pass.
         accumulation: backward passes of a step.
         learning_rate: peak; for a bias alone. Continued pretraining of a whole model wants far less, such as 2e-5.
-        warmup: steps over which the rate rises from 0; it then falls to 0 along a cosine.
+        warmup: steps over which the rate rises from 0, by default a twentieth of all; it then falls to 0 along a cosine.
         betas: of AdamW.
         weight_decay: of matrices; biases, norms and gains have none.
         max_grad_norm: gradients are clipped to it.
@@ -53,7 +53,7 @@ class TrainingConfig:
     batch_size: int = 8
     accumulation: int = 1
     learning_rate: float = 1e-3
-    warmup: int = 50
+    warmup: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -65,10 +65,10 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulation", "log_every"):
             integer(name, getattr(self, name), minimum=1)
-        for name in ("warmup", "save_every", "evaluate_every", "seed"):
+        for name in ("save_every", "evaluate_every", "seed"):
             integer(name, getattr(self, name))
-        if self.warmup > self.steps:
-            raise ValueError(f"warmup must be at most steps = {self.steps}, got {self.warmup}")
+        if self.warmup is not None:
+            integer("warmup", self.warmup, maximum=self.steps)
         if self.save_every % self.log_every:
             # The log averages the loss since its last entry, which a checkpoint between two entries would cut in two.
             raise ValueError(f"save_every must be a multiple of log_every = {self.log_every}, got {self.save_every}")
@@ -87,7 +87,7 @@ class TrainingConfig:
             "gradient_accumulation_steps": self.accumulation,
             "learning_rate": self.learning_rate,
             "lr_scheduler_type": "cosine",
-            "warmup_steps": self.warmup,
+            "warmup_steps": self.steps // 20 if self.warmup is None else self.warmup,
             "adam_beta1": self.betas[0],
             "adam_beta2": self.betas[1],
             "weight_decay": self.weight_decay,
