@@ -270,7 +270,7 @@ def decoding(provider: str, n: int, device: str) -> Callable[[], object]:
         token = tokens[:, -1:]
         for _ in range(NEW_TOKENS):
             token = model(input_ids=token, past_key_values=prompt, use_cache=True).logits.argmax(dim=-1)
-        prompt.crop(n)
+        prompt.crop(-NEW_TOKENS)
         return token.tolist()
 
     run()
