@@ -7,11 +7,13 @@ import shutil
 
 import huggingface_hub
 import pytest
+import torch
 from safetensors import safe_open
 
 from attnflow.geometry.families.table import is_query_or_key
 from attnflow.geometry.reading import BadCheckpoint
 from attnflow.geometry.score import score
+from tests.geometry.checkpoints import write_gguf
 from tests.geometry.hub_server import COMMIT, Hub
 from tests.geometry.zoo import ZOO
 
@@ -118,3 +120,16 @@ def test_weights_that_cannot_be_read_by_ranges(hub, tmp_path):
     with pytest.raises(BadCheckpoint, match="download it"):
         score("someone/pickled")
     assert not hub.ranges
+
+
+def test_gguf_is_read_by_ranges_too(hub, tmp_path):
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    names = ("attn_q", "attn_k", "ffn_up")
+    tensors = {f"blk.0.{name}.weight": torch.randn(512, 512) for name in names}
+    write_gguf(folder / "m.gguf", "llama", tensors, heads=8, kv_heads=8)
+    hub.models["someone/gguf"] = folder
+    assert score("someone/gguf").rows == score(folder).rows
+    header, *read = hub.ranges
+    assert header[1] == 0
+    assert [stop - start for _, start, stop in read] == [512 * 512 * 4] * 2

@@ -44,10 +44,4 @@ class Weights(Protocol):
 
 def as_float(value: Tensor) -> Tensor:
     """The values in float32 on the CPU; float64 stays."""
-    return value.to(
-        "cpu", torch.promote_types(value.dtype, torch.float32) if not _is_eight_bit(value) else torch.float32
-    )
-
-
-def _is_eight_bit(value: Tensor) -> bool:
-    return value.dtype.itemsize == 1
+    return value.to("cpu", torch.float64 if value.dtype == torch.float64 else torch.float32)
