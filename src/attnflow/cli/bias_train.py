@@ -11,6 +11,20 @@ import typer
 from attnflow.cli._output import JsonFlag, console, print_json, say, working
 
 
+class Kind(StrEnum):
+    """Kinds of bias, as `BiasConfig` has them."""
+
+    guidance = "guidance"
+    bilinear = "bilinear"
+    dot = "dot"
+    key = "key"
+    cumulative = "cumulative"
+    lowrank = "lowrank"
+    dense = "dense"
+    alibi = "alibi"
+    relative = "relative"
+
+
 class Part(StrEnum):
     """What is trained."""
 
@@ -28,9 +42,7 @@ def bias_train(
             "--data", metavar="DATA", help="A text file, a .jsonl file, a folder, shakespeare, or a data set."
         ),
     ],
-    kind: Annotated[
-        str, typer.Option("--kind", metavar="KIND", help="guidance (the paper's), key, lowrank, ...")
-    ] = "guidance",
+    kind: Annotated[Kind, typer.Option("--kind", help="Guidance is the paper's.")] = Kind.guidance,
     train: Annotated[Part, typer.Option("--train", help="Only the bias, or the model as well.")] = Part.guidance,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimiser steps.")] = 1000,
     length: Annotated[int, typer.Option("--length", metavar="N", min=2, help="Tokens of a packed row.")] = 512,
@@ -55,7 +67,7 @@ def bias_train(
 
     peak = rate if rate is not None else (1e-3 if train is Part.guidance else 2e-5)
     with working(f"loading {model}") as spinner:
-        config, settings = _training.configs(kind, steps, batch, peak, seed)
+        config, settings = _training.configs(kind.value, steps, batch, peak, seed)
         done = _training.run(model, data, config, train.value, settings, length, output, spinner)
     if json_output:
         print_json("attnflow.bias.train/1", {"model": model, "data": data, "written": str(output), **done.to_dict()})
