@@ -234,6 +234,39 @@ def test_chunked_prefill_and_cropped_caches():
     torch.testing.assert_close(found.layer(1).bias, whole.layer(1).bias, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_the_decoder_of_two(name):
+    model = tiny(name, torch.float32, attn_implementation="eager")
+    af.attach(model.get_decoder(), af.BiasConfig(hidden_dim=8, init="kaiming", layers="every"))
+    given = {"input_ids": ids(7), "decoder_input_ids": ids(4, 5)}
+    found = af.bias.capture(model, given, heads="all")
+    assert found.queries == (0, 1, 2, 3)
+    assert found.tokens == tuple(str(token) for token in given["decoder_input_ids"][0].tolist())
+    with torch.no_grad():
+        own = model(**given, output_attentions=True).decoder_attentions
+    torch.testing.assert_close(found.layer(1).weights, own[1][0], rtol=1e-4, atol=1e-6)
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "num_beams": 1}
+    steps = af.bias.capture(model, given["input_ids"], generate=options)
+    assert (steps.queries, len(steps.produced)) == ((0, 1, 2), 3)
+    with pytest.raises(ValueError, match="the bias is in the decoder"):
+        af.bias.capture(model, given["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft's own making
+def test_beside_an_adapter():
+    peft = pytest.importorskip("peft")
+    model, tokens = biased(implementation="sdpa"), ids(6)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    found = af.bias.capture(adapted, tokens)
+    assert found.tokens == tuple(str(token) for token in tokens[0].tolist())
+    with adapted.disable_adapter():
+        plain = af.bias.capture(adapted, tokens)
+    assert not torch.allclose(found.layer(0).bias, plain.layer(0).bias, atol=1e-3)  # its queries are others
+    with torch.no_grad(), af.bias.capturing(adapted) as captured:
+        adapted.generate(input_ids=tokens, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    torch.testing.assert_close(captured.map().layer(0).bias[0, 0, :6], found.layer(0).bias[0, 5], rtol=1e-4, atol=1e-5)
+
+
 def test_a_mask_of_ours_rules():
     model = biased(implementation="sdpa")
     mask = af.masks.document([4, 3])

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnflow import masks
 from attnflow.bias import BiasMap, LayerMap
-from attnflow.report import BIAS_SECTIONS, bias_report
+from attnflow.report import BIAS_SECTIONS, bias_report, model_report
 from tests.report.reading import Page, parse_svg, texts, with_class
 
 N = 6
@@ -116,3 +117,11 @@ def test_chosen_sections_and_titles():
     assert report.title == "Mine"
     assert [section.name for section in report.sections] == ["bias"]
     assert bias_report(replace(found(), model="m")).title == "Attention bias of m"
+
+
+def test_a_section_of_the_report_on_a_model():
+    report = model_report("tiny", None, flow=masks.causal(N), bias=found())
+    names = [section.name for section in report.sections]
+    assert names[-4:] == ["bias", "maps", "weights", "graph"]
+    assert "order" in names
+    assert "drawn most to cat" in read(report).text

@@ -123,18 +123,20 @@ def model_report(
     audit: AuditReport | None,
     *,
     flow: Flow | Mask | Sequence[Mask] | None = None,
+    bias: BiasMap | None = None,
     title: str | None = None,
     labels: Sequence[str] | None = None,
     cost: CostModel | None = None,
     details: Mapping[str, str] | None = None,
     sections: Sequence[SectionFunction] = MODEL_SECTIONS,
 ) -> Report:
-    """A report on a model: what its audit found, and the order that it declares or that was measured.
+    """A report on a model: what its audit found, the order that it declares or that was measured, its bias.
 
     Args:
         name: of the model.
         audit: the result of `af.audit`; None to show the order alone.
         flow: the order: declared masks (one, or one per layer), or the result of `af.audit.measure`.
+        bias: the result of `af.bias.capture`, if it has a bias.
         title: heading; by default the name.
         labels: a text for each position, such as its token.
         cost: the model whose attention is priced.
@@ -154,6 +156,7 @@ def model_report(
         no_order=reason,
         audit=audit,
         model=name,
+        bias=bias,
         labels=None if labels is None else tuple(labels),
         cost=CostModel(num_layers=len(masks) if stacked else 1) if cost is None else cost,
         details=dict(details or {}),

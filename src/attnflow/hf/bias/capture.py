@@ -80,11 +80,13 @@ def capture(
     inputs = _inputs(model, text_or_ids, tokenizer)
     if not 0 <= sequence < len(inputs["input_ids"]):
         raise ValueError(f"sequence must be a number of the batch of {len(inputs['input_ids'])}, got {sequence}")
-    prompt, last = inputs["input_ids"].shape[1], None
+    name, prompt, last = _sequence(model, chosen), inputs["input_ids"].shape[1], None
     with _evaluating(model):
         if generate is not None:
-            inputs, last = _generated(model, inputs, generate)
-        size = inputs["input_ids"].shape[1]
+            inputs, prompt, last = _generated(model, inputs, generate, name)
+        if name not in inputs:
+            raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
+        size = inputs[name].shape[1]
         rows = _positions(queries, size, prompt if last is not None else None)
         numbers = _heads(chosen, heads)
 
@@ -218,10 +220,16 @@ def _batched(ids: Tensor) -> Tensor:
     return ids if ids.ndim == 2 else ids[None]
 
 
+def _sequence(model: nn.Module, chosen: Sequence[tuple[str, LayerBias]]) -> str:
+    """The input that holds the tokens between which the bias acts."""
+    two = any(isinstance(m, PreTrainedModel) and m.config.is_encoder_decoder for m in model.modules())
+    return "decoder_input_ids" if two and "decoder" in chosen[0][0].split(".") else "input_ids"
+
+
 def _generated(
-    model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """(inputs with all generated tokens but the last, which no query has followed; the last tokens)."""
+    model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any], name: str
+) -> tuple[dict[str, Tensor], int, Tensor]:
+    """(inputs with all tokens but the last, after which no query came; length of the prompt; last tokens)."""
     if isinstance(generate, Mapping):
         options = dict(generate)
     else:
@@ -231,15 +239,18 @@ def _generated(
     with torch.no_grad():
         result = run(**inputs, **options)
     ids = result if isinstance(result, Tensor) else cast(Tensor, cast(Any, result).sequences)
-    prompt = inputs["input_ids"]
-    if len(ids) != len(prompt):
-        raise ValueError(f"generate returned {len(ids)} sequences for {len(prompt)}; leave num_return_sequences at 1")
-    new = ids.shape[1] - prompt.shape[1] - 1
-    longer = {"input_ids": ids[:, :-1]}
-    if "attention_mask" in inputs:
-        mask = inputs["attention_mask"]
-        longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
-    return longer, ids[:, -1]
+    if len(ids) != len(inputs["input_ids"]):
+        raise ValueError(
+            f"generate returned {len(ids)} sequences for {len(inputs['input_ids'])}; leave num_return_sequences at 1"
+        )
+    prompt = inputs[name].shape[1] if name in inputs else 1  # a decoder starts from one token of its own
+    longer = inputs | {name: ids[:, :-1]}
+    if name == "input_ids":  # positions and token types belong to the prompt alone
+        longer = {key: value for key, value in longer.items() if key not in ("position_ids", "token_type_ids")}
+        if "attention_mask" in longer:
+            new = longer["attention_mask"].new_ones(len(ids), ids.shape[1] - 1 - prompt)
+            longer["attention_mask"] = torch.cat([longer["attention_mask"], new], dim=1)
+    return longer, prompt, ids[:, -1]
 
 
 def _positions(queries: int | Sequence[int] | None, size: int, prompt: int | None) -> list[int]:

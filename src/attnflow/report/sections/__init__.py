@@ -18,8 +18,12 @@ SECTIONS: tuple[SectionFunction, ...] = (
     blocks,
     cost,
 )
-MODEL_SECTIONS: tuple[SectionFunction, ...] = (audit, *(function for function in SECTIONS if function is not audit))
 BIAS_SECTIONS: tuple[SectionFunction, ...] = (bias_layers, bias_maps, bias_weights, bias_graph)
+MODEL_SECTIONS: tuple[SectionFunction, ...] = (
+    audit,
+    *(function for function in SECTIONS if function is not audit),
+    *BIAS_SECTIONS,
+)
 GEOMETRY_SECTIONS: tuple[SectionFunction, ...] = (scores, by_layer, by_head)
 
 __all__ = [
