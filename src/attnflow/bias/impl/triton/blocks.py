@@ -24,13 +24,13 @@ class Lists(NamedTuple):
 
     Attributes:
         full: how many are full, [batch or 1, heads or 1, blocks].
-        count: how many there are.
-        index: which ones, [batch or 1, heads or 1, blocks, other blocks].
+        total: how many there are.
+        others: which ones, [batch or 1, heads or 1, blocks, other blocks].
     """
 
     full: Int[Tensor, "batch heads blocks"]
-    count: Int[Tensor, "batch heads blocks"]
-    index: Int[Tensor, "batch heads blocks others"]
+    total: Int[Tensor, "batch heads blocks"]
+    others: Int[Tensor, "batch heads blocks others"]
 
 
 class Blocks(NamedTuple):

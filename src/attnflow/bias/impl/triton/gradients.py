@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,12 @@ class Needs:
     offset: bool
     dense: bool
 
+    @classmethod
+    def of(cls, inputs: Inputs, asked: Sequence[bool]) -> Needs:
+        """What is asked for, of what there is."""
+        there = (inputs.query, inputs.rows, inputs.left, inputs.table, inputs.dense)
+        return cls(*(wanted and tensor is not None for wanted, tensor in zip(asked, there, strict=True)))
+
     @property
     def pairs(self) -> bool:
         """Whether dB is needed at all."""
@@ -39,7 +45,7 @@ def term_gradients(
     """Gradients of the tensors behind the bias of pairs, by the names of `Inputs`; parameters summed over the batch."""
     batch, queries, groups = inputs.query.shape[0], inputs.query.shape[2], inputs.groups
     lists = inputs.relation.pair_rows
-    rows, cols = lists.count.shape[2], lists.index.shape[3]
+    rows, cols = lists.total.shape[2], lists.others.shape[3]
     hidden = inputs.rows.shape[3] if needs.guidance and inputs.rows is not None else 0
     many = inputs.table is not None and inputs.table.shape[1] > _MANY
     buckets = inputs.table.shape[1] if needs.offset and not many and inputs.table is not None else 0

@@ -63,7 +63,7 @@ class Inputs:
 
     def arguments(self) -> list[Any]:
         """The values of all fields."""
-        return [getattr(self, field.name) for field in fields(self)]
+        return [getattr(self, name) for name in NAMES]
 
     @property
     def relation(self) -> Blocks:
@@ -150,54 +150,66 @@ class Inputs:
                 yield slice(start, min(start + elements, batch)), slice(first, min(first + maps, groups))
 
 
+NAMES: Final = tuple(field.name for field in fields(Inputs))
+
+
 def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
     """(the inputs of a call, tensors that cannot change its output and have a gradient of zero)."""
     batch, heads, queries, _ = call.query.shape
-    keys = call.key.shape[2]
-    additive, guidance, products, offsets = (_of(call, kind) for kind in (Additive, Guidance, Product, Offset))
-    # A second table by distance, and terms of the user's own, are materialised: PyTorch has their gradients.
-    dense = [term.values for term in _of(call, Dense)]
-    known = (Additive, Guidance, Product, Dense)
-    others = [term for term in call.terms if not isinstance(term, (*known, Offset))] + list(offsets[1:])
-    dense += [term.tile(slice(0, queries), slice(0, keys)) for term in others]
-    network = guidance[0] if guidance else None
-    maps = [t.groups for t in (*guidance, *products, *offsets[:1])] + [values.shape[1] for values in dense]
+    additive, guidance, offsets = _of(call, Additive), _of(call, Guidance), _of(call, Offset)
+    products, dense = _of(call, Product), _dense_values(call)
+    maps = [term.groups for term in (*guidance, *products, *offsets[:1])] + [values.shape[1] for values in dense]
     groups = reduce(math.lcm, maps, 1)
-    fields_: dict[str, Any] = dict.fromkeys(f.name for f in fields(Inputs))
-    fields_ |= {"query": _inner(call.query), "key": _inner(call.key), "value": _inner(call.value)}
-    fields_ |= {"origin": 0, "blocks": blocks, "scale": call.scale, "softcap": call.softcap or 0.0}
+    found: dict[str, Any] = dict.fromkeys(NAMES)
+    found |= {"query": _inner(call.query), "key": _inner(call.key), "value": _inner(call.value)}
+    found |= {"origin": 0, "blocks": blocks, "scale": call.scale, "softcap": call.softcap or 0.0}
     if additive:
         shared = reduce(math.lcm, (term.groups for term in additive))
-        fields_["columns"] = _inner(_sum([_spread(t.columns.float(), shared) for t in additive]).expand(batch, -1, -1))
+        columns = _sum([_spread(term.columns.float(), shared) for term in additive])
+        found["columns"] = _inner(columns.expand(batch, -1, -1))
     if dense:
-        fields_["dense"] = _inner(_sum([_spread(values, groups) for values in dense]))
-    if network is not None:
-        fields_ |= {"rows": network.rows, "cols": network.columns}
-        fields_ |= {"gain": network.scale.float(), "shift": network.shift.float(), "weight": network.weight.float()}
-        for name in ("rows", "cols"):
-            fields_[name] = _inner(_spread(fields_[name], groups).expand(batch, -1, -1, -1))
-        for name in ("gain", "shift", "weight"):
-            fields_[name] = _spread(fields_[name], groups, dim=0).contiguous()
+        found["dense"] = _inner(_sum([_spread(values, groups) for values in dense]))
+    if guidance:
+        found |= _network(guidance[0], batch, groups)
     if products:
-        for name, field in (("left", "rows"), ("right", "columns")):
-            sides = [_spread(getattr(t, field), groups).expand(batch, -1, -1, -1) for t in products]
-            fields_[name] = _inner(sides[0] if len(sides) == 1 else torch.cat(sides, dim=-1))
-        if fields_["left"].dtype != fields_["right"].dtype:
-            fields_ |= {"left": fields_["left"].float(), "right": fields_["right"].float()}
+        left, right = (
+            _inner(torch.cat([_spread(side, groups).expand(batch, -1, -1, -1) for side in sides], dim=-1))
+            for sides in ([term.rows for term in products], [term.columns for term in products])
+        )
+        same = left.dtype == right.dtype
+        found |= {"left": left if same else left.float(), "right": right if same else right.float()}
     if offsets:
-        fields_["table"] = _spread(offsets[0].table.float(), groups, dim=0).contiguous()
-        fields_["origin"] = offsets[0].origin
-        for name in ("bucket_of", "row_positions", "column_positions"):
-            fields_[name] = getattr(offsets[0], name).int().contiguous()
+        found |= _by_distance(offsets[0], groups)
     # A constant of a row: softmax cannot see it, unless a sink takes part.
     rows = [term.rows for term in additive if term.rows is not None]
     unseen = rows + [term.offset for term in guidance]
     if call.sinks is not None:
         sinks = call.sinks.float()[None, :, None].expand(batch, -1, queries)
-        for constant in [-r for r in rows] + [term.offset[None, :, None] for term in guidance]:
+        for constant in [-row for row in rows] + [term.offset[None, :, None] for term in guidance]:
             sinks = sinks - _spread(constant.float(), heads)
-        fields_["sinks"], unseen = sinks.contiguous(), []
-    return Inputs(**fields_), unseen
+        found["sinks"], unseen = sinks.contiguous(), []
+    return Inputs(**found), unseen
+
+
+def _dense_values(call: Call) -> list[Tensor]:
+    """Given numbers for all pairs; a second table by distance and the user's own terms, differentiated by PyTorch."""
+    known = (Additive, Guidance, Product, Dense, Offset)
+    others = [term for term in call.terms if not isinstance(term, known)] + [*_of(call, Offset)[1:]]
+    every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
+    return [term.values for term in _of(call, Dense)] + [term.tile(*every) for term in others]
+
+
+def _network(term: Guidance, batch: int, groups: int) -> dict[str, Tensor]:
+    vectors = {"rows": term.rows, "cols": term.columns}
+    parameters = {"gain": term.scale, "shift": term.shift, "weight": term.weight}
+    found = {name: _inner(_spread(side, groups).expand(batch, -1, -1, -1)) for name, side in vectors.items()}
+    return found | {name: _spread(side.float(), groups, dim=0).contiguous() for name, side in parameters.items()}
+
+
+def _by_distance(term: Offset, groups: int) -> dict[str, Any]:
+    names = ("bucket_of", "row_positions", "column_positions")
+    found = {name: getattr(term, name).int().contiguous() for name in names}
+    return {**found, "table": _spread(term.table.float(), groups, dim=0).contiguous(), "origin": term.origin}
 
 
 def _of(call: Call, kind: type[AnyTerm]) -> list[AnyTerm]:

@@ -111,22 +111,26 @@ class Centred:
         if inputs.rows is None or inputs.cols is None:
             return None
         lists = inputs.relation.pair_rows
-        return cls(centred(inputs.rows, lists.count.shape[2]), centred(inputs.cols, lists.index.shape[3]))
+        return cls(centred(inputs.rows, lists.total.shape[2]), centred(inputs.cols, lists.others.shape[3]))
 
 
-def build_pairs(inputs: Inputs, both: Centred | None) -> Tensor:
-    """The bias of pairs, [batch, groups, padded queries, padded keys]; only allowed blocks are written."""
+def build_pairs(inputs: Inputs, both: Centred | None, whole: bool = False) -> Tensor:
+    """The bias of pairs, [batch, groups, padded queries, padded keys].
+
+    Only allowed blocks are written; with `whole` the others are 0, because results of operators are compared.
+    """
     batch, groups = inputs.query.shape[0], inputs.groups
     lists = inputs.relation.pair_rows
-    rows, cols = lists.count.shape[2], lists.index.shape[3]
-    result = inputs.query.new_empty((batch, groups, rows * BLOCK, cols * BLOCK), dtype=inputs.pair_type)
+    rows, cols = lists.total.shape[2], lists.others.shape[3]
+    make = inputs.query.new_zeros if whole else inputs.query.new_empty
+    result = make((batch, groups, rows * BLOCK, cols * BLOCK), dtype=inputs.pair_type)
     pairs.pairs_kernel[(rows * cols, groups, batch)](
         None if both is None else both.rows, None if both is None else both.cols,
         inputs.gain, inputs.shift, inputs.weight, inputs.left, inputs.right, inputs.table, inputs.bucket_of,
-        inputs.row_positions, inputs.column_positions, inputs.dense, lists.count, lists.index, result,
+        inputs.row_positions, inputs.column_positions, inputs.dense, lists.total, lists.others, result,
         *line_strides(inputs.left), *line_strides(inputs.right),
         *strides(inputs.row_positions, 1), *strides(inputs.column_positions, 1),
-        *line_strides(inputs.dense), *line_strides(result), list_strides(lists.count)[0],
+        *line_strides(inputs.dense), *line_strides(result), list_strides(lists.total)[0],
         groups, inputs.query.shape[2], inputs.key.shape[2], rows, cols, *table_sizes(inputs),
         1 if inputs.left is None else inputs.left.shape[3], _LARGEST[inputs.pair_type],
         **network(inputs), **kinds(inputs), UP=INTERPRETED, PRECISION=inputs.tiles.precision, num_warps=4,
@@ -145,7 +149,7 @@ def _call_strides(inputs: Inputs, table: Tensor | None) -> tuple[int, ...]:
 
 def _sizes(inputs: Inputs, lists: Lists, transposed: bool = False) -> tuple[int, ...]:
     words = inputs.blocks[0]
-    rows, cols = (lists.index.shape[3], lists.index.shape[2]) if transposed else lists.index.shape[2:]
+    rows, cols = (lists.others.shape[3], lists.others.shape[2]) if transposed else lists.others.shape[2:]
     heads, queries = inputs.query.shape[1:3]
     return heads, queries, inputs.key.shape[2], words.shape[3], rows, cols
 
@@ -159,7 +163,7 @@ def attend(inputs: Inputs, table: Tensor | None, output: Tensor, logsum: Tensor)
     """Fill `output` and `logsum` [batch, heads, queries], which is contiguous."""
     batch, heads = inputs.query.shape[:2]
     lists, words, sizes = inputs.relation.rows, inputs.blocks[0], inputs.tiles
-    forward.forward_kernel[(heads, lists.count.shape[2], batch)](
+    forward.forward_kernel[(heads, lists.total.shape[2], batch)](
         *_common(inputs, table), inputs.sinks, words, *lists, output, logsum,
         *_call_strides(inputs, table), *line_strides(inputs.sinks), *line_strides(output), *list_strides(words),
         *_sizes(inputs, lists), *sharing(inputs), inputs.scale, inputs.softcap,
@@ -171,7 +175,7 @@ def attend(inputs: Inputs, table: Tensor | None, output: Tensor, logsum: Tensor)
 def _rows_of(inputs: Inputs) -> int:
     """Queries of a tile: those that the lists were made for."""
     words, lists = inputs.blocks[0], inputs.relation.rows
-    return words.shape[3] // lists.count.shape[2]
+    return words.shape[3] // lists.total.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +203,7 @@ def query_gradient(inputs: Inputs, table: Tensor | None, up: Upstream, result: T
     batch, heads = inputs.query.shape[:2]
     lists, words, sizes = inputs.relation.rows, inputs.blocks[0], inputs.tiles
     exact = torch.empty_like(up.delta)
-    backward.query_kernel[(heads, lists.count.shape[2], batch)](
+    backward.query_kernel[(heads, lists.total.shape[2], batch)](
         *_common(inputs, table), words, *lists, up.gradient, up.logsum, up.delta, exact, result,
         *_call_strides(inputs, table), *line_strides(up.gradient), *line_strides(result), *list_strides(words),
         *_sizes(inputs, lists), *sharing(inputs), inputs.scale, inputs.softcap,
@@ -215,7 +219,7 @@ def key_gradients(inputs: Inputs, table: Tensor | None, up: Upstream, key: Tenso
     kv, keys = inputs.key.shape[1:3]
     lists, words, sizes = inputs.relation.columns, inputs.blocks[0], inputs.tiles
     columns = None if inputs.columns is None else inputs.columns.new_empty((batch, heads, keys))
-    backward.key_kernel[(lists.count.shape[2], kv, batch)](
+    backward.key_kernel[(lists.total.shape[2], kv, batch)](
         *_common(inputs, table), words, *lists, up.gradient, up.logsum, up.delta, key, value, columns,
         *_call_strides(inputs, table), *line_strides(up.gradient), *line_strides(key), *line_strides(value),
         *list_strides(words), *_sizes(inputs, lists, transposed=True), *sharing(inputs), inputs.scale, inputs.softcap,
@@ -240,32 +244,33 @@ def pairs_gradient(
     """Fill the parts of query blocks first .. first + count - 1, and `dense` with dB (or add to it)."""
     batch, heads, queries, _ = inputs.query.shape
     groups, words, lists = inputs.groups, inputs.blocks[0], inputs.relation.pair_rows
-    rows, cols = lists.count.shape[2], lists.index.shape[3]
+    rows, cols = lists.total.shape[2], lists.others.shape[3]
     per_kv, per_group, per_columns = sharing(inputs)
-    guided = parts.rows is not None and both is not None
+    guided = both if parts.rows is not None else None
     pairs_backward.pairs_gradient_kernel[(count * cols, groups, batch)](
-        *_common(inputs, table), words, lists.count, lists.index, up.gradient, up.logsum, up.delta,
-        both.rows if guided else None, both.cols if guided else None, inputs.gain, inputs.shift, inputs.weight,
+        *_common(inputs, table), words, lists.total, lists.others, up.gradient, up.logsum, up.delta,
+        None if guided is None else guided.rows, None if guided is None else guided.cols,
+        inputs.gain, inputs.shift, inputs.weight,
         parts.rows, parts.cols, inputs.bucket_of, inputs.row_positions, inputs.column_positions, parts.buckets, dense,
         *_call_strides(inputs, table), *line_strides(up.gradient),
         *strides(inputs.row_positions, 1), *strides(inputs.column_positions, 1), *line_strides(dense),
-        list_strides(lists.count)[0], *strides(words, 2), first, count,
+        list_strides(lists.total)[0], *strides(words, 2), first, count,
         heads, groups, queries, inputs.key.shape[2], words.shape[3], rows, cols,
         per_kv, per_group, per_columns, *table_sizes(inputs), inputs.scale, inputs.softcap,
-        **network(inputs), GUIDANCE=guided, OFFSET=parts.buckets is not None, STORE=dense is not None, ADD=add,
-        HAS_COLUMNS=inputs.columns is not None, MASK_PER_HEAD=words.shape[1] > 1, **widths(inputs),
+        **network(inputs), GUIDANCE=guided is not None, OFFSET=parts.buckets is not None, STORE=dense is not None,
+        ADD=add, HAS_COLUMNS=inputs.columns is not None, MASK_PER_HEAD=words.shape[1] > 1, **widths(inputs),
         num_warps=inputs.tiles.pair_warps, num_stages=1,
     )  # fmt: skip
 
 
 def gather_rows(parts: Tensor, result: Tensor, lists: Lists, first: int, count: int) -> None:
     """result[batch, groups, block] = sum over key blocks of parts[batch * groups, block - first, key block]."""
-    _gather(parts, result, lists, count, parts.stride(1), parts.stride(2), first, (0, lists.index.shape[3]), False)
+    _gather(parts, result, lists, count, parts.stride(1), parts.stride(2), first, (0, lists.others.shape[3]), False)
 
 
 def gather_columns(parts: Tensor, result: Tensor, lists: Lists, first: int, count: int) -> None:
     """result[batch, groups, key block] (+)= sum over blocks first .. of parts[batch * groups, block, key block]."""
-    blocks = lists.count.shape[2]
+    blocks = lists.total.shape[2]
     _gather(parts, result, lists, blocks, parts.stride(2), parts.stride(1), 0, (first, first + count), first > 0)
 
 
@@ -275,8 +280,8 @@ def _gather(
 ) -> None:  # fmt: skip
     batch, groups, length, size = result.shape
     pairs_backward.gather_kernel[(blocks, -(-size // tuning.GATHER), batch * groups)](
-        parts, result, lists.count, lists.index, 0 if lists.count.shape[0] == 1 else length, length,
-        lists.index.shape[3], near, far, parts.stride(0), offset, *others, groups, size,
+        parts, result, lists.total, lists.others, 0 if lists.total.shape[0] == 1 else length, length,
+        lists.others.shape[3], near, far, parts.stride(0), offset, *others, groups, size,
         ADD=add, CHUNK=tuning.GATHER, num_warps=4,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnflow.bias.impl.triton import launch, tuning
 from attnflow.bias.impl.triton.gradients import Needs, term_gradients
-from attnflow.bias.impl.triton.inputs import Inputs
+from attnflow.bias.impl.triton.inputs import NAMES, Inputs
 from attnflow.bias.impl.triton.launch import Centred, Upstream
 
 _ARGUMENTS: Final = (
@@ -24,7 +24,7 @@ _DIFFERENTIABLE: Final = (
     *("query", "key", "value", "columns", "sinks", "dense", "rows", "cols"),
     *("gain", "shift", "weight", "left", "right", "table"),
 )
-_COUNT: Final = 21  # arguments of `Inputs`
+_COUNT: Final = len(NAMES)
 
 
 def _output_like(inputs: Inputs) -> Tensor:
@@ -56,7 +56,7 @@ def biased_attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     output = _output_like(inputs)
     logsum = inputs.query.new_empty(inputs.query.shape[:3], dtype=torch.float32)
     if _kept_shape(inputs, keep) != (0,):
-        kept = launch.build_pairs(inputs, Centred.of(inputs))
+        kept = launch.build_pairs(inputs, Centred.of(inputs), whole=True)
         launch.attend(inputs, kept, output, logsum)
         return output, logsum, kept
     for batch, maps in inputs.parts(tuning.PAIR_BYTES, inputs.pair_bytes() if inputs.must_build else 0):
@@ -83,7 +83,7 @@ def biased_attention_backward(*arguments: Any) -> list[Tensor]:
     """Gradients by the order of `_DIFFERENTIABLE`; empty tensors for what is not asked for."""
     inputs = Inputs(*arguments[:_COUNT])
     output, logsum, kept, gradient, needs_ = arguments[_COUNT:]
-    needs = Needs(*needs_)
+    needs = Needs.of(inputs, needs_)
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     found = _empty_gradients(inputs, needs)
     for name in _DIFFERENTIABLE[8:11] + _DIFFERENTIABLE[13:]:
@@ -153,7 +153,8 @@ def _empty_gradients(inputs: Inputs, needs: Needs) -> dict[str, Tensor]:
 
 @biased_attention_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    return list(_empty_gradients(Inputs(*arguments[:_COUNT]), Needs(*arguments[-1])).values())
+    inputs = Inputs(*arguments[:_COUNT])
+    return list(_empty_gradients(inputs, Needs.of(inputs, arguments[-1])).values())
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -170,13 +171,13 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     tensors, blocks, output = saved[: ctx.num_tensors], saved[ctx.num_tensors : -3], saved[-3:]
     nothing: list[Any] = [None] * (_COUNT + 1)
-    nothing[_names().index("blocks")] = [None] * len(blocks)
+    nothing[NAMES.index("blocks")] = [None] * len(blocks)
     if gradient is None:
         return tuple(nothing)
     rest = iter(tensors)
     arguments = [next(rest) if there else number for there, number in zip(ctx.present, ctx.numbers, strict=True)]
-    arguments[_names().index("blocks")] = blocks
-    asked = dict(zip(_names(), ctx.needs_input_grad, strict=False))
+    arguments[NAMES.index("blocks")] = blocks
+    asked = dict(zip(NAMES, ctx.needs_input_grad, strict=False))
     needs = [
         any(asked[name] for name in ("query", "key", "value", "columns")),
         any(asked[name] for name in ("rows", "cols", "gain", "shift", "weight")),
@@ -187,12 +188,8 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found = torch.ops.attnflow.biased_attention_backward(*arguments, *output, gradient, needs)
     for name, tensor in zip(_DIFFERENTIABLE, found, strict=True):
         if asked[name]:
-            nothing[_names().index(name)] = tensor
+            nothing[NAMES.index(name)] = tensor
     return tuple(nothing)
-
-
-def _names() -> list[str]:
-    return [*Inputs.__dataclass_fields__]
 
 
 biased_attention.register_autograd(_backward, setup_context=_setup)
