@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attnflow as af
-from tests.hf.bias.common import BIASES, biased, disturb, family, outputs, padded, tokens
+from tests.hf.bias.common import BIASES, biased, disturb, family, outputs, padded, tokens, windows_roll_back
 
 FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBart"]
 OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
@@ -109,6 +109,8 @@ def test_sampling_with_a_seed_and_beam_search(kind, cache):
 def test_assisted_decoding_is_greedy_decoding(name, kind):
     """Candidates that are turned down must be cropped from what the bias remembers, too."""
     model, ids = biased(name, BIASES[kind], eos_token_id=None), tokens(1, 6)
+    if name == "Mistral" and not windows_roll_back():
+        pytest.skip("this release of transformers cannot roll back a window itself")
     expected = generate(model, ids)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), expected)
     with_bias, without = (make(name, eos_token_id=None) for make in (partial(biased, bias=BIASES[kind]), family))
