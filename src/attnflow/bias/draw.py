@@ -6,7 +6,8 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from attnflow._core import checks
-from attnflow._core.markup import columns, element, escape, number, plural, shorten
+from attnflow._core.markup import columns, element, escape, number, plural
+from attnflow.bias.map import label
 from attnflow.order import layout
 from attnflow.order.draw import MONO, SANS, STYLE
 from attnflow.order.layout import Point
@@ -43,7 +44,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = 60, standalone: bool = True)
     levels = [0] * len(index)
     for lower, upper in pairs:  # sorted by the later token, so that the earlier one's level is final
         levels[index[upper]] = max(levels[index[upper]], levels[index[lower]] + 1)
-    texts = [shorten(drawn.tokens[node].strip() or "␣", _LABEL) for node in drawn.nodes]
+    texts = [label(drawn.tokens[node], _LABEL) for node in drawn.nodes]
     sizes = [(max(40.0, 18 + 7.4 * columns(text)), _HEIGHT) for text in texts]
     placement = layout.place(sizes, levels, [(index[a], index[b]) for a, b in pairs])
     top = max(edge.bias for edge in drawn.edges)

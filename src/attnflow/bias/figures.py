@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import columns as display_width
-from attnflow._core.markup import shorten, visible
-from attnflow.bias.map import BiasMap
+from attnflow._core.markup import shorten
+from attnflow.bias.map import BiasMap, label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,6 @@ _SIGNED: Final = "coolwarm_r"
 _CELL: Final = 0.26  # inches of a row or column whose name is written
 _NAMED: Final = 64  # rows or columns up to which each has its name
 _WIDEST: Final = 12.0
-_LONGEST: Final = 12  # characters of a token
 
 
 def map_figure(
@@ -167,17 +166,15 @@ def weight_panels(
 
 
 def token_name(bias_map: BiasMap, position: int) -> str:
-    """A token as a label: spaces made visible, long ones cut."""
-    token = bias_map.tokens[position]
-    shown = shorten(token.strip() or token.replace(" ", "␣"), _LONGEST)
-    return shown or "∅"
+    """The token of a position as a label."""
+    return label(bias_map.tokens[position])
 
 
 def query_name(bias_map: BiasMap, row: int) -> str:
     """The token of a row, and the one that it produced."""
     produced = bias_map.produced[row] if bias_map.produced else ""
     name = token_name(bias_map, bias_map.queries[row])
-    return f"{name} → {shorten(visible(produced).strip() or '␣', _LONGEST)}" if produced else name
+    return f"{name} → {label(produced)}" if produced else name
 
 
 def common_top(weights: Sequence[Array]) -> float:
@@ -211,5 +208,5 @@ def _name(axis: Any, names: list[str], positions: Sequence[int], *, turned: bool
         axis.set_ticks(range(0, len(names), step), [str(p) for p in positions[::step]], fontsize=8)
         return
     axis.set_ticks(range(len(names)), names, fontsize=8)
-    for name, label in zip(names, axis.get_ticklabels(), strict=True):
-        label.set_rotation(90 if turned and display_width(name) > 2 else 0)
+    for name, text in zip(names, axis.get_ticklabels(), strict=True):
+        text.set_rotation(90 if turned and display_width(name) > 2 else 0)

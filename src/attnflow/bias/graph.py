@@ -10,12 +10,12 @@ import torch
 
 from attnflow._core import checks
 from attnflow._core.markup import element, escape, visible
+from attnflow.bias.map import BiasMap, label
 
 if TYPE_CHECKING:
     import networkx as nx
 
-    from attnflow.bias.map import BiasMap
-
+_LABEL: Final = 40  # characters of a token in a table
 _STRONGEST: Final = 2  # keys of each query, unless something else is asked for
 
 
@@ -168,7 +168,7 @@ class BiasGraph:
         )
 
     def _name(self, position: int) -> str:
-        return f"{visible(self.tokens[position])} ({position})"
+        return f"{label(self.tokens[position], _LABEL)} ({position})"
 
 
 def _sum(edge: Edge) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -100,7 +100,7 @@ def look(
             view.graph(found)
     except (ValueError, TypeError) as error:
         raise BadUsage(str(error)) from error
-    return found, str(folder)
+    return replace(found, model=model), str(folder)
 
 
 def write(found: BiasMap, view: View, path: Path, bias: str) -> None:
