@@ -125,3 +125,19 @@ def test_a_section_of_the_report_on_a_model():
     assert names[-4:] == ["bias", "maps", "weights", "graph"]
     assert "order" in names
     assert "drawn most to cat" in read(report).text
+
+
+def test_long_contexts_show_the_keys_that_matter():
+    n, torch_n = 3000, torch.ones(1, 8, 3000)
+    bias = 0.1 * torch.randn(1, 8, n)
+    bias[..., 1234] = 9.0
+    bias -= bias.mean(-1, keepdim=True)
+    weights = bias.softmax(-1)
+    one = LayerMap(0, "x", bias, bias, torch_n.bool(), weights, torch_n / n)
+    long = BiasMap("tiny", tuple(f"w{i}" for i in range(n)), tuple(range(n - 8, n)), (one,), (), False)
+    report = bias_report(long)
+    assert len(report.html.encode()) < 1_500_000
+    assert "Shown are the 180 of 3\u202f000 keys with the largest bias" in report.html
+    assert "with the largest weights" in report.html
+    drawn = svgs(report.sections[1].body.markup)[0]
+    assert any(node.text.startswith("0 ← w1234: +") for node in drawn.iter("title"))

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from attnflow._core.markup import percent, plural
+from attnflow._core.markup import grouped, percent, plural
 from attnflow.bias import BiasMap, LayerMap
 from attnflow.bias.figures import query_name, token_name, weight_panels
 from attnflow.report import bias_charts, html
@@ -16,6 +16,7 @@ from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject
 
 _MAPS: Final = 3  # layers whose whole map is drawn
+_KEYS: Final = 180  # columns of a picture; of a longer text those that matter most
 _EDGES: Final = 40
 _RANKS: Final = (1, 8)
 
@@ -84,15 +85,16 @@ def bias_weights(subject: Subject) -> Section | None:
     if found.layer(layer).weights_base is not None:
         base = np.asarray(found.values("weights_base", layer)[row])
         panels.insert(0, ("base model", base, None))
-    keys = np.flatnonzero(np.asarray(found.allowed(layer)[row]))
+    most = np.max([weights for _, weights, _ in panels], axis=0)
+    keys, note = _foremost(most, np.asarray(found.allowed(layer)[row]), "largest weights")
     shown = [(name, weights[keys], None if bias is None else bias[keys]) for name, weights, bias in panels]
     limit = max((float(np.abs(bias).max(initial=0.0)) for _, _, bias in shown if bias is not None), default=0.0)
-    names = [token_name(found, key) for key in keys.tolist()]
+    names = [token_name(found, key) for key in keys]
     chart = Html(bias_charts.weight_chart(shown, names, limit))
     caption = (
         f"Post-softmax weights of query {query_name(found, row)} in layer {layer}, mean over heads: bars are coloured "
         "by the bias. In the base model the queries and keys themselves differ, because no earlier layer has a bias. "
-        "A bar that would dwarf the others is cut, and carries its value."
+        f"A bar that would dwarf the others is cut, and carries its value.{note}"
     )
     return Section("weights", "What becomes of the weights", html.figure(chart, caption, kind="natural"))
 
@@ -163,11 +165,20 @@ def _numpy(found: BiasMap, layer: int) -> Array:
 
 
 def _map(found: BiasMap, table: Array, allowed: Truth, rows: list[str], side: str) -> Html:
-    keys = np.flatnonzero(allowed.any(axis=0))
-    names = [token_name(found, key) for key in keys.tolist()]
+    keys, note = _foremost(np.abs(table).max(axis=0), np.asarray(allowed.any(axis=0)), "largest bias")
+    names = [token_name(found, key) for key in keys]
     limit = float(np.abs(table).max(initial=0.0))
     chart = Html(bias_charts.map_chart(table[:, keys], allowed[:, keys], rows, names, limit, side))
-    return html.figure(chart, _scale(limit), kind="natural")
+    return html.figure(chart, _scale(limit) + tag("span", note), kind="natural")
+
+
+def _foremost(size: Array, allowed: Truth, what: str) -> tuple[list[int], str]:
+    """(keys to show, in the order of the text; a remark if some are left out)."""
+    keys = np.flatnonzero(allowed)
+    if len(keys) <= _KEYS:
+        return keys.tolist(), ""
+    chosen = np.sort(keys[np.argsort(-size[keys], kind="stable")[:_KEYS]])
+    return chosen.tolist(), f" Shown are the {_KEYS} of {grouped(len(keys))} keys with the {what}."
 
 
 def _scale(limit: float) -> Html:
