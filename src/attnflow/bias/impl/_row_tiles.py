@@ -21,8 +21,8 @@ from attnflow.bias.call import Call
 from attnflow.bias.impl._term_tiles import TermTiles, tiles_of
 from attnflow.bias.terms import wide
 
-_SCORES: Final = {"cpu": 1 << 21}  # scores held at a time, of all heads and batch elements: 8 MB on a CPU
-_SCORES_ELSEWHERE: Final = 1 << 27
+_SCORES: Final = {"cpu": 1 << 22}  # scores held at a time, of all heads and batch elements: 16 MB on a CPU
+_SCORES_ELSEWHERE: Final = 1 << 25
 _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 128
 
