@@ -116,7 +116,7 @@ def windows_roll_back() -> bool:
             cache.crop(-4)
             model(tokens(1, 3), past_key_values=cache)
             model(tokens(1, 3), past_key_values=cache)
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
         return False
     return True
 
