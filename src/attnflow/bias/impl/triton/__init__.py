@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnflow.bias.call import Call
 from attnflow.bias.impl.triton import tuning
-from attnflow.bias.impl.triton.blocks import blocks_of
+from attnflow.bias.impl.triton.blocks import blocks_of, bytes_of
 from attnflow.bias.terms import Guidance
 
 
@@ -70,9 +70,7 @@ def run(call: Call) -> tuple[Tensor, None]:
     queries = call.query.shape[2]
     if not grad and queries <= tuning.DECODE_QUERIES and queries * call.heads_per_kv <= tuning.DECODE_ROWS:
         inputs, _ = pack(call, [])
-        allowed = call.allow.dense()
-        mask = None if allowed is None else allowed.to(call.query.device).contiguous().view(torch.uint8)
-        return ops.biased_attention_decode(*inputs.arguments(), mask), None
+        return ops.decode(inputs, bytes_of(call.allow, call.query.device)), None
     width = max(call.query.shape[3], call.value.shape[3])
     rows = tuning.tiles(width, call.query.dtype, queries).rows
     inputs, unseen = pack(call, blocks_of(call.allow, call.query.device, rows).flat())

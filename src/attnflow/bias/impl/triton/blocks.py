@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 
@@ -80,6 +80,18 @@ def blocks_of(allow: Allow, device: torch.device, rows: int) -> Blocks:
 
     found = allow.derived(("triton", rows, str(device)), make)
     assert isinstance(found, Blocks)
+    return found
+
+
+def bytes_of(allow: Allow, device: torch.device) -> UInt8[Tensor, "batch heads queries keys"] | None:
+    """A byte for each pair, for a few queries; None where every pair is allowed."""
+
+    def make() -> Tensor | None:
+        found = allow.dense()
+        return None if found is None else found.to(device).contiguous().view(torch.uint8)
+
+    found = allow.derived(("triton bytes", str(device)), make)
+    assert found is None or isinstance(found, Tensor)
     return found
 
 

@@ -211,6 +211,15 @@ def _(*arguments: Any) -> Tensor:
     return _output_like(Inputs(*arguments[:_COUNT]))
 
 
+def decode(inputs: Inputs, mask: Tensor | None) -> Tensor:
+    """The operator for a compiler; without one, what it does, and no dispatcher in between."""
+    if torch.compiler.is_compiling():
+        return biased_attention_decode(*inputs.arguments(), mask)
+    output = _output_like(inputs)
+    launch.decode_call(inputs, mask, output)
+    return output
+
+
 class Unseen(torch.autograd.Function):
     """The output itself; tensors that softmax cannot see get the gradient zero instead of none."""
 
