@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnflow import masks
 from attnflow.bias import Guidance, attention
+from attnflow.bias.attention import backend
 from attnflow.bias.impl import tiled
 from attnflow.bias.impl._guidance_tile import GuidanceTiles
 from attnflow.bias.impl._row_tiles import blocks_of
@@ -42,6 +43,28 @@ def test_sizes_that_no_tile_divides(queries, mask):
     """Several blocks of queries (128 at most), several strips (16), and queries that are only the last tokens."""
     case = Case(batch=1, num_heads=2, num_kv_heads=1, queries=queries, keys=200, hidden=7, mask=mask, head_dim=8)
     check_against_float64(case, "tiled")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_nothing_to_attend_from_or_to(queries, keys, impl):
+    call, leaves = cast(Case(TWO, mask="everything", queries=queries, keys=keys).build())
+    output = backend(impl).run(call)[0]
+    assert output.shape == (2, 4, queries, 32)
+    assert (output == 0).all()
+    gradients = torch.autograd.grad(output.sum(), list(leaves.values()))
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", TERMS)
+def test_on_a_gpu(kind, mask, dtype):
+    case = Case(terms=((kind, "kv"),), mask=mask, dtype=dtype, device="cuda", queries=150, keys=150)
+    check_against_float64(case, "tiled")
+    one, other = (outcome(case.build(), lambda c: tiled.run(c)[0]).found for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_several_subtiles_along_the_keys(monkeypatch):
@@ -176,6 +199,7 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square():
 import resource, torch
 from attnflow import masks
 from attnflow.bias import Guidance, attention
+from attnflow.bias.attention import backend
 def step(n):
     q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
     a, c = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(2))

@@ -48,8 +48,8 @@ class GuidanceTiles:
         self.columns, self.column_squares, self.scaled_columns = self._prepare(term.columns)
         device = term.rows.device.type
         self.strip = _STRIP.get(device, _STRIP_ELSEWHERE)
-        self.width = max(1, _SUBTILE.get(device, _SUBTILE_ELSEWHERE) // (self.hidden * self.strip))
-        self.width = min(self.width, self.columns.shape[1])
+        fit = _SUBTILE.get(device, _SUBTILE_ELSEWHERE) // (self.hidden * self.strip)
+        self.width = max(1, min(fit, self.columns.shape[1]))
         self._buffers = self.rows.new_empty((3, self.hidden * self.strip * self.width))
 
     def _prepare(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:

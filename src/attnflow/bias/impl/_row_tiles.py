@@ -62,9 +62,9 @@ def rows_at_once(call: Call) -> int:
 
 
 def blocks_of(call: Call) -> Iterator[Block]:
-    """The blocks of a call; queries that may attend to nothing are left out where a whole block of them does."""
+    """The blocks of a call, but those in which no query may attend to anything."""
     queries, keys, step = call.query.shape[2], call.key.shape[2], rows_at_once(call)
-    for start in range(0, queries, step):
+    for start in range(0, queries if keys else 0, step):
         rows = slice(start, min(start + step, queries))
         allowed = call.allow.rows(rows)
         if allowed is None:

@@ -31,7 +31,7 @@ def bias_of(terms: tuple[Term, ...], num_heads: int, rows: slice, columns: slice
 def weights_of(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     """Post-softmax weights before dropout, in float32 (or float64); all zero for a query that may attend to nothing."""
     score = _by_key_head(wide(call.query), call) @ wide(call.key).mT * call.scale
-    score = score.view(*call.query.shape[:3], -1)
+    score = score.view(*call.query.shape[:3], call.key.shape[2])
     if call.softcap is not None:
         score = call.softcap * torch.tanh(score / call.softcap)
     every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
@@ -56,9 +56,10 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     weights = weights_of(call)
     dropped = functional.dropout(weights, call.dropout) if call.dropout else weights
     output = _by_key_head(dropped, call) @ wide(call.value)
-    return output.view(*call.query.shape[:3], -1).to(call.value.dtype), weights
+    return output.view(*call.query.shape[:3], call.value.shape[3]).to(call.value.dtype), weights
 
 
 def _by_key_head(heads: Tensor, call: Call) -> Tensor:
     """[batch, kv_heads, queries of all heads that share a key, n]: keys and values need not be repeated."""
-    return heads.reshape(*call.key.shape[:2], -1, heads.shape[-1])
+    queries = call.heads_per_kv * call.query.shape[2]
+    return heads.reshape(*call.key.shape[:2], queries, heads.shape[-1])
