@@ -29,10 +29,11 @@ def test_version(run: Callable) -> None:
 
 def commands() -> list[list[str]]:
     tree = [[command.name] for command in _main.app.registered_commands]
-    return tree + [["mask", command.name] for command in _main.mask.registered_commands]
+    groups = {"mask": _main.mask, "bias": _main.bias}
+    return tree + [[name, command.name] for name, group in groups.items() for command in group.registered_commands]
 
 
-@pytest.mark.parametrize("command", [[], ["mask"], *commands()], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["mask"], ["bias"], *commands()], ids=" ".join)
 def test_help(run: Callable, command: list[str]) -> None:
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")

@@ -14,7 +14,19 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import audit, bias_show, bias_train, demo, doctor, geometry, mask_check, mask_list, mask_merge, mask_show, report
+from attnflow.cli import (
+    audit,
+    bias_show,
+    bias_train,
+    demo,
+    doctor,
+    geometry,
+    mask_check,
+    mask_list,
+    mask_merge,
+    mask_show,
+    report,
+)
 from attnflow.cli._output import BadUsage
 
 _OK: Final = 0
@@ -34,7 +46,7 @@ app = typer.Typer(
 )
 mask = typer.Typer(help="Look at masks, check tasks, merge families of tasks.", rich_markup_mode=None)
 app.add_typer(mask, name="mask")
-bias = typer.Typer(help="Learned biases on attention scores: look at what they do, train them.", rich_markup_mode=None)
+bias = typer.Typer(help="Look at what a learned bias does; train one.", rich_markup_mode=None)
 app.add_typer(bias, name="bias")
 
 mask.command("list")(mask_list.mask_list)

@@ -77,32 +77,20 @@ def capture(
         model, tokenizer = model.model, tokenizer or model.tokenizer
     record_of(model)  # raises for a model without a bias
     chosen = _chosen(model, layers)
-    inputs = _inputs(model, text_or_ids, tokenizer)
-    if not 0 <= sequence < len(inputs["input_ids"]):
-        raise ValueError(f"sequence must be a number of the batch of {len(inputs['input_ids'])}, got {sequence}")
-    name, prompt, last = _sequence(model, chosen), inputs["input_ids"].shape[1], None
+    inputs = _inputs(model, text_or_ids, tokenizer, sequence)
+    name, prompt, last = _sequence(model, chosen), None, None
     with _evaluating(model):
         if generate is not None:
             inputs, prompt, last = _generated(model, inputs, generate, name)
         if name not in inputs:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
-        size = inputs[name].shape[1]
-        rows = _positions(queries, size, prompt if last is not None else None)
-        numbers = _heads(chosen, heads)
-
-        def run() -> Recorder:
-            recorder = Recorder(model, chosen, partial(_within, rows), numbers, sequence)
-            with recorder, torch.no_grad():
-                model(**inputs, **_sparing(model))
-            return recorder
-
-        found = run().map(_name(model), tokenizer, last=None if last is None else int(last[sequence]))
+        rows = _positions(queries, inputs[name].shape[1], prompt)
+        look = partial(_look, model, inputs, chosen, rows, _heads(chosen, heads), sequence)
+        found = look().map(_name(model), tokenizer, last=None if last is None else int(last[sequence]))
         if base:
             with disabled(model):
-                plain = run().map("", None)
-            pairs = zip(found.layers, plain.layers, strict=True)
-            layered = tuple(replace(one, weights_base=other.weights) for one, other in pairs)
-            found = replace(found, layers=layered)
+                pairs = zip(found.layers, look().map("", None).layers, strict=True)
+            found = replace(found, layers=tuple(replace(one, weights_base=plain.weights) for one, plain in pairs))
     return found if last is not None else replace(found, produced=())
 
 
@@ -162,6 +150,21 @@ def capturing(
         yield Captured(recorder, _name(model), tokenizer)
 
 
+def _look(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    chosen: Sequence[tuple[str, LayerBias]],
+    rows: Sequence[int],
+    heads: Sequence[int] | None,
+    sequence: int,
+) -> Recorder:
+    """One forward pass, watched."""
+    recorder = Recorder(model, chosen, partial(_within, rows), heads, sequence)
+    with recorder, torch.no_grad():
+        model(**inputs, **_sparing(model))
+    return recorder
+
+
 def _within(rows: Sequence[int], first: int, new: int) -> list[int]:
     return [row - first for row in rows if first <= row < first + new]
 
@@ -190,7 +193,9 @@ def _heads(chosen: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
     return numbers
 
 
-def _inputs(model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Tensor]:
+def _inputs(
+    model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
+) -> dict[str, Tensor]:
     """The keyword arguments of the model's forward, batched, where its embeddings are."""
     if isinstance(given, str):
         if tokenizer is None:
@@ -208,6 +213,8 @@ def _inputs(model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase 
         found = {"input_ids": _batched(torch.as_tensor(given))}
         if len(found["input_ids"]) > 1:
             raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
+    if not 0 <= sequence < len(found["input_ids"]):
+        raise ValueError(f"sequence must be a number of the batch of {len(found['input_ids'])}, got {sequence}")
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in found.items()}
 
