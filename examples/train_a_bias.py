@@ -1,4 +1,4 @@
-"""Give a model a learned bias on its attention, train the bias alone with Trainer, save it and put it on another copy."""
+"""Give a model a learned bias on its attention, train the bias alone with Trainer, save it, put it on a second copy."""
 
 import copy
 

@@ -119,8 +119,9 @@ def row_losses(model: nn.Module, rows: Packed, batch: int = 4) -> list[float]:
     was_training, found = model.training, list[float]()
     model.eval()
     with torch.no_grad():
-        for start in range(0, len(rows), batch):
-            inputs = rows.batch(slice(start, start + batch))
+        # In parts of nearly equal size: shuffling queries needs two rows in each.
+        for part in torch.arange(len(rows)).tensor_split(-(-len(rows) // batch)):
+            inputs = rows.batch(part.tolist())
             labels = inputs.pop("labels")[:, 1:]
             logits = cast(Any, model)(**inputs, use_cache=False).logits[:, :-1].float()
             losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")

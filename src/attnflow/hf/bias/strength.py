@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,9 @@ from torch import Tensor, nn
 from attnflow.bias.call import Call
 from attnflow.bias.impl.reference import bias_of
 from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.bias.terms import Term
 from attnflow.hf.bias.attach import record_of
+from attnflow.hf.bias.capture import _evaluating, _sparing
 
 _BLOCK = 256  # queries at a time
 
@@ -33,19 +34,13 @@ def strength(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, float]
     Raises:
         ValueError: no bias is attached.
 
-    Cost: one forward pass without the language-model head, and B once more; memory as B of 256 queries.
+    Cost: one forward pass, with logits of one token, and B once more; memory as B of 256 queries.
     """
     record_of(model)
     found: dict[int, float] = {}
-    was_training = model.training
-    tensors: dict[str, Any] = {name: value for name, value in inputs.items() if name != "labels"}
-    trunk: Any = getattr(model, "base_model", model)
-    with torch.no_grad(), _observed(model, found):
-        model.eval()
-        try:
-            trunk(**tensors, use_cache=False)
-        finally:
-            model.train(was_training)
+    tensors = {name: value for name, value in inputs.items() if name != "labels"}
+    with torch.no_grad(), _evaluating(model), _observed(model, found):
+        model(**tensors, **_sparing(model))
     return dict(sorted(found.items()))
 
 
@@ -67,16 +62,17 @@ class _Measure:
         self.bias, self.found = bias, found
 
     def __call__(self, call: Call) -> None:
-        self.found[self.bias.shape.index] = centred_size(call)
+        ours = call.terms[: len(self.bias.kinds)]  # what follows is the finite part of the model's own mask
+        self.found[self.bias.shape.index] = centred_size(call, ours)
 
 
-def centred_size(call: Call) -> float:
-    """Root mean square of the row-centred B of one attention call, over its allowed pairs; 0 without any."""
+def centred_size(call: Call, terms: tuple[Term, ...]) -> float:
+    """Root mean square of the row-centred sum of terms in one call, over its allowed pairs; 0 without any."""
     queries, keys = call.query.shape[2], call.key.shape[2]
     squares, pairs = 0.0, 0.0
     for start in range(0, queries, _BLOCK):
         block = slice(start, min(start + _BLOCK, queries))
-        tile = bias_of(call.terms, call.num_heads, block, slice(0, keys))
+        tile = bias_of(terms, call.num_heads, block, slice(0, keys))
         if tile is None:
             return 0.0
         allowed = call.allow.rows(block)

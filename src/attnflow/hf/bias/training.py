@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from attnflow._core.checks import integer
 from attnflow.bias.layer import layer_biases
@@ -36,7 +36,7 @@ class TrainingConfig:
         batch_size: rows of each process and backward pass.
         accumulation: backward passes of a step.
         learning_rate: peak; for a bias alone. Continued pretraining of a whole model wants far less, such as 2e-5.
-        warmup: steps over which the rate rises from 0, by default a twentieth of all; it then falls to 0 along a cosine.
+        warmup: steps over which the rate rises from 0, by default a twentieth of all; then a cosine takes it to 0.
         betas: of AdamW.
         weight_decay: of matrices; biases, norms and gains have none.
         max_grad_norm: gradients are clipped to it.
@@ -157,7 +157,7 @@ class BiasTrainer(Trainer):
 
 
 def trainer(
-    model: PreTrainedModel,
+    model: nn.Module,
     rows: Rows,
     config: TrainingConfig,
     folder: str | Path,
@@ -173,7 +173,7 @@ def trainer(
     every update below 0.4 % of a weight.
 
     Args:
-        model: with a bias (`af.attach`), or with an adapter in its place.
+        model: a transformers model with a bias (`af.attach`), wrapped by PEFT or not.
         rows: for training, such as `Packed`.
         config: how.
         folder: for checkpoints.
