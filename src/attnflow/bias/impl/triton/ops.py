@@ -53,6 +53,11 @@ def _heads(inputs: Inputs, maps: slice) -> slice:
 def biased_attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(output, log-sum-exp of each query, the bias of pairs if it is kept)."""
     inputs, keep = Inputs(*arguments[:_COUNT]), bool(arguments[_COUNT])
+    with torch.cuda.device_of(inputs.query):  # Triton launches on the current device, which may be another one
+        return _forward(inputs, keep)
+
+
+def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     output = _output_like(inputs)
     logsum = inputs.query.new_empty(inputs.query.shape[:3], dtype=torch.float32)
     if _kept_shape(inputs, keep) != (0,):
@@ -82,8 +87,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def biased_attention_backward(*arguments: Any) -> list[Tensor]:
     """Gradients by the order of `_DIFFERENTIABLE`; empty tensors for what is not asked for."""
     inputs = Inputs(*arguments[:_COUNT])
-    output, logsum, kept, gradient, needs_ = arguments[_COUNT:]
-    needs = Needs.of(inputs, needs_)
+    output, logsum, kept, gradient, asked = arguments[_COUNT:]
+    with torch.cuda.device_of(inputs.query):
+        return _gradients(inputs, output, logsum, kept, gradient, Needs.of(inputs, asked))
+
+
+def _gradients(
+    inputs: Inputs, output: Tensor, logsum: Tensor, kept: Tensor, gradient: Tensor, needs: Needs
+) -> list[Tensor]:
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     found = _empty_gradients(inputs, needs)
     for name in _DIFFERENTIABLE[8:11] + _DIFFERENTIABLE[13:]:
@@ -200,10 +211,7 @@ biased_attention.register_autograd(_backward, setup_context=_setup)
 )
 def biased_attention_decode(*arguments: Any) -> Tensor:
     """Output for a few queries, without a gradient; `mask` is uint8 [batch or 1, heads or 1, queries, keys]."""
-    inputs = Inputs(*arguments[:_COUNT])
-    output = _output_like(inputs)
-    launch.decode_call(inputs, arguments[_COUNT], output)
-    return output
+    return _decode(Inputs(*arguments[:_COUNT]), arguments[_COUNT])
 
 
 @biased_attention_decode.register_fake
@@ -215,8 +223,13 @@ def decode(inputs: Inputs, mask: Tensor | None) -> Tensor:
     """The operator for a compiler; without one, what it does, and no dispatcher in between."""
     if torch.compiler.is_compiling():
         return biased_attention_decode(*inputs.arguments(), mask)
+    return _decode(inputs, mask)
+
+
+def _decode(inputs: Inputs, mask: Tensor | None) -> Tensor:
     output = _output_like(inputs)
-    launch.decode_call(inputs, mask, output)
+    with torch.cuda.device_of(inputs.query):
+        launch.decode_call(inputs, mask, output)
     return output
 
 
