@@ -3,7 +3,15 @@
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+from transformers import (
+    DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
 from transformers.models.t5 import modeling_t5
 
 import attnflow as af
@@ -80,6 +88,34 @@ def test_latent_attention_says_which_vectors_are_missing():
         disturb(model)
         assert (outputs(model, input_ids=ids) - plain).abs().max() > 1e-3
         af.detach(model)
+
+
+def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3nTextConfig(
+        **dict.fromkeys(("altup_num_inputs", "num_kv_shared_layers", "num_key_value_heads", "eos_token_id"), 2),
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 50),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "laurel_rank", "sliding_window"), 4),
+        **dict.fromkeys(("head_dim", "hidden_size_per_layer_input"), 8),
+        hidden_size=32,
+        intermediate_size=48,
+        layer_types=kinds,
+        activation_sparsity_pattern=[0.0] * 4,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
+    model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
+    every = af.BiasConfig(layers="every", hidden_dim=4, reference="hidden")
+    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", every)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids)
+        af.attach(model, af.BiasConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))
+        assert torch.equal(outputs(model, input_ids=ids), plain)
+        disturb(model)
+        whole, cache = outputs(model, input_ids=ids, use_cache=False), DynamicCache(config=config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+    assert (whole - plain).abs().max() > 1e-3
 
 
 def test_kinds_that_a_layer_cannot_have():

@@ -61,8 +61,9 @@ def attach(
 ) -> BiasSummary:
     """Give a transformers model a learned bias on its attention scores; it stays the object that it was.
 
-    At zero initialisation the model's outputs are unchanged, bit for bit. Everything that works on a `PreTrainedModel`
-    keeps working: `Trainer`, `generate` with its caches, PEFT, checkpoints (which then hold the bias as well).
+    At zero initialisation the model's outputs are unchanged, bit for bit (with attention dropout at work, up to which
+    weights are dropped). Everything that works on a `PreTrainedModel` keeps working: `Trainer`, `generate` with its
+    caches, PEFT, checkpoints (which then hold the bias as well).
 
     Args:
         model: a transformers model, or one stack of it (`model.get_decoder()`).
@@ -218,6 +219,11 @@ def _reachable(layer: Layer, wanted: Sequence[Bias]) -> None:
         raise UnsupportedArchitecture(
             f"{layer.site.name}: the projections of queries and keys cannot be reached: {layer.missing}. "
             "reference='rotated' or 'hidden' does without them"
+        )
+    if getattr(layer.site.module, "is_kv_shared_layer", False):
+        raise UnsupportedArchitecture(
+            f"{layer.site.name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
+            "out of layers=[...]"
         )
     for path, _, _ in layer.projections:
         try:

@@ -93,8 +93,8 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
         found = cast(CacheLayerMixin, cache.layers[index[layer]])
         if found.keys is None or not found.keys.numel() or found.keys.shape[-1] == columns.shape[-1]:
             return found
-    _refuse_past(main, columns.shape[1], layer)
     made = _like(main)
+    _refuse_past(main, columns.shape[1], layer)
     if cache.offloading:  # which asks for the layer after the last one: what attention needs next is the first
         made.prefetch = partial(cache.prefetch, 0, cache.only_non_sliding)
     if layer in index:
