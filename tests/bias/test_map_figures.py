@@ -96,3 +96,11 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"pip install 'attnflow\[report\]'"):
         make().figure()
+
+
+def test_dollar_signs_are_no_formulas(tmp_path):
+    given = make()
+    found = BiasMap("$m$", ("$", "$5^{", "a$b$", "\\$"), given.queries, given.layers, produced=("$", "$", "$", "$_$"))
+    for figure in (found.figure(), found.figure(layer=0), compare_figure({"$a$": found})):
+        save_figure(figure, tmp_path / "x.svg")
+    assert found.figure().axes[0].get_title().count(r"\$") == 3

@@ -75,7 +75,7 @@ def map_figure(
     axes.set_xlabel("key")
     axes.set_ylabel(side)
     quantity = "bias, row-centred" if kind == "bias" else "attention weight"
-    axes.set_title(title or f"{quantity}: {what}{_heads(bias_map, head)}", fontsize=10)
+    axes.set_title(_literal(title or f"{quantity}: {what}{_heads(bias_map, head)}"), fontsize=10)
     figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(4, 2 * len(names)))
     return figure
 
@@ -126,13 +126,13 @@ def compare_figure(
             if weight > top:
                 panel.text(index + 0.55, top, f"{weight:.2f}", fontsize=7.5, va="top", ha="left")
         panel.set_ylim(0, top)
-        panel.set_ylabel(shorten(name, 24), fontsize=9)
+        panel.set_ylabel(_literal(shorten(name, 24)), fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
     _name(axes[-1].xaxis, [token_name(first, int(key)) for key in keys], keys.tolist(), turned=True)
     axes[-1].set_xlim(-0.6, len(keys) - 0.4)
     where = "mean over layers" if layer is None else f"layer {layer}"
     what = f"attention weights: query {query_name(first, row)}, {where}{_heads(first, head)}"
-    figure.suptitle(title or what, fontsize=10)
+    figure.suptitle(_literal(title or what), fontsize=10)
     if any(bias is not None for _, _, bias in panels):
         figure.colorbar(signed, ax=list(axes), pad=0.02, fraction=0.04, aspect=12 * len(panels), label="bias")
     return figure
@@ -184,6 +184,11 @@ def common_top(weights: Sequence[Array]) -> float:
     return float(max(1.15 * rest, 1e-6) if ordered[0] > 2.5 * rest > 0 else max(1.05 * ordered[0], 1e-6))
 
 
+def _literal(text: str) -> str:
+    """Text in which matplotlib finds no formula: tokens may be dollar signs."""
+    return text.replace("$", r"\$")
+
+
 def _heads(bias_map: BiasMap, head: int | None) -> str:
     if head is not None:
         return f", head {head}"
@@ -207,6 +212,6 @@ def _name(axis: Any, names: list[str], positions: Sequence[int], *, turned: bool
         step = -(-len(names) // 16)
         axis.set_ticks(range(0, len(names), step), [str(p) for p in positions[::step]], fontsize=8)
         return
-    axis.set_ticks(range(len(names)), names, fontsize=8)
+    axis.set_ticks(range(len(names)), [_literal(name) for name in names], fontsize=8)
     for name, text in zip(names, axis.get_ticklabels(), strict=True):
         text.set_rotation(90 if turned and display_width(name) > 2 else 0)
