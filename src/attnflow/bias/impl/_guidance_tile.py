@@ -24,8 +24,8 @@ from torch import Tensor
 
 from attnflow.bias.terms import EPS, Guidance, wide
 
-# Numbers in a sub-tile, 2 MB on a CPU: small enough for the caches, large enough for two threads to share each pass.
-_SUBTILE: Final = {"cpu": 1 << 19}
+# Numbers in a sub-tile, 4 MB on a CPU: small enough for the caches, large enough for threads to share each pass.
+_SUBTILE: Final = {"cpu": 1 << 20}
 _SUBTILE_ELSEWHERE: Final = 1 << 23
 _STRIP: Final = {"cpu": 16}  # queries of a sub-tile: few, so that little is computed beyond a causal diagonal
 _STRIP_ELSEWHERE: Final = 128
