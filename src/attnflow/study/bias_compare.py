@@ -75,7 +75,7 @@ def tiny() -> Comparison:
 
 
 def small() -> Comparison:
-    """One GPU, about half an hour."""
+    """For one GPU. The texts are the same; not run yet."""
     training = replace(tiny().training, steps=1000, batch_size=8, warmup=50, log_every=100)
     return replace(
         tiny(), length=1024, rows_per_work=8, rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=(0, 1, 2, 3, 4), training=training

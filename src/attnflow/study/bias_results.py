@@ -165,7 +165,7 @@ def table(base: float, results: Sequence[Result]) -> str:
 
 
 def figure(base: float, results: Sequence[Result]) -> Any:
-    """Held-out loss against steps, each arm with its interval, the frozen base as the line at the top.
+    """Held-out loss against steps, each arm with its interval, beside the frozen base; at the right without LoRA.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -174,8 +174,17 @@ def figure(base: float, results: Sequence[Result]) -> Any:
         raise MissingExtra("matplotlib", "report", "the figure")
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes: Any = drawn.subplots()
+    drawn = Figure(figsize=(9.6, 3.8), layout="constrained")
+    both: Any = drawn.subplots(1, 2)
+    _curves(both[0], base, results)
+    _curves(both[1], base, [one for one in results if one.arm != "lora"])
+    both[0].set_ylabel("held-out loss (nats per token)")
+    both[0].set_title("all arms", fontsize=10)
+    both[1].set_title("biases alone (another scale)", fontsize=10)
+    return drawn
+
+
+def _curves(axes: Any, base: float, results: Sequence[Result]) -> None:
     axes.axhline(base, color="0.35", linestyle="--", linewidth=1.2, label="frozen base")
     for one in results:
         steps = [0, *one.curve]
@@ -186,10 +195,8 @@ def figure(base: float, results: Sequence[Result]) -> Any:
         axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
         axes.plot(steps, middle, color=colour, marker=_MARKS.get(one.arm, "o"), markersize=4.5, label=one.arm)
     axes.set_xlabel("training step")
-    axes.set_ylabel("held-out loss (nats per token)")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return drawn
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _percent(value: Interval | None) -> str:

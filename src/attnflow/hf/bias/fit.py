@@ -102,14 +102,15 @@ class Trained:
         for name, shade in zip(layers, _shades(len(layers)), strict=True):
             points = [(entry["step"], entry[name]) for entry in curve if name in entry]
             right.plot(*zip(*points, strict=True), color=shade, linewidth=1.2)
+        for place in sorted({0, len(layers) - 1} if layers else ()):
+            name = layers[place].rpartition("_")[2]
+            right.plot([], [], color=_shades(len(layers))[place], label=f"layer {name}")
         if layers:
-            names = [layer.rpartition("_")[2] for layer in layers]
-            for name, place in ((f"layer {names[0]}", 0), (f"layer {names[-1]}", -1)):
-                right.plot([], [], color=_shades(len(layers))[place], label=name)
             right.legend(frameon=False)
         right.set_ylabel("|B|, row-centred, by layer")
         for axes in (left, right):
             axes.set_xlabel("step")
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.spines[["top", "right"]].set_visible(False)
         return drawn
 
