@@ -54,7 +54,8 @@ def test_grouped_queries(ratio, maps):
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
 def test_widths_of_heads(head_dim):
-    check(head_dim=head_dim, terms=(("product", "one"),), batch=1, queries=9, keys=9)
+    dtype = torch.bfloat16 if head_dim > 128 else torch.float32
+    check(head_dim=head_dim, dtype=dtype, terms=(("product", "one"),), batch=1, queries=9, keys=9)
 
 
 def test_values_of_another_width():
@@ -236,6 +237,7 @@ def test_refuses_what_it_cannot_compute():
     assert "dropout is 0.5" in triton.refuses(replace(call, dropout=0.5))
     assert "float64" in triton.refuses(cast(call, torch.float64, False)[0])
     assert "got 2" in triton.refuses(replace(call, terms=call.terms * 2))
-    assert "at most 256 wide" in triton.refuses(replace(SMALL, head_dim=257).build())
+    assert "float32 are at most 128 wide" in triton.refuses(replace(SMALL, head_dim=129).build())
+    assert "at most 256 wide" in triton.refuses(replace(SMALL, head_dim=257, dtype=torch.float16).build())
     assert "hidden_dim is at most 256" in triton.refuses(replace(SMALL, hidden=300).build())
     assert "nothing to launch" in triton.refuses(replace(call, query=call.query[:, :, :0]))

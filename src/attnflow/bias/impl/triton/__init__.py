@@ -6,7 +6,7 @@ are in `tuning`.
 
 What is held: the bias of pairs in 16 bits where the model is (see `Inputs.pair_type`), in pieces of batch elements and
 maps, one bit of mask a pair, and partial gradients of some query blocks at a time. All sums are in
-float32; so are the products of float32 inputs (no TF32).
+float32; products of float32 inputs are three of TF32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def refuses(call: Call) -> str | None:
     types = {tensor.dtype for tensor in (query, call.key, value)}
     if len(types) > 1 or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"query, key and value must share one of float16, bfloat16, float32, got {sorted(map(str, types))}"
-    if max(query.shape[3], value.shape[3]) > tuning.MAX_WIDTH:
-        return f"heads are at most {tuning.MAX_WIDTH} wide, got {query.shape[3]} and {value.shape[3]}"
+    widest = tuning.MAX_WIDE_WIDTH if query.dtype == torch.float32 else tuning.MAX_WIDTH
+    if max(query.shape[3], value.shape[3]) > widest:
+        return f"heads of {query.dtype} are at most {widest} wide, got {query.shape[3]} and {value.shape[3]}"
     if 0 in query.shape or 0 in value.shape:
         return "a call without queries, keys or channels has nothing to launch"
     if call.dropout:

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from attnflow.bias.impl.triton.device import (
     BLOCK,
+    DOT,
     allowed_tile,
     exp_difference,
     load_pairs,
@@ -50,7 +51,7 @@ def _walk_keys(
     key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
     MASKED: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add dS k of the key blocks first .. last - 1 of a list, and the sums over a row of weights and of dS."""
     for entry in range(first, last):
@@ -58,7 +59,7 @@ def _walk_keys(
         col = block * BLOCK
         k = load_tile(key, key_n, col, num_cols, BLOCK, WIDTH, PADDED, MASKED, UP)
         v = load_tile(value, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)
-        score, slope = scored(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        score, slope = scored(tl.dot(q, tl.trans(k), input_precision=DOT), scale, softcap, SOFTCAP)
         if HAS_PAIRS:
             score += load_pairs(pairs, pairs_m, start, col, num_rows, num_cols, ROWS, BLOCK, False, MASKED)
         if HAS_COLUMNS:
@@ -67,12 +68,12 @@ def _walk_keys(
         if MASKED:
             rows = start + tl.arange(0, ROWS)
             score = tl.where(allowed_tile(words + block.to(tl.int64) * num_words, rows, False), score, float("-inf"))
-        along = tl.dot(gradient, tl.trans(v), input_precision=PRECISION)
-        weight = exp_difference(score, logsum[:, None], PRECISION)
+        along = tl.dot(gradient, tl.trans(v), input_precision=DOT)
+        weight = exp_difference(score, logsum[:, None], EXACT)
         change = weight * (along - delta[:, None])
         sum_ += tl.sum(weight, 1)
         excess += tl.sum(change, 1)
-        acc = tl.dot((change * slope).to(k.dtype), k, acc, input_precision=PRECISION)
+        acc = tl.dot((change * slope).to(k.dtype), k, acc, input_precision=DOT)
     return acc, sum_, excess
 
 
@@ -85,7 +86,7 @@ def query_kernel(
     scale, softcap,
     HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """query_gradient = scale * dS k, and exact_delta."""
     h, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -115,12 +116,12 @@ def query_kernel(
     acc, sum_, excess = _walk_keys(
         acc, sum_, excess, q, g, lse, dlt, 0, middle, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
+        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, EXACT,
     )  # fmt: skip
     acc, sum_, excess = _walk_keys(
         acc, sum_, excess, q, g, lse, dlt, middle, last, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
+        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, EXACT,
     )  # fmt: skip
     # Weights sum to 1, or to less where a sink takes part; sum_ also has the rounding of the log-sum-exp.
     exact = excess + dlt * sum_ if HAS_SINKS else dlt + excess / tl.where(sum_ > 0.0, sum_, 1.0)
@@ -135,7 +136,7 @@ def _walk_queries(
     col, query_m, gradient_m, pairs_m, num_rows, num_cols, scale, softcap,
     MASKED: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of the query blocks first .. last - 1 of a list; all tiles are [keys, queries]."""
     for entry in range(first, last):
@@ -145,20 +146,20 @@ def _walk_queries(
         g = load_tile(gradient, gradient_m, row, num_rows, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)
         lse = tl.load(logsum + rows, mask=rows < num_rows, other=0.0)
         dlt = tl.load(delta + rows, mask=rows < num_rows, other=0.0)
-        score, slope = scored(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        score, slope = scored(tl.dot(k, tl.trans(q), input_precision=DOT), scale, softcap, SOFTCAP)
         if HAS_PAIRS:
             score += load_pairs(pairs, pairs_m, row, col, num_rows, num_cols, BLOCK, BLOCK, True, MASKED)
         if HAS_COLUMNS:
             score += column[:, None]
         if MASKED:
             score = tl.where(allowed_tile(words, rows, True), score, float("-inf"))
-        weight = exp_difference(score, lse[None, :], PRECISION)
-        value_acc = tl.dot(weight.to(g.dtype), g, value_acc, input_precision=PRECISION)
-        along = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        weight = exp_difference(score, lse[None, :], EXACT)
+        value_acc = tl.dot(weight.to(g.dtype), g, value_acc, input_precision=DOT)
+        along = tl.dot(v, tl.trans(g), input_precision=DOT)
         change = weight * (along - dlt[None, :])
         if HAS_COLUMNS:
             column_acc += tl.sum(change, 1)
-        key_acc = tl.dot((change * slope).to(q.dtype), q, key_acc, input_precision=PRECISION)
+        key_acc = tl.dot((change * slope).to(q.dtype), q, key_acc, input_precision=DOT)
     return key_acc, value_acc, column_acc
 
 
@@ -173,7 +174,7 @@ def key_kernel(
     per_kv, per_pairs, per_columns, scale, softcap,
     HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """key_gradient = scale * dS^T q, value_gradient = weights^T dO, and column_gradient = dS^T 1 per query head."""
     block, kv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -207,12 +208,12 @@ def key_kernel(
         key_acc, value_acc, column_acc = _walk_queries(
             key_acc, value_acc, column_acc, k, v, 0, middle, list_, query_base, gradient_base, logsum + line,
             delta + line, pair_base, column, bits, col, query_m, gradient_m, pairs_m, num_rows, num_cols,
-            scale, softcap, False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
+            scale, softcap, False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, EXACT,
         )  # fmt: skip
         key_acc, value_acc, column_acc = _walk_queries(
             key_acc, value_acc, column_acc, k, v, middle, last, list_, query_base, gradient_base, logsum + line,
             delta + line, pair_base, column, bits, col, query_m, gradient_m, pairs_m, num_rows, num_cols,
-            scale, softcap, True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, PRECISION,
+            scale, softcap, True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, UP, EXACT,
         )  # fmt: skip
         if HAS_COLUMNS:
             where = column_gradient + (b * num_heads + wide) * num_cols + cols

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, LOG2E, bucket_tile, load_tile, scored, tail
+from attnflow.bias.impl.triton.device import BLOCK, DOT, LOG2E, bucket_tile, load_tile, scored, tail
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def decode_kernel(
     num_heads, num_rows, num_cols, per_kv, per_pairs, per_columns, blocks_per_split, num_splits, scale, softcap,
     HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised output, sum and maximum of one split of the keys; line `part * num_rows + row` of the tile."""
     split, kv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -110,7 +110,7 @@ def decode_kernel(
             allowed = tl.load(bits, mask=allowed, other=0) != 0
         if tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0:
             k = load_tile(key, key_n, start, num_cols, BLOCK, WIDTH, PADDED, True, UP)
-            score, _ = scored(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+            score, _ = scored(tl.dot(q, tl.trans(k), input_precision=DOT), scale, softcap, SOFTCAP)
             if HAS_PAIRS:
                 group = (h // per_pairs)[:, None].to(tl.int64)
                 bias = pairs + b * pairs_b + group * pairs_g + row[:, None] * pairs_m + cols[None, :]
@@ -125,7 +125,7 @@ def decode_kernel(
             shrink = tl.exp2((max_ - finite) * LOG2E)
             sum_ = sum_ * shrink + tl.sum(weight, 1)
             v = load_tile(value, value_n, start, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP)
-            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=DOT)
             max_ = new
     place = ((b * num_heads + h) * num_rows + row) * num_splits + split
     tl.store(total + place, sum_, mask=real)

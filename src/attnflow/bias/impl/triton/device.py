@@ -16,6 +16,7 @@ import triton.language as tl
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # decided when triton is imported (TRITON_INTERPRET=1)
 
 BLOCK: Final = tl.constexpr(64)  # keys of a block, and bits of a word
+DOT: Final = tl.constexpr("tf32x3")  # products of float32 matrices: three of TF32, 22 bits; 16-bit ones are exact
 LOG2E: Final = tl.constexpr(1.4426950408889634)
 LOG_ROOT_TWO_PI: Final = tl.constexpr(1.3257480647361595)  # log2(sqrt(2 pi))
 
@@ -93,9 +94,9 @@ def scored(product, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def exp_difference(score, top, PRECISION: tl.constexpr):
+def exp_difference(score, top, EXACT: tl.constexpr):
     """exp(score - top); in one fused operation less where the inputs have 16 bits."""
-    if PRECISION == "ieee":
+    if EXACT:
         return tl.exp2((score - top) * LOG2E)
     return tl.exp2(score * LOG2E - top * LOG2E)
 

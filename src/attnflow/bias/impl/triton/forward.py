@@ -17,6 +17,7 @@ import triton.language as tl
 
 from attnflow.bias.impl.triton.device import (
     BLOCK,
+    DOT,
     LOG2E,
     allowed_tile,
     exp_difference,
@@ -33,14 +34,14 @@ def _walk(
     key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
     MASKED: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Entries first .. last - 1 of a list of key blocks."""
     for entry in range(first, last):
         block = tl.load(list_ + entry)
         col = block * BLOCK
         k = load_tile(key, key_n, col, num_cols, BLOCK, WIDTH, PADDED, MASKED, UP)
-        score, _ = scored(tl.dot(query, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+        score, _ = scored(tl.dot(query, tl.trans(k), input_precision=DOT), scale, softcap, SOFTCAP)
         if HAS_PAIRS:
             score += load_pairs(pairs, pairs_m, start, col, num_rows, num_cols, ROWS, BLOCK, False, MASKED)
         if HAS_COLUMNS:
@@ -51,11 +52,11 @@ def _walk(
             score = tl.where(allowed_tile(words + block.to(tl.int64) * num_words, rows, False), score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         finite = tl.where(new == float("-inf"), 0.0, new)  # nothing was allowed so far: exp2(-inf - 0) = 0, not NaN
-        weight = exp_difference(score, finite[:, None], PRECISION)
+        weight = exp_difference(score, finite[:, None], EXACT)
         shrink = tl.exp2((top - finite) * LOG2E)
         total = total * shrink + tl.sum(weight, 1)
         v = load_tile(value, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, MASKED, UP)
-        output = tl.dot(weight.to(v.dtype), v, output * shrink[:, None], input_precision=PRECISION)
+        output = tl.dot(weight.to(v.dtype), v, output * shrink[:, None], input_precision=DOT)
         top = new
     return output, total, top
 
@@ -69,7 +70,7 @@ def forward_kernel(
     scale, softcap,
     HAS_PAIRS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, UP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """output and log-sum-exp (natural, 0 for a row with nothing allowed)."""
     h, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -95,12 +96,12 @@ def forward_kernel(
     acc, total, top = _walk(
         acc, total, top, q, 0, middle, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
+        False, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, EXACT,
     )  # fmt: skip
     acc, total, top = _walk(
         acc, total, top, q, middle, last, list_, key, value, pairs, columns, words, start,
         key_n, value_n, pairs_m, num_rows, num_cols, num_words, scale, softcap,
-        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, PRECISION,
+        True, HAS_PAIRS, HAS_COLUMNS, SOFTCAP, WIDTH, PADDED, VALUE, VALUE_PADDED, ROWS, UP, EXACT,
     )  # fmt: skip
     empty = total == 0.0
     if HAS_SINKS:

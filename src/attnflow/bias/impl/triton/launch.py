@@ -47,7 +47,7 @@ def widths(inputs: Inputs) -> dict[str, Any]:
         "VALUE": value,
         "VALUE_PADDED": tuning.padded(value),
         "UP": INTERPRETED,
-        "PRECISION": inputs.tiles.precision,
+        "EXACT": inputs.query.dtype == torch.float32,
     }
 
 
@@ -133,7 +133,7 @@ def build_pairs(inputs: Inputs, both: Centred | None, whole: bool = False) -> Te
         *line_strides(inputs.dense), *line_strides(result), list_strides(lists.total)[0],
         groups, inputs.query.shape[2], inputs.key.shape[2], rows, cols, *table_sizes(inputs),
         1 if inputs.left is None else inputs.left.shape[3], _LARGEST[inputs.pair_type],
-        **network(inputs), **kinds(inputs), UP=INTERPRETED, PRECISION=inputs.tiles.precision, num_warps=4,
+        **network(inputs), **kinds(inputs), UP=INTERPRETED, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -257,8 +257,9 @@ def pairs_gradient(
         list_strides(lists.total)[0], *strides(words, 2), first, count,
         heads, groups, queries, inputs.key.shape[2], words.shape[3], rows, cols,
         per_kv, per_group, per_columns, *table_sizes(inputs), inputs.scale, inputs.softcap,
-        **network(inputs), GUIDANCE=guided is not None, OFFSET=parts.buckets is not None, STORE=dense is not None,
-        ADD=add, HAS_COLUMNS=inputs.columns is not None, MASK_PER_HEAD=words.shape[1] > 1, **widths(inputs),
+        **(network(inputs) | widths(inputs)),
+        GUIDANCE=guided is not None, OFFSET=parts.buckets is not None, STORE=dense is not None,
+        ADD=add, HAS_COLUMNS=inputs.columns is not None, MASK_PER_HEAD=words.shape[1] > 1,
         num_warps=inputs.tiles.pair_warps, num_stages=1,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnflow.bias.impl.triton.device import BLOCK, bucket_tile, load_pairs, load_tile, tail
+from attnflow.bias.impl.triton.device import BLOCK, DOT, bucket_tile, load_pairs, load_tile, tail
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def inverse_deviation(
     else:
         a = unit_tile(rows_centred, row, padded_rows, HIDDEN, HIDDEN_PADDED)
         c = unit_tile(columns_centred, col, padded_cols, HIDDEN, HIDDEN_PADDED)
-        cross = tl.dot(tl.trans(a), c, input_precision="tf32x3")
+        cross = tl.dot(tl.trans(a), c, input_precision=DOT)
         square = tl.sum(a * a, 0)[:, None] + tl.sum(c * c, 0)[None, :] + 2.0 * cross
     return tl.rsqrt(tl.maximum(square, 0.0) / HIDDEN + EPS)
 
@@ -80,7 +80,7 @@ def pairs_kernel(
     num_groups, num_rows, num_cols, num_row_blocks, num_blocks, distances, buckets, origin, rank, largest,
     EPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl.constexpr, EXACT: tl.constexpr,
     GUIDANCE: tl.constexpr, PRODUCT: tl.constexpr, OFFSET: tl.constexpr, DENSE: tl.constexpr, RANKS: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr,
 ):  # fmt: skip
     """pairs[row, column] for one allowed tile; clipped to what its type can hold."""
     g, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -119,7 +119,7 @@ def pairs_kernel(
                 v = tl.load(where, mask=(cols[:, None] < num_cols) & (d[None, :] < rank), other=0.0)
                 if UP:
                     u, v = u.to(tl.float32), v.to(tl.float32)
-                bias = tl.dot(u, tl.trans(v), bias, input_precision=PRECISION)
+                bias = tl.dot(u, tl.trans(v), bias, input_precision=DOT)
         if OFFSET:
             bucket = bucket_tile(
                 bucket_of, row_positions + b * row_positions_b, column_positions + b * column_positions_b,

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from attnflow.bias.impl.triton.device import (
     BLOCK,
+    DOT,
     LOG2E,
     LOG_ROOT_TWO_PI,
     allowed_tile,
@@ -41,7 +42,6 @@ def _guidance_gradient(
     change, rows_centred, columns_centred, gain, shift, weight, row_part, column_part, sums, row_block, block,
     padded_rows, padded_cols,
     EPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_PADDED: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of one tile, with `change` = dB; row_part is [2, hidden, 64]: R, and what the norm subtracts."""
     place = tl.arange(0, BLOCK)
@@ -79,9 +79,9 @@ def _guidance_gradient(
     c_tile = unit_tile(columns_centred, block * BLOCK, padded_cols, HIDDEN, HIDDEN_PADDED)
     inside = unit[:, None] < HIDDEN
     where = (HIDDEN + unit)[:, None] * BLOCK + place[None, :]
-    part = tl.dot(c_tile, tl.trans(q), a_tile * tl.sum(q, 1)[None, :], input_precision=PRECISION)
+    part = tl.dot(c_tile, tl.trans(q), a_tile * tl.sum(q, 1)[None, :], input_precision=DOT)
     tl.store(row_part + where, part, mask=inside)
-    part = tl.dot(a_tile, q, c_tile * tl.sum(q, 0)[None, :], input_precision=PRECISION)
+    part = tl.dot(a_tile, q, c_tile * tl.sum(q, 0)[None, :], input_precision=DOT)
     tl.store(column_part + where, part, mask=inside)
 
 
@@ -99,7 +99,7 @@ def pairs_gradient_kernel(
     GUIDANCE: tl.constexpr, OFFSET: tl.constexpr, STORE: tl.constexpr, ADD: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr,
 ):  # fmt: skip
     """Everything that one tile of pairs gives to the gradients of the terms."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -124,7 +124,7 @@ def pairs_gradient_kernel(
             wide, kv = h.to(tl.int64), (h // per_kv).to(tl.int64)
             q = load_tile(query + b * query_b + wide * query_h, query_m, row, num_rows, BLOCK, WIDTH, PADDED, True, UP)
             k = load_tile(key + b * key_b + kv * key_h, key_n, col, num_cols, BLOCK, WIDTH, PADDED, True, UP)
-            score, _ = scored(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+            score, _ = scored(tl.dot(q, tl.trans(k), input_precision=DOT), scale, softcap, SOFTCAP)
             score += bias
             if HAS_COLUMNS:
                 where = columns + b * columns_b + (h // per_columns).to(tl.int64) * columns_g + cols
@@ -135,13 +135,13 @@ def pairs_gradient_kernel(
             if MASK_PER_HEAD:
                 allowed = allowed_tile(bits + wide * words_h, rows, False)
             score = tl.where(allowed, score, float("-inf"))
-            weight_ = exp_difference(score, lse[:, None], PRECISION)
+            weight_ = exp_difference(score, lse[:, None], EXACT)
             where = gradient + b * gradient_b + wide * gradient_h
             up = load_tile(where, gradient_m, row, num_rows, BLOCK, VALUE, VALUE_PADDED, True, UP)
             v = load_tile(
                 value + b * value_b + kv * value_h, value_n, col, num_cols, BLOCK, VALUE, VALUE_PADDED, True, UP
             )
-            change += weight_ * (tl.dot(up, tl.trans(v), input_precision=PRECISION) - dlt[:, None])
+            change += weight_ * (tl.dot(up, tl.trans(v), input_precision=DOT) - dlt[:, None])
         if STORE:
             where = dense_gradient + b * dense_b + map_ * dense_g + rows[:, None].to(tl.int64) * dense_m + cols[None, :]
             if ADD:
@@ -160,7 +160,7 @@ def pairs_gradient_kernel(
                 gain + map_ * HIDDEN, shift + map_ * HIDDEN, weight + map_ * HIDDEN,
                 row_parts + tile * (size + 2 * HIDDEN), column_parts + tile * size,
                 row_parts + tile * (size + 2 * HIDDEN) + size,
-                row_block, block, padded_rows, padded_cols, EPS, HIDDEN, HIDDEN_PADDED, EXACT, PRECISION,
+                row_block, block, padded_rows, padded_cols, EPS, HIDDEN, HIDDEN_PADDED, EXACT,
             )  # fmt: skip
         if OFFSET:
             bucket = bucket_tile(

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 MAX_WIDTH: Final = 256  # of a head: larger accumulators do not fit the registers
+MAX_WIDE_WIDTH: Final = 128  # likewise in float32, whose tiles would need 384 KiB of shared memory beyond
 MAX_HIDDEN: Final = 256  # of a guidance network
 DECODE_ROWS: Final = 128  # query rows times heads per key-value head, up to which keys are split instead of queries
 DECODE_QUERIES: Final = 16
@@ -34,7 +35,6 @@ class Tiles:
         key_warps: of the kernel for the gradients of keys and values (64 keys, 64 queries).
         key_stages: of its pipeline.
         pair_warps: of the kernel for the gradient of the bias (64 keys, 64 queries).
-        precision: of products of float32 matrices; those of 16-bit ones are exact.
     """
 
     rows: int
@@ -43,7 +43,6 @@ class Tiles:
     key_warps: int
     key_stages: int
     pair_warps: int
-    precision: str = "tf32x3"
 
 
 _HALF: Final = {
@@ -53,10 +52,9 @@ _HALF: Final = {
     256: Tiles(64, 8, 2, 8, 1, 4),
 }
 _SINGLE: Final = {
-    32: Tiles(64, 4, 2, 4, 2, 4, "ieee"),
-    64: Tiles(64, 4, 2, 4, 2, 4, "ieee"),
-    128: Tiles(64, 8, 1, 8, 1, 8, "ieee"),
-    256: Tiles(64, 8, 1, 8, 1, 8, "ieee"),
+    32: Tiles(64, 4, 2, 4, 2, 4),
+    64: Tiles(64, 4, 2, 4, 2, 4),
+    128: Tiles(64, 8, 1, 8, 1, 8),
 }
 
 
