@@ -159,7 +159,7 @@ def train(
     alone = bias_alone(model)
     settings = {
         "training": config.to_dict(),
-        "bias": describe(record),
+        "bias": describe(record.biases),
         "train": "guidance" if alone else "all",
         "length": length,
         "model": str(getattr(model.config, "_name_or_path", "")),
