@@ -56,7 +56,7 @@ def test_every_kind_makes_the_round_trip(kind, tmp_path):
 
 def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
     check_round_trip((*BIASES["guidance"], OWN, *BIASES["others"]), tmp_path, custom=[OWN])
-    with pytest.raises(ValueError, match=r"custom parts \['pair'\], but custom= has \[\]"):
+    with pytest.raises(ValueError, match=r"custom parts .*pair.*, but custom= has (none|\[\])"):
         af.load(family("Llama"), tmp_path, strict=False)
 
 
