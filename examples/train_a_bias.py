@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, ProgressCallback
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback
 
 import attnflow as af
 
@@ -21,8 +21,8 @@ print(af.attach(model, af.BiasConfig(kind="guidance", layers="every", hidden_dim
 
 rows = af.bias.Packed(documents, length=39)  # documents stay apart in a row
 settings = af.bias.TrainingConfig(steps=40, batch_size=4, learning_rate=1e-2, log_every=10, save_every=0)
-trainer = af.bias.trainer(model, rows, settings, "checkpoints")
-trainer.remove_callback(ProgressCallback)
+trainer = af.bias.trainer(model, rows, settings, "checkpoints", disable_tqdm=True)
+trainer.remove_callback(PrinterCallback)
 trainer.train()
 for entry in trainer.state.log_history[:-1]:
     sizes = ", ".join(f"{value:.3f}" for name, value in entry.items() if name.startswith("bias/"))
