@@ -68,7 +68,8 @@ class BiasConfig:
             ("init", ("zero", "kaiming")),
             ("rope", ("keep", "remove")),
         ):
-            if (value := getattr(self, name)) not in options:
+            value = getattr(self, name)
+            if not any(value is option or (value == option and type(value) is type(option)) for option in options):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
         for name in ("hidden_dim", "max_length", "max_distance"):
             integer(name, getattr(self, name), minimum=1)
@@ -81,6 +82,10 @@ class BiasConfig:
             )
         if self.version != VERSION:
             raise ValueError(f"a bias config of version {self.version} was given, this release reads {VERSION}")
+        if isinstance(self.layers, int):
+            raise TypeError(
+                f"layers must be a name or a list of indices, got {self.layers!r}; for one layer, [{self.layers}]"
+            )
         if not isinstance(self.layers, str):
             # A tuple, so that the config is hashable and equal after JSON.
             object.__setattr__(self, "layers", tuple(integer("layers", layer) for layer in self.layers))

@@ -56,7 +56,7 @@ class GuidanceTiles:
         """Centred features [maps, tokens, hidden], their mean squares, and gain * centred, [maps, hidden, tokens]."""
         found = wide(features).flatten(0, 1)
         found = found - found.mean(dim=-1, keepdim=True)
-        return found, found.square().mean(dim=-1), (found.mT * self.gain[:, :, None]).contiguous()
+        return found, found.double().square().mean(dim=-1), (found.mT * self.gain[:, :, None]).contiguous()
 
     def tile(
         self, rows: slice, columns: slice, allowed: Bool[Tensor, "batch_1 heads_1 queries keys"] | None
@@ -123,11 +123,11 @@ class GuidanceTiles:
         return sides + [p.unflatten(0, (self.batch, self.groups)).sum(dim=0) for p in parameters]
 
     def _inverse_deviation(self, rows: slice, columns: slice) -> Tensor:
-        """r, [maps, queries, keys]."""
+        """r, [maps, queries, keys]; summed in float64, because the squares cancel where a_i is close to -c_j."""
         squares = self.row_squares[:, rows, None] + self.column_squares[:, None, columns]
-        a, c = self.rows[:, rows], self.columns[:, columns]
+        a, c = self.rows[:, rows].double(), self.columns[:, columns].double()
         variance = squares.baddbmm_(a, c.mT, alpha=2 / self.hidden)
-        return variance.clamp_(min=0).add_(EPS).rsqrt_()
+        return variance.clamp_(min=0).add_(EPS).rsqrt_().to(self.rows.dtype)
 
     def _sum(self, index: int, rows: slice, columns: slice, i: slice, j: slice) -> Tensor:
         """x = gain (a_i + c_j) in the first buffer, [hidden, queries, keys]."""

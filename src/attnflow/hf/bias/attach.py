@@ -86,7 +86,7 @@ def attach(
     289
     >>> detach(model)
     """
-    biases = (bias,) if isinstance(bias, BiasConfig | Custom) else tuple(bias)
+    biases = (bias,) if isinstance(bias, BiasConfig | Custom | str) else tuple(bias)
     _check(model, biases, train, impl)
     layers = layers_of(model)
     made = _build(layers, biases, impl)
@@ -267,6 +267,11 @@ def _runs(owner: PreTrainedModel, name: str) -> None:
         raise UnsupportedArchitecture(f"{type(owner).__name__} does not run with {name!r}: {error}") from error
 
 
-def describe(record: Record) -> list[Mapping[str, object]]:
-    """The attached biases as JSON holds them."""
-    return [b.to_dict() if isinstance(b, BiasConfig) else {"kind": "custom", "name": b.name} for b in record.biases]
+def describe(biases: Sequence[Bias]) -> list[Mapping[str, object]]:
+    """Biases as JSON holds them: of a custom one, what can be compared with the one that is given on loading."""
+    return [bias.to_dict() if isinstance(bias, BiasConfig) else _custom(bias) for bias in biases]
+
+
+def _custom(bias: Custom) -> Mapping[str, object]:
+    layers = bias.layers if isinstance(bias.layers, str) else list(bias.layers)
+    return {"kind": "custom", "name": bias.name, "layers": layers, "reference": bias.reference}

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from attnflow._core.errors import UnsupportedArchitecture
 
-_GAP: Final = "the cache was filled in part with the bias disabled or detached; start from an empty cache"
+_GAP: Final = "the cache was filled in part with the bias and in part without; start from an empty cache"
 _ATTRIBUTE: Final = "_attnflow_columns"  # on the cache: layer of the model -> index of its companion
 
 
@@ -84,6 +84,21 @@ def first_position(cache: Cache | None, layer: int, new: int) -> int | Tensor:
     if isinstance(cache, EncoderDecoderCache):
         cache = cast(Cache, cache.self_attention_cache)
     return 0 if cache is None else cast(Any, cache.layers[layer]).get_seq_length() - new
+
+
+def refuse_biased(cache: Cache | None, layer: int) -> None:
+    """Refuse to go on without the bias where the cache was filled with it.
+
+    Raises:
+        ValueError: the cache holds tokens that the bias has seen.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cast(Cache, cache.self_attention_cache)
+    index = {} if cache is None else cast("dict[int, int]", cache.__dict__.get(_ATTRIBUTE, {}))
+    if cache is not None and layer in index and not torch.compiler.is_compiling():
+        seen = int(cast(CacheLayerMixin, cache.layers[index[layer]]).get_seq_length())
+        if seen:
+            raise ValueError(f"the cache holds {seen} tokens of layer {layer} that had the bias: {_GAP}")
 
 
 def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, columns: Tensor) -> CacheLayerMixin:

@@ -67,6 +67,33 @@ def biased(
     )
     if zero and not learns and bias.observer is None:
         return base()
+    call = _call(module, terms, mask, tables, crop, query, key, value, kwargs)
+    if bias.observer is not None:
+        bias.observer(call)
+    if zero and not learns:
+        return base()
+    output, weights = _attend(call, bias.impl, eager)
+    output = output.transpose(1, 2).contiguous()
+    weights = None if weights is None else weights.to(query.dtype)
+    if zero and not call.dropout:
+        plain, plain_weights = base()  # with gradients enabled: without, SDPA may choose another kernel
+        output = cast(Tensor, _SameAs.apply(output, plain.detach()))
+        weights = None if weights is None or plain_weights is None else plain_weights.detach()
+    return output, weights
+
+
+def _call(
+    module: nn.Module,
+    terms: tuple[Term, ...],
+    mask: object,
+    tables: MaskTables | None,
+    crop: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+) -> Call:
+    """The call with everything that transformers adds to its scores."""
     lost = [name for name in _REFUSED if kwargs.get(name) is not None]
     if lost:
         raise ValueError(f"{type(module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join")
@@ -74,7 +101,7 @@ def biased(
     added = kwargs.get(_ADDED)
     own = [additive, None if added is None else Dense(added)]
     query, key, value = map(_autocast, (query, key, value))
-    call = make_call(
+    return make_call(
         query,
         key,
         value,
@@ -85,19 +112,6 @@ def biased(
         kwargs.get("s_aux", kwargs.get("sinks")),
         float(kwargs.get("dropout") or 0.0),
     )
-    if bias.observer is not None:
-        bias.observer(call)
-    if zero and not learns:
-        return base()
-    output, weights = _attend(call, bias.impl, eager)
-    output = output.transpose(1, 2).contiguous()
-    weights = None if weights is None else weights.to(query.dtype)
-    if zero and not call.dropout:
-        with torch.no_grad():
-            plain, plain_weights = base()
-        output = cast(Tensor, _SameAs.apply(output, plain))
-        weights = plain_weights if weights is not None else None
-    return output, weights
 
 
 def _attend(call: Call, impl: str, eager: bool) -> tuple[Tensor, Tensor | None]:
@@ -135,6 +149,8 @@ def _terms(
 
     Models that keep position ids to themselves get positions by the count of tokens after `left` leading pads.
     """
+    if not slot.mine():
+        raise RuntimeError("two threads run one model with a bias at the same time; give each a copy, or take turns")
     layer = cast(int, getattr(module, "layer_idx", 0) or 0)
     new, num_keys, device = query.shape[2], key.shape[2], query.device
     where = new_slots(slot.cache, layer, new, num_keys, device)

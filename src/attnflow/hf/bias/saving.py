@@ -56,7 +56,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Path
             "the bias is sharded over processes (FSDP), where each holds a part; save the whole state dict by "
             "Trainer or accelerate, load it into one model, and save the bias of that"
         )
-    about = {"format": _FORMAT, "version": _VERSION, "bias": describe(record), "base": _base(model)}
+    about = {"format": _FORMAT, "version": _VERSION, "bias": describe(record.biases), "base": _base(model)}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     weights, config = folder / f"{WEIGHTS}.part", folder / f"{CONFIG}.part"
@@ -148,11 +148,12 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
 
 
 def _biases(saved: Sequence[Mapping[str, Any]], custom: Sequence[Custom]) -> list[Bias]:
-    names = [one.get("name") for one in saved if one["kind"] == "custom"]
-    if names != [one.name for one in custom]:
+    names = [one for one in saved if one["kind"] == "custom"]
+    given_names = describe(custom)
+    if names != given_names:
         raise ValueError(
-            f"the saved bias has the custom parts {names or 'none'}, but custom= has {[c.name for c in custom]}; pass "
-            "the same Custom objects that were attached"
+            f"the saved bias has the custom parts {names or 'none'}, but custom= has {given_names or 'none'}; pass the "
+            "same Custom objects that were attached"
         )
     given = iter(custom)
     return [next(given) if one["kind"] == "custom" else BiasConfig.from_dict(one) for one in saved]
@@ -217,12 +218,15 @@ def _sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def _samples(layers: Sequence[Layer]) -> list[float]:
-    """A few weights of the first attention layer, by which the base model is recognised in any precision."""
-    for name, parameter in layers[0].site.module.named_parameters():
-        if CHILD not in name and ".lora_" not in name and parameter.is_floating_point() and parameter.ndim == 2:
-            flat = parameter.detach().flatten()
-            return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
-    return []
+    """A few weights of the first, middle and last layer, by which the base model is recognised in any precision."""
+    found: list[float] = []
+    for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
+        for name, parameter in layer.site.module.named_parameters():
+            if CHILD not in name and ".lora_" not in name and parameter.is_floating_point() and parameter.ndim == 2:
+                flat = parameter.detach().flatten()
+                found += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
+                break
+    return found
 
 
 def _fits(model: nn.Module, base: Mapping[str, Any], strict: bool) -> None:
@@ -235,7 +239,7 @@ def _fits(model: nn.Module, base: Mapping[str, Any], strict: bool) -> None:
                 f"{here[name]} here"
             )
     saved, ours = torch.tensor(base.get("samples", [])), torch.tensor(here["samples"])
-    if strict and (saved.shape != ours.shape or not torch.allclose(saved, ours, rtol=0.05, atol=1e-2 * _scale(ours))):
+    if strict and (saved.shape != ours.shape or not torch.allclose(saved, ours, rtol=0.01, atol=2e-3 * _scale(ours))):
         raise WrongBase(
             f"the bias was saved with other weights of this architecture ({base.get('name') or 'unnamed'}); load "
             "those, or pass strict=False if this model was trained on from there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from attnflow.bias.layer import LayerBias
 from attnflow.geometry.families.rows import Rows
+from attnflow.hf.bias.companion import refuse_biased
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
 
@@ -27,6 +29,7 @@ class Slot:
         positions: position ids, if the model passes them.
         cache: the key-value cache in use.
         waiting: whether the module runs and its attention has not asked yet.
+        thread: the one that runs it; 0 under a compiler.
     """
 
     depth: int
@@ -36,6 +39,25 @@ class Slot:
     positions: Tensor | None = None
     cache: Cache | None = None
     waiting: bool = False
+    thread: int = 0
+
+    def begin(self) -> None:
+        """A forward pass of the module starts.
+
+        Raises:
+            RuntimeError: one of another thread is still under way, whose tensors would be taken for ours.
+        """
+        if self.waiting and not self.mine():
+            raise RuntimeError(
+                "two threads run one model with a bias at the same time; give each a copy.deepcopy, or take turns"
+            )
+        self.clear()
+        self.waiting = True
+        self.thread = 0 if torch.compiler.is_compiling() else get_ident()
+
+    def mine(self) -> bool:
+        """Whether the forward pass under way is this thread's."""
+        return torch.compiler.is_compiling() or self.thread in (0, get_ident())
 
     def clear(self) -> None:
         """Let go of all tensors."""
@@ -51,6 +73,8 @@ class ReadProjection:
 
     def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
         """Called by PyTorch after the projection."""
+        if not self.slot.waiting:
+            return  # disabled, or the projection alone: nothing would take the tensor from the slot
         rows = self.rows
         if rows.start == 0 and rows.stop == rows.blocks:
             heads = output
@@ -83,17 +107,24 @@ class Enter:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Called by PyTorch before the attention module."""
+        if getattr(module, "_is_replica", False):
+            raise RuntimeError(
+                "a bias does not run under nn.DataParallel, which Trainer chooses by itself for several GPUs in one "
+                "process; start it with `accelerate launch` or `torchrun`, or show it one GPU"
+            )
+        cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, Cache)), None)
         if not bias_of(module).enabled:
+            self.slot.clear()
+            refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
             return None
         self.hook(module)
-        self.slot.clear()
-        self.slot.waiting = True
+        self.slot.begin()
         if self.keep_hidden:
             hidden = kwargs.get("hidden_states", args[0] if args else None)
             self.slot.hidden = hidden if isinstance(hidden, Tensor) else None
         positions = kwargs.get("position_ids")
         self.slot.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
-        self.slot.cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, Cache)), None)
+        self.slot.cache = cache
         if not self.remove_rope:
             return None
         cos, sin = kwargs["position_embeddings"]
@@ -126,7 +157,7 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """Called by PyTorch after the attention module."""
-        if self.slot.waiting:
+        if self.slot.waiting and self.slot.mine():
             self.slot.clear()
             now = getattr(getattr(module, "config", None), "_attn_implementation", None)
             raise RuntimeError(
