@@ -95,5 +95,5 @@ def test_a_custom_bias_is_compared_with_the_saved_one(tmp_path):
     af.attach(model, af.bias.Custom(lambda shape: Pairs(), name="pairs"))
     af.save_pretrained(model, tmp_path)
     af.detach(model)
-    with pytest.raises(ValueError, match="the saved bias has the custom parts .*unrotated"):
+    with pytest.raises(ValueError, match=r"the saved bias has the custom parts .*unrotated"):
         af.load(model, tmp_path, custom=[af.bias.Custom(lambda shape: Pairs(), name="pairs", reference="rotated")])

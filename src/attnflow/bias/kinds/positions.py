@@ -23,12 +23,9 @@ class Alibi(nn.Module):
     stand in for rotary embedding (`rope="remove"`).
     """
 
-    slopes: Tensor
-
     def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
         super().__init__()
         self.config, self.is_causal = config, shape.is_causal
-        self.register_buffer("slopes", torch.tensor(slopes(shape.num_heads)), persistent=False)
         self.gain = nn.Parameter(torch.empty(shape.num_heads))
         self.reset_parameters()
 
@@ -44,7 +41,7 @@ class Alibi(nn.Module):
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
     ) -> Additive | Offset:
         """Linear in the key's position where keys lie before queries; else a table over distances."""
-        slope = wide(self.gain * self.slopes)
+        slope = wide(self.gain) * slopes(len(self.gain), self.gain.device)
         if self.is_causal:
             where = (columns.squeeze(-1)[:, None], wide(queries.positions).to(columns.dtype)[:, None])
             keys, rows = (slope[:, None] * positions for positions in where)
@@ -94,15 +91,18 @@ class Relative(nn.Module):
         return not bool(self.table.any())
 
 
-def slopes(num_heads: int) -> list[float]:
+def slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " heads"]:
     """ALiBi's slopes: 2^(-8 h / n) for a power of two; for others, those of the next lower one, filled from the next.
 
+    Made where they are used: a buffer would be rounded with the model that it moves to.
+
     >>> slopes(8)[:3]
-    [0.5, 0.25, 0.125]
+    tensor([0.5000, 0.2500, 0.1250])
     """
     power = 2 ** math.floor(math.log2(num_heads))
-    found = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    return found + [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    first = torch.arange(1, power + 1, device=device) * (-8.0 / power)
+    between = (2 * torch.arange(num_heads - power, device=device) + 1) * (-4.0 / power)
+    return torch.exp2(torch.cat([first, between]))
 
 
 def buckets(
