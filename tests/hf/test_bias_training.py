@@ -276,3 +276,18 @@ def test_train_saves_what_it_trained_and_goes_on(train: Any, tmp_path: Path) -> 
     assert again.after == done.after, "there was nothing left to do"
     with pytest.raises(ValueError, match=r"a run with other settings \(length\)"):
         af.bias.train(model(train=train), letters, texts, tmp_path, SHORT, length=8, log_level="error")
+
+
+@pytest.mark.slow
+def test_the_best_of_several_evaluations_is_loaded_at_the_end(tmp_path: Path) -> None:
+    rows, held = Packed(documents(300), 16), Packed(documents(64), 16)
+    wild = TrainingConfig(
+        steps=8, batch_size=2, learning_rate=0.5, warmup=0, log_every=2, save_every=2, evaluate_every=2, seed=3
+    )
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": None}
+    made = quiet(model(), rows, wild, tmp_path, held_out=held, **best)
+    made.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry}
+    step = min(losses, key=losses.__getitem__)
+    assert step != wild.steps  # at this rate it gets worse
+    assert made.evaluate()["eval_loss"] == pytest.approx(losses[step], rel=1e-6)

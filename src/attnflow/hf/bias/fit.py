@@ -149,7 +149,8 @@ def train(
         arguments: more of `TrainingArguments`, such as `bf16=True`.
 
     Raises:
-        ValueError: no bias is attached, too little text, or a folder that holds a run with other settings or data.
+        ValueError: no bias is attached, too little text, or a folder that holds a run with other settings or data,
+            FSDP, several GPUs in one process.
     """
     record, place = record_of(model), Path(folder)
     training, held = split_documents(tokenize(documents, tokenizer))
@@ -165,7 +166,6 @@ def train(
         "model": str(getattr(model.config, "_name_or_path", "")),
         "data": hashlib.sha256(rows.tokens.numpy().tobytes()).hexdigest(),
     }
-    _claim(place, settings)
     more: dict[str, Any] = {"disable_tqdm": True, **arguments}
     made = trainer(
         model,
@@ -177,10 +177,16 @@ def train(
         **more,
     )
     made.remove_callback(PrinterCallback)
+    if made.args.fsdp:
+        raise ValueError("FSDP shards what is saved here as a whole; use af.bias.trainer, and save its checkpoints")
+    if made.is_world_process_zero():  # one of several processes writes the results
+        _claim(place, settings)
     before = made.evaluate()["eval_loss"]
     made.train(resume_from_checkpoint=get_last_checkpoint(str(place / "checkpoints")))
     result = Trained(place, summary(model), before, _after(made), tuple(made.state.log_history))
-    _save(model, tokenizer, result, settings, alone)
+    if made.is_world_process_zero():
+        _save(model, tokenizer, result, settings, alone)
+    made.accelerator.wait_for_everyone()
     return result
 
 

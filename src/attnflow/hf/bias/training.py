@@ -23,6 +23,7 @@ from attnflow.hf.bias.strength import strength
 Probe = Callable[[nn.Module], Mapping[str, float]]
 Rows = Dataset[dict[str, Tensor]]
 
+_HALF: Final = (torch.bfloat16, torch.float16)
 _PROBED: Final = 2  # rows on which |B| is measured
 
 
@@ -74,8 +75,10 @@ class TrainingConfig:
             raise ValueError(f"save_every must be a multiple of log_every = {self.log_every}, got {self.save_every}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        if self.weight_decay < 0 or self.max_grad_norm <= 0:
+        if not (self.weight_decay >= 0 and self.max_grad_norm > 0):  # NaN fails both
             raise ValueError("weight_decay must be at least 0 and max_grad_norm positive")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
 
     def arguments(self, folder: str | Path, **more: Any) -> TrainingArguments:
         """The same for `Trainer`; `more` goes to `TrainingArguments` and wins, as in `report_to="tensorboard"`."""
@@ -155,6 +158,13 @@ class BiasTrainer(Trainer):
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        if (best / CONFIG).is_file():
+            _fill(cast(nn.Module, self.model), load_file(best / WEIGHTS), best)
+        else:
+            super()._load_best_model()
+
 
 def trainer(
     model: nn.Module,
@@ -181,13 +191,25 @@ def trainer(
         probes: more numbers for the log.
         callbacks: of `Trainer`.
         arguments: more of `TrainingArguments`.
+
+    Raises:
+        ValueError: several GPUs in one process, or FSDP on a half-precision model.
     """
     more: dict[str, Any] = {} if held_out is not None else {"eval_strategy": "no"}
     said = config.arguments(folder, **{**more, **arguments})
-    for _, bias in layer_biases(model):
-        for parameter in bias.parameters():
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
+    half = [p for _, bias in layer_biases(model) for p in bias.parameters() if p.dtype in _HALF]
+    if half and said.fsdp:
+        raise ValueError(
+            "FSDP shards parameters of one type only, and a bias on a half-precision model trains in float32: load the "
+            "model in float32 and pass bf16=True, which computes in bfloat16"
+        )
+    if said.n_gpu > 1:
+        raise ValueError(
+            f"Trainer would run {said.n_gpu} GPUs in one process by nn.DataParallel, under which a bias does not run: "
+            "start with `accelerate launch` or `torchrun`, or show one GPU by CUDA_VISIBLE_DEVICES"
+        )
+    for parameter in half:
+        parameter.data = parameter.data.float()
     draws = config.steps * config.batch_size * config.accumulation * said.world_size
     found = list(probes)
     if next(layer_biases(model), None) is not None:
