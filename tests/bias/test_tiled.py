@@ -14,6 +14,7 @@ from attnflow.bias.impl import tiled
 from attnflow.bias.impl._guidance_tile import GuidanceTiles
 from attnflow.bias.impl._row_tiles import blocks_of
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, outcome
+from tests.memory import PEAK
 
 TWO = (("guidance", "one"), ("additive", "kv"))
 
@@ -195,8 +196,9 @@ def test_autocast_does_not_reach_inside():
 
 def test_memory_grows_with_the_tokens_and_not_with_their_square():
     """In a process of its own: the peak of a training step at n = 4096, where one map of booleans takes 16 MB."""
-    script = """
-import resource, torch
+    script = f"""
+{PEAK}
+import torch
 from attnflow import masks
 from attnflow.bias import Guidance, attention
 from attnflow.bias.attention import backend
@@ -206,9 +208,9 @@ def step(n):
     term = Guidance(a, c, torch.ones(1, 8), torch.zeros(1, 8), torch.ones(1, 8, requires_grad=True), torch.zeros(1))
     attention(q, k, v, [term], masks.sliding_window(n, 256), impl="tiled")[0].sum().backward()
 step(512)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 step(4096)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak() - before)
 """
     grown = float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     one_map = 4096 * 4096 * 4 / 2**20

@@ -12,6 +12,7 @@ import torch
 from attnflow.geometry.score import query_keys, score
 from attnflow.hf.loader import load_model
 from attnflow.hf.packages import MODELS
+from tests.memory import PEAK
 
 pytestmark = pytest.mark.slow
 VALUES = {"minilm": (0.491, -0.098, -0.013, 0.127), "smollm2-135m": (0.094, -0.245, -0.122, 0.020)}
@@ -39,12 +40,12 @@ def test_files_hold_what_the_loaded_model_holds(name):
         assert torch.equal(ours.key, theirs.key)
 
 
-_MEASURE = """
-import resource, sys
+_MEASURE = f"""
+{PEAK}
+import sys
 from attnflow.geometry.score import score
 import torch
 torch.set_num_threads(1)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 torch.randn(512, 512) @ torch.randn(512, 512)  # the libraries of matrix products are loaded
 before = peak()
 scores = score(sys.argv[1], per_head=sys.argv[2] == "heads")

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnflow import masks
 from tests.catalogue_cases import MASKS
+from tests.memory import PEAK
 from tests.strategies import square_masks
 
 NON_EMPTY = [mask for mask in MASKS if 0 not in mask.shape]
@@ -153,8 +154,8 @@ def test_flex_attention_under_the_block_mask_is_attention_under_the_relation(mas
     torch.testing.assert_close(actual, expected)
 
 
-LIMITED = """
-import resource
+LIMITED = f"""
+{PEAK}
 from torch.nn.attention import flex_attention
 from attnflow.masks import *
 
@@ -175,7 +176,7 @@ for mask in (
 ):
     block = mask.block_mask()
     assert int(block.kv_num_blocks.sum() + block.full_kv_num_blocks.sum()) > 0
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(peak())
 """
 
 

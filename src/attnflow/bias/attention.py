@@ -67,6 +67,7 @@ def attention(
         ValueError: shapes that do not fit, mixed devices, or an implementation that cannot compute this call, with
             the reason.
 
+    >>> from attnflow.bias import Additive
     >>> q = k = v = torch.eye(2)[None, None]
     >>> bias = Additive(columns=torch.tensor([[[0.0, 20.0]]]))
     >>> attention(q, k, v, [bias])[0].round(decimals=3)
