@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING, Final
 
 from attnflow._core import checks
-from attnflow._core.markup import columns, element, escape, number, plural
+from attnflow._core.markup import columns, element, escape, plural
 from attnflow.bias.map import label
 from attnflow.order import layout
-from attnflow.order.draw import MONO, SANS, STYLE
+from attnflow.order.draw import MONO, _page, _pair
 from attnflow.order.layout import Point
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = 60, standalone: bool = True)
     drawn = graph.strongest(max_edges)
     what = f"Reasoning graph of {plural(len(drawn.nodes), 'token')}: {drawn.about}"
     if not drawn.edges:
-        return _page("", 300.0, 0.0, f"No edges: no bias is positive enough ({drawn.about}).", standalone, what)
+        return _page("", 300.0, 0.0, [f"No edges: no bias is positive enough ({drawn.about})."], standalone, what)
     index = {node: i for i, node in enumerate(drawn.nodes)}
     pairs = sorted(
         {(min(edge.key, edge.query), max(edge.key, edge.query)) for edge in drawn.edges}, key=lambda p: p[::-1]
@@ -68,7 +67,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = 60, standalone: bool = True)
         "" if graph.is_acyclic else " Attention is bidirectional, and so information may return: there are cycles."
     )
     caption = f"Arrows: from a key to a query that is drawn to it ({drawn.about}).{acyclic}"
-    return _page("".join(parts), placement.width, placement.height, caption, standalone, what)
+    return _page("".join(parts), placement.width, placement.height, [caption], standalone, what)
 
 
 def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], top: float, two_ways: bool) -> str:
@@ -114,29 +113,3 @@ def _box(centre: Point, size: tuple[float, float], text: str, tooltip: str, posi
         element("text", str(position), x=x, y=y + 12.5, font_size=10, fill="currentColor", fill_opacity=0.7),
     ]
     return element("g", "".join(parts), class_="af-node", text_anchor="middle", font_family=MONO)
-
-
-def _page(body: str, width: float, height: float, caption: str, standalone: bool, what: str) -> str:
-    inner = max(width, 340.0)
-    lines = textwrap.wrap(caption, max(24, int(inner / 6.1)))
-    full_width, full_height = inner + 2 * _MARGIN, height + 2 * _MARGIN + 8 + 17 * len(lines)
-    shift = f"translate({_pair(((full_width - width) / 2, _MARGIN))})"
-    text = "".join(
-        element("text", escape(line), x=_MARGIN, y=height + _MARGIN + 24 + 17 * i) for i, line in enumerate(lines)
-    )
-    note = element("g", text, class_="af-caption", font_size=11.5, fill="currentColor", fill_opacity=0.75)
-    return element(
-        "svg",
-        (STYLE if standalone else "") + element("title", escape(what)) + element("g", body, transform=shift) + note,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {number(full_width)} {number(full_height)}",
-        width=full_width,
-        height=full_height,
-        role="img",
-        class_="af-svg af-page" if standalone else "af-svg",
-        font_family=SANS,
-    )
-
-
-def _pair(point: Point) -> str:
-    return f"{number(point[0])},{number(point[1])}"

@@ -115,3 +115,21 @@ def read_json(folder: Folder, name: str) -> Mapping[str, object]:
     if not isinstance(found, dict):
         raise BadCheckpoint(f"{file.name} holds no JSON object")
     return cast(Mapping[str, object], found)
+
+
+def shards_of(folder: Folder, index: str) -> list[str]:
+    """The files that an index names, all of them there.
+
+    Raises:
+        BadCheckpoint: the index names none, or a file is missing.
+    """
+    names = read_json(folder, index).get("weight_map")
+    if not isinstance(names, dict):
+        raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")
+    shards = sorted({str(name) for name in cast(dict[str, object], names).values()})
+    missing = [name for name in shards if name not in folder.files]
+    if missing:
+        raise BadCheckpoint(
+            f"{folder.name} lacks {len(missing)} of {len(shards)} shards ({', '.join(missing[:3])}); download it again"
+        )
+    return shards

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.geometry.reading.files import BadCheckpoint, File, Folder, read_json
+from attnflow.geometry.reading.files import BadCheckpoint, File, Folder, shards_of
 from attnflow.geometry.reading.weights import as_float
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -92,26 +92,13 @@ def find_safetensors(folder: Folder) -> list[str]:
     if _INDEX in folder.files:
         index = _INDEX
     if index is not None and (len(there) != 1 or there[0] != "model.safetensors"):
-        return _shards(folder, index)
+        return shards_of(folder, index)
     if "model.safetensors" in there:
         return ["model.safetensors"]
     there = [name for name in there if not name.startswith("adapter_")]
     if len(there) > 1:
         raise BadCheckpoint(f"{folder.name} holds {len(there)} safetensors files and no index; pass one of them")
     return there
-
-
-def _shards(folder: Folder, index: str) -> list[str]:
-    names = read_json(folder, index).get("weight_map")
-    if not isinstance(names, dict):
-        raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")
-    shards = sorted({str(name) for name in cast(dict[str, object], names).values()})
-    missing = [name for name in shards if name not in folder.files]
-    if missing:
-        raise BadCheckpoint(
-            f"{folder.name} lacks {len(missing)} of {len(shards)} shards ({', '.join(missing[:3])}); download it again"
-        )
-    return shards
 
 
 def _header(file: File) -> dict[str, _Entry]:

@@ -10,7 +10,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.geometry.reading.files import BadCheckpoint, Folder, read_json
+from attnflow.geometry.reading.files import BadCheckpoint, Folder, shards_of
 from attnflow.geometry.reading.weights import as_float
 
 _INSIDE: Final = ("state_dict", "model", "module", "model_state_dict")
@@ -59,16 +59,7 @@ def find_torch_files(folder: Folder) -> list[str]:
         BadCheckpoint: a shard is missing, or which of several files holds the model is not clear.
     """
     if _INDEX in folder.files:
-        names = read_json(folder, _INDEX).get("weight_map")
-        if not isinstance(names, dict):
-            raise BadCheckpoint(f"{folder.name}/{_INDEX} has no weight_map")
-        shards = sorted({str(name) for name in cast(dict[str, object], names).values()})
-        missing = [name for name in shards if name not in folder.files]
-        if missing:
-            raise BadCheckpoint(
-                f"{folder.name} lacks {len(missing)} of {len(shards)} shards ({', '.join(missing[:3])})"
-            )
-        return shards
+        return shards_of(folder, _INDEX)
     if "pytorch_model.bin" in folder.files:
         return ["pytorch_model.bin"]
     there = [name for name in folder.files if name.endswith(SUFFIXES) and name != "training_args.bin"]
