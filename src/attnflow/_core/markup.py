@@ -27,6 +27,15 @@ def shorten(text: object, limit: int) -> str:
     return shown if len(shown) <= limit else shown[: max(limit - 1, 0)].rstrip() + "…"
 
 
+def token_label(token: str, limit: int = 12) -> str:
+    """A token in a picture: without the spaces around it, on one line, cut to `limit` characters.
+
+    >>> token_label(" apples"), token_label(" "), token_label(chr(10)), token_label("")
+    ('apples', '␣', '↵', '∅')
+    """
+    return shorten(token.strip(" ") or token.replace(" ", "␣"), limit) or "∅"
+
+
 def element(tag: str, content: str = "", /, **attributes: object) -> str:
     """`<tag a="...">content</tag>`; attribute values are escaped, `content` is markup already.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from attnflow._core import checks
-from attnflow._core.markup import columns, element, escape, plural
-from attnflow.bias.map import label
+from attnflow._core.markup import columns, element, escape, plural, token_label
 from attnflow.order import layout
 from attnflow.order.draw import MONO, _page, _pair
 from attnflow.order.layout import Point
@@ -43,7 +42,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = 60, standalone: bool = True)
     levels = [0] * len(index)
     for lower, upper in pairs:  # sorted by the later token, so that the earlier one's level is final
         levels[index[upper]] = max(levels[index[upper]], levels[index[lower]] + 1)
-    texts = [label(drawn.tokens[node], _LABEL) for node in drawn.nodes]
+    texts = [token_label(drawn.tokens[node], _LABEL) for node in drawn.nodes]
     sizes = [(max(40.0, 18 + 7.4 * columns(text)), _HEIGHT) for text in texts]
     placement = layout.place(sizes, levels, [(index[a], index[b]) for a, b in pairs])
     top = max(edge.bias for edge in drawn.edges)

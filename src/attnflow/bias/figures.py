@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from attnflow._core.errors import MissingExtra
-from attnflow._core.markup import columns as display_width
-from attnflow._core.markup import shorten
-from attnflow.bias.map import BiasMap, label
+from attnflow._core.drawing import literal, name_axis, new_figure
+from attnflow._core.markup import shorten, token_label
+from attnflow.bias.map import BiasMap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,9 +19,7 @@ Array = npt.NDArray[np.floating[Any]]
 
 # The paper calls blue positive; matplotlib's "coolwarm" makes positive red.
 _SIGNED: Final = "coolwarm_r"
-_CELL: Final = 0.26  # inches of a row or column whose name is written
-_NAMED: Final = 64  # rows or columns up to which each has its name
-_WIDEST: Final = 12.0
+_PURPOSE: Final = "a bias as a figure"
 
 
 def map_figure(
@@ -64,18 +61,18 @@ def map_figure(
         names, side = [str(number) for number in layers], "layer"
         what = f"query {query_name(bias_map, row)}" + (f", layer {layer}" if layer is not None else "")
     keys = np.flatnonzero(allowed.any(axis=0))
-    figure = _new_figure(len(keys), len(names))
+    figure = new_figure(len(keys), len(names), purpose=_PURPOSE)
     axes = figure.add_subplot()
     values = np.ma.masked_array(table[:, keys], ~allowed[:, keys])
     limit = float(np.abs(values).max()) if values.count() else 0.0
     colours, least = (_SIGNED, -(limit or 1.0)) if kind == "bias" else ("Blues", 0.0)
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, vmin=least, vmax=limit or 1.0)
-    _name(axes.xaxis, [token_name(bias_map, int(key)) for key in keys], keys.tolist(), turned=True)
-    _name(axes.yaxis, names, layers if side == "layer" else list(bias_map.queries), turned=False)
+    name_axis(axes.xaxis, [token_name(bias_map, int(key)) for key in keys], keys.tolist(), turned=True)
+    name_axis(axes.yaxis, names, layers if side == "layer" else list(bias_map.queries), turned=False)
     axes.set_xlabel("key")
     axes.set_ylabel(side)
     quantity = "bias, row-centred" if kind == "bias" else "attention weight"
-    axes.set_title(_literal(title or f"{quantity}: {what}{_heads(bias_map, head)}"), fontsize=10)
+    axes.set_title(literal(title or f"{quantity}: {what}{_heads(bias_map, head)}"), fontsize=10)
     figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(4, 2 * len(names)))
     return figure
 
@@ -110,7 +107,7 @@ def compare_figure(
     first = next(iter(maps.values()))
     row = first.row(query)
     keys = np.flatnonzero(np.asarray(first.allowed(layer)[row]))
-    figure = _new_figure(len(keys), 0, height=1.0 + 1.35 * len(panels))
+    figure = new_figure(len(keys), 0, height=1.0 + 1.35 * len(panels), purpose=_PURPOSE)
     limit = max((float(np.abs(bias).max(initial=0.0)) for _, _, bias in panels if bias is not None), default=0.0) or 1.0
     top = common_top([weights[keys] for _, weights, _ in panels])
     from matplotlib import colormaps
@@ -126,13 +123,13 @@ def compare_figure(
             if weight > top:
                 panel.text(index + 0.55, top, f"{weight:.2f}", fontsize=7.5, va="top", ha="left")
         panel.set_ylim(0, top)
-        panel.set_ylabel(_literal(shorten(name, 24)), fontsize=9)
+        panel.set_ylabel(literal(shorten(name, 24)), fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
-    _name(axes[-1].xaxis, [token_name(first, int(key)) for key in keys], keys.tolist(), turned=True)
+    name_axis(axes[-1].xaxis, [token_name(first, int(key)) for key in keys], keys.tolist(), turned=True)
     axes[-1].set_xlim(-0.6, len(keys) - 0.4)
     where = "mean over layers" if layer is None else f"layer {layer}"
     what = f"attention weights: query {query_name(first, row)}, {where}{_heads(first, head)}"
-    figure.suptitle(_literal(title or what), fontsize=10)
+    figure.suptitle(literal(title or what), fontsize=10)
     if any(bias is not None for _, _, bias in panels):
         figure.colorbar(signed, ax=list(axes), pad=0.02, fraction=0.04, aspect=12 * len(panels), label="bias")
     return figure
@@ -167,14 +164,14 @@ def weight_panels(
 
 def token_name(bias_map: BiasMap, position: int) -> str:
     """The token of a position as a label."""
-    return label(bias_map.tokens[position])
+    return token_label(bias_map.tokens[position])
 
 
 def query_name(bias_map: BiasMap, row: int) -> str:
     """The token of a row, and the one that it produced."""
     produced = bias_map.produced[row] if bias_map.produced else ""
     name = token_name(bias_map, bias_map.queries[row])
-    return f"{name} → {label(produced)}" if produced else name
+    return f"{name} → {token_label(produced)}" if produced else name
 
 
 def common_top(weights: Sequence[Array]) -> float:
@@ -184,34 +181,7 @@ def common_top(weights: Sequence[Array]) -> float:
     return float(max(1.15 * rest, 1e-6) if ordered[0] > 2.5 * rest > 0 else max(1.05 * ordered[0], 1e-6))
 
 
-def _literal(text: str) -> str:
-    """Text in which matplotlib finds no formula: tokens may be dollar signs."""
-    return text.replace("$", r"\$")
-
-
 def _heads(bias_map: BiasMap, head: int | None) -> str:
     if head is not None:
         return f", head {head}"
     return ", mean over heads" if not bias_map.heads else f", mean over {len(bias_map.heads)} heads"
-
-
-def _new_figure(columns: int, rows: int, height: float | None = None) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "report", "a bias as a figure") from error
-    cell = _CELL if columns <= _NAMED else _WIDEST / columns
-    width = min(_WIDEST, max(4.6, 1.9 + cell * columns))
-    tall = 1.5 + (_CELL * rows if rows <= _NAMED else 8.0)
-    return Figure(figsize=(width, height or tall), layout="constrained")  # no pyplot: nothing global is touched
-
-
-def _name(axis: Any, names: list[str], positions: Sequence[int], *, turned: bool) -> None:
-    """Names beside rows or columns, or their positions at a few of them where they are many."""
-    if len(names) > _NAMED:
-        step = -(-len(names) // 16)
-        axis.set_ticks(range(0, len(names), step), [str(p) for p in positions[::step]], fontsize=8)
-        return
-    axis.set_ticks(range(len(names)), [_literal(name) for name in names], fontsize=8)
-    for name, text in zip(names, axis.get_ticklabels(), strict=True):
-        text.set_rotation(90 if turned and display_width(name) > 2 else 0)

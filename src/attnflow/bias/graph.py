@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from attnflow._core import checks
-from attnflow._core.markup import element, escape, visible
-from attnflow.bias.map import BiasMap, label
+from attnflow._core.markup import element, escape, token_label, visible
+from attnflow.bias.map import BiasMap
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -168,7 +168,7 @@ class BiasGraph:
         )
 
     def _name(self, position: int) -> str:
-        return f"{label(self.tokens[position], _LABEL)} ({position})"
+        return f"{token_label(self.tokens[position], _LABEL)} ({position})"
 
 
 def _sum(edge: Edge) -> str:

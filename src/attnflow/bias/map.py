@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnflow._core.markup import percent, plural, shorten, visible
+from attnflow._core.markup import percent, plural, visible
 from attnflow.bias.low_rank import energy
 
 if TYPE_CHECKING:
@@ -252,15 +252,6 @@ class BiasMap:
         lines = [f"BiasMap({self.model!r}: {about}, {plural(len(self.layers), 'layer')})"]
         lines += [f"  layer {o.layer}: strength {o.strength:.3g}, moves {percent(o.moved)} of the weight" for o in self]
         return "\n".join(lines)
-
-
-def label(token: str, limit: int = 12) -> str:
-    """A token in a picture: without the spaces around it, on one line, cut to `limit` characters.
-
-    >>> label(" apples"), label(" "), label(chr(10)), label("")
-    ('apples', '␣', '↵', '∅')
-    """
-    return shorten(token.strip(" ") or token.replace(" ", "␣"), limit) or "∅"
 
 
 def _short(value: float) -> str:
