@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -20,9 +18,9 @@ from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.hf.bias.attach import disabled, record_of
 from attnflow.hf.bias.recorder import Recorder
+from attnflow.hf.inputs import Text, evaluating, model_inputs, model_name, sparing
 from attnflow.hf.loader import Loaded
 
-Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 Heads = Sequence[int] | Literal["all"] | None
 
 _ALL: Final = 128  # tokens up to which every query is captured
@@ -77,16 +75,16 @@ def capture(
         model, tokenizer = model.model, tokenizer or model.tokenizer
     record_of(model)  # raises for a model without a bias
     chosen = _chosen(model, layers)
-    inputs = _inputs(model, text_or_ids, tokenizer, sequence)
+    inputs = model_inputs(model, text_or_ids, tokenizer, sequence)
     name, prompt, last = _sequence(model, chosen), None, None
-    with _evaluating(model):
+    with evaluating(model):
         if generate is not None:
             inputs, prompt, last = _generated(model, inputs, generate, name)
         if name not in inputs:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
         rows = _positions(queries, inputs[name].shape[1], prompt)
         look = partial(_look, model, inputs, chosen, rows, _heads(chosen, heads), sequence)
-        found = look().map(_name(model), tokenizer, last=None if last is None else int(last[sequence]))
+        found = look().map(model_name(model), tokenizer, last=None if last is None else int(last[sequence]))
         if base:
             with disabled(model):
                 pairs = zip(found.layers, look().map("", None).layers, strict=True)
@@ -147,7 +145,7 @@ def capturing(
     rows: Callable[[int, int], Sequence[int]] = (lambda _, new: range(new)) if every else (lambda _, new: [new - 1])
     recorder = Recorder(model, chosen, rows, _heads(chosen, heads), sequence)
     with recorder:
-        yield Captured(recorder, _name(model), tokenizer)
+        yield Captured(recorder, model_name(model), tokenizer)
 
 
 def _look(
@@ -161,7 +159,7 @@ def _look(
     """One forward pass, watched."""
     recorder = Recorder(model, chosen, partial(_within, rows), heads, sequence)
     with recorder, torch.no_grad():
-        model(**inputs, **_sparing(model))
+        model(**inputs, **sparing(model))
     return recorder
 
 
@@ -191,40 +189,6 @@ def _heads(chosen: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
     if not numbers:
         raise ValueError("heads must list at least one head, or be None for their mean")
     return numbers
-
-
-def _inputs(
-    model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
-) -> dict[str, Tensor]:
-    """The keyword arguments of the model's forward, batched, where its embeddings are."""
-    if isinstance(given, str):
-        if tokenizer is None:
-            raise ValueError(
-                "a text needs a tokenizer: pass tokenizer=..., or what af.hf.load_model returned in place of the "
-                "model, or token ids in place of the text"
-            )
-        given = cast(Mapping[str, Tensor], tokenizer(given, return_tensors="pt"))
-    if isinstance(given, Mapping):
-        found = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], given).items()}
-        if "input_ids" not in found:
-            raise ValueError(f"the inputs must hold input_ids, got {', '.join(found) or 'nothing'}")
-        found["input_ids"] = _batched(found["input_ids"])
-    else:
-        found = {"input_ids": _batched(torch.as_tensor(given))}
-        if len(found["input_ids"]) > 1:
-            raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
-    if not 0 <= sequence < len(found["input_ids"]):
-        raise ValueError(f"sequence must be a number of the batch of {len(found['input_ids'])}, got {sequence}")
-    device = next(model.parameters()).device
-    return {name: value.to(device) for name, value in found.items()}
-
-
-def _batched(ids: Tensor) -> Tensor:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"expected a text or token ids, got a tensor of {ids.dtype}")
-    if ids.ndim not in (1, 2) or ids.numel() == 0:
-        raise ValueError(f"token ids must be [tokens] or [batch, tokens] with at least one token, got {ids.shape}")
-    return ids if ids.ndim == 2 else ids[None]
 
 
 def _sequence(model: nn.Module, chosen: Sequence[tuple[str, LayerBias]]) -> str:
@@ -269,28 +233,3 @@ def _positions(queries: int | Sequence[int] | None, size: int, prompt: int | Non
     if wrong or not given:
         raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {given}")
     return sorted({position % size for position in given})
-
-
-def _sparing(model: nn.Module) -> dict[str, object]:
-    """What keeps a forward pass from making a cache and the logits of every token."""
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    known = inspect.signature(inner.forward).parameters
-    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
-
-
-def _name(model: nn.Module) -> str:
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    name = str(getattr(inner.config, "_name_or_path", "") or type(inner).__name__)
-    return Path(name).name if Path(name).is_absolute() else name
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    """The model in evaluation mode, then each module as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -13,7 +13,7 @@ from attnflow.bias.impl.reference import bias_of
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.terms import Term
 from attnflow.hf.bias.attach import record_of
-from attnflow.hf.bias.capture import _evaluating, _sparing
+from attnflow.hf.inputs import evaluating, sparing
 
 _BLOCK = 256  # queries at a time
 
@@ -39,8 +39,8 @@ def strength(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, float]
     record_of(model)
     found: dict[int, float] = {}
     tensors = {name: value for name, value in inputs.items() if name != "labels"}
-    with torch.no_grad(), _evaluating(model), _observed(model, found):
-        model(**tensors, **_sparing(model))
+    with torch.no_grad(), evaluating(model), _observed(model, found):
+        model(**tensors, **sparing(model))
     return dict(sorted(found.items()))
 
 
