@@ -1,0 +1,111 @@
+"""What callers may give to a store, checked before anything happens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
+from attnflow.knowledge.store.rows import Floats, Strings
+
+Vectors = Tensor | npt.NDArray[Any] | Sequence[Sequence[float]] | Sequence[float]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> Floats:
+    """`values` as finite float32 [n, width], a copy where need be; with `rows`, n must be that."""
+    array = _floats(name, values)
+    if array.ndim != 2 or array.shape[1] != width or (rows is not None and len(array) != rows):
+        expected = f"[{'n' if rows is None else rows}, {width}]"
+        raise ValueError(f"{name} must have shape {expected} for this store, got {list(array.shape)}")
+    finite = np.isfinite(array).all(axis=1)
+    if not finite.all():
+        raise ValueError(f"row {int((~finite).argmax())} of {name} holds NaN or infinity (as float32)")
+    return np.ascontiguousarray(array)
+
+
+def queries(values: Vectors, width: int) -> tuple[Tensor, bool]:
+    """Queries as float32 [n, width], and whether it was a single one, [width]."""
+    array = _floats("query", values)
+    single = array.ndim == 1
+    return torch.from_numpy(matrix("query", array[None] if single else array, width)), single
+
+
+def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray:
+    """`values` as int64 [n] in [0, 2**63), no two alike; with `rows`, n must be that."""
+    ids = index_array(name, values)
+    if rows is not None and len(ids) != rows:
+        raise ValueError(f"{name} must hold {rows} ids, one for each row, got {len(ids)}")
+    if len(ids) and ids.min() < 0:
+        raise ValueError(f"{name} must hold integers from 0 to 2**63 - 1, got {int(ids.min())}")
+    unique, counts = np.unique(ids, return_counts=True)
+    if len(unique) < len(ids):
+        raise ValueError(f"{name} holds some ids more than once: {preview(unique[counts > 1])}")
+    return ids
+
+
+def strings(name: str, values: Sequence[str | None] | None, rows: int) -> Strings:
+    """`values` as an array of str or None; all None where not given."""
+    result = np.full(rows, None, dtype=object)
+    if values is None:
+        return result
+    if isinstance(values, str):
+        raise TypeError(f"{name} must be a sequence of {rows} strings, got one string")
+    if len(values) != rows:
+        raise ValueError(f"{name} must hold {rows} strings, one for each row, got {len(values)}")
+    for i, value in enumerate(values):
+        result[i] = None if value is None else text(f"{name}[{i}]", value)
+    return result
+
+
+def text(name: str, value: object) -> str:
+    """A string that can be stored."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string or None, got {value!r} of type {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error.reason} at position {error.start}") from None
+    return value
+
+
+def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
+    """A name that no snapshot has; the next free number where none is given."""
+    if name is None:
+        number = len(taken) + 1
+        while f"snapshot-{number}" in taken:
+            number += 1
+        return f"snapshot-{number}"
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+    if name in taken:
+        raise ValueError(f"there is a snapshot {name!r} already: choose another name, or drop it first")
+    return name
+
+
+def column(value: int | None, num_thresholds: int) -> int | None:
+    """A threshold column, or None."""
+    if value is None:
+        return None
+    if not num_thresholds:
+        raise ValueError("this store has no threshold columns: leave threshold_column out")
+    return integer("threshold_column", value, maximum=num_thresholds - 1)
+
+
+def _floats(name: str, values: Vectors) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        if values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"{name} must hold real numbers, got dtype {values.dtype}")
+        return values.detach().to("cpu", torch.float32).numpy()
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}")
+    with np.errstate(over="ignore"):  # what does not fit float32 becomes infinity, which is refused with its row
+        return array.astype(np.float32, copy=False)

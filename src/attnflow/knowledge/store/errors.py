@@ -1,0 +1,25 @@
+"""What can go wrong with a store, beyond wrong arguments (`ValueError`, `TypeError`) and unknown ids (`KeyError`)."""
+
+from __future__ import annotations
+
+from attnflow._core.errors import AttnflowError
+
+
+class StoreError(AttnflowError):
+    """A store cannot do what was asked; nothing of it has happened."""
+
+
+class StoreLocked(StoreError):
+    """Another process, or another `Store` of this one, writes to the directory."""
+
+
+class NotAStore(StoreError):
+    """There is no store at this place, and none can be made there."""
+
+
+class NewerFormat(StoreError):
+    """The store was written by a later version of this package."""
+
+
+class ReadOnly(StoreError):
+    """The store was opened to be read, or the file system does not let it be written."""

@@ -1,0 +1,63 @@
+"""One writer per directory, across processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+from attnflow.knowledge.store.errors import ReadOnly, StoreLocked
+
+LOCK_FILE = "writer.lock"
+
+
+class DirectoryLock:
+    """The right to write to a directory, held until `release` or the end of the process, however it ends.
+
+    The kernel holds it (`flock`), so nothing is left to clean up after a crash. The file stays.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / LOCK_FILE
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise ReadOnly(
+                    f"{directory} cannot be written ({error.strerror}): open it with read_only=True"
+                ) from None
+            raise
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = path.read_text().strip()
+            os.close(self._file)
+            raise StoreLocked(
+                f"{directory} is being written by process {holder or '(unknown)'}, and there is one writer at a time: "
+                "open it with read_only=True, or close the other one first"
+            ) from None
+        with contextlib.suppress(OSError):  # the number is for the message alone; a full disk must not keep us out
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, str(os.getpid()).encode(), 0)
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """Let others write."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+_HELD: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child does not keep its parent's directories locked; closing its copy leaves the parent's lock alone."""
+    for lock in list(_HELD):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

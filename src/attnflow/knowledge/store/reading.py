@@ -1,0 +1,207 @@
+"""What a store answers: entries by id, searches, statistics. Nothing here writes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from attnflow._core.checks import Indices, IntArray, integer, preview
+from attnflow.knowledge.store import arguments
+from attnflow.knowledge.store.arguments import Vectors
+from attnflow.knowledge.store.engine import Engine, Searcher
+from attnflow.knowledge.store.entry import Entry, Found, StoreStats
+from attnflow.knowledge.store.errors import StoreError
+from attnflow.knowledge.store.rows import entries
+
+Mode = Literal["exact", "approximate"]
+
+
+class StoreReader:
+    """The reading half of a `Store`; `Store` documents the attributes."""
+
+    def __init__(self, uri: str, backend: str, engine: Engine, searcher: Searcher, read_only: bool) -> None:
+        self.uri = uri
+        self.backend = backend
+        self.read_only = read_only
+        self._engine = engine
+        self._searcher = searcher
+        self._write_lock = threading.RLock()
+        self._process = os.getpid()
+        self._closed = False
+        self._behind = True  # the index has to follow the engine before it is read
+
+    @property
+    def dim(self) -> int:
+        """Width of an embedding."""
+        return self._engine.dim
+
+    @property
+    def num_thresholds(self) -> int:
+        """Threshold columns of an entry."""
+        return self._engine.num_thresholds
+
+    def __len__(self) -> int:
+        return len(self._reader())
+
+    def __contains__(self, key: object) -> bool:
+        ids = arguments.identifiers("id", [integer("id", key)])
+        return bool(self._reader().holds(ids)[0])
+
+    def get(self, ids: Indices) -> list[Entry]:
+        """Entries in the order of `ids`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        self._reader()
+        keys = arguments.identifiers("ids", ids)
+        found = {entry.id: entry for entry in entries(self._engine.read(keys), self.dim)}
+        _refuse_unknown([key for key in keys.tolist() if key not in found])
+        return [found[key] for key in keys.tolist()]
+
+    def ids(self) -> Int64[Tensor, " n"]:
+        """The ids of all entries, ascending."""
+        return torch.from_numpy(np.sort(self._reader().ids()))
+
+    def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
+        """Embeddings, in the order of `ids`; of all entries by default, in the order of `ids()`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        return self._columns(ids)[:, : self.dim]
+
+    def thresholds(self, ids: Indices | None = None) -> Float32[Tensor, "n num_thresholds"]:
+        """Thresholds, in the order of `ids`; of all entries by default, in the order of `ids()`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        return self._columns(ids)[:, self.dim :]
+
+    def search(self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None) -> Found:
+        """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
+
+        Args:
+            query: [n, dim], or [dim] for a single one.
+            k: how many.
+            threshold_column: which threshold is added; none by default.
+            mode: "exact" or "approximate" for this search alone.
+
+        Returns:
+            Ids and scores, [n, k] or [k].
+        """
+        searcher = self._reader()
+        queries, single = arguments.queries(query, self.dim)
+        column = arguments.column(threshold_column, self.num_thresholds)
+        found = searcher.search(queries, integer("k", k, minimum=1), column, mode)
+        return found.only() if single else found
+
+    def range(
+        self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
+    ) -> Found | Sequence[Found]:
+        """All entries that score above a threshold: one result for each query, best first; a single one for [dim]."""
+        searcher = self._reader()
+        queries, single = arguments.queries(query, self.dim)
+        column = arguments.column(threshold_column, self.num_thresholds)
+        if np.isnan(threshold):
+            raise ValueError("threshold must be a number, got NaN")
+        found = searcher.range(queries, float(threshold), column, mode)
+        return found[0] if single else found
+
+    def recall(self, sample: Vectors, k: int = 32) -> float:
+        """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
+        searcher = self._reader()
+        return searcher.recall(arguments.queries(sample, self.dim)[0], integer("k", k, minimum=1))
+
+    def calibrate(self, sample: Vectors, k: int = 32) -> None:
+        """Tune approximate searches to reach `target_recall` on sample queries [n, dim]."""
+        searcher = self._reader()
+        searcher.calibrate(arguments.queries(sample, self.dim)[0], integer("k", k, minimum=1))
+
+    def snapshots(self) -> list[str]:
+        """Names of snapshots, oldest first."""
+        self._reader()
+        return self._engine.snapshots()
+
+    def stats(self) -> StoreStats:
+        """The store in numbers."""
+        searcher = self._reader()
+        summary = self._engine.summary()
+        return StoreStats(
+            uri=self.uri,
+            backend=self.backend,
+            count=len(searcher),
+            dim=self.dim,
+            num_thresholds=self.num_thresholds,
+            bytes_on_disk=summary.bytes_on_disk,
+            mode=searcher.mode,
+            versions=summary.versions,
+            encoders=summary.encoders,
+            snapshots=self._engine.snapshots(),
+        )
+
+    def refresh(self) -> None:
+        """See what another process has written since this store was opened or refreshed."""
+        self._reader()
+        with self._write_lock:
+            self._engine.refresh()
+            self._behind = True
+            self._follow()
+
+    def close(self) -> None:
+        """Let go of files and of the right to write; nothing is lost without it."""
+        if not self._closed:
+            self._closed = True
+            if os.getpid() == self._process:
+                self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
+
+    def _reader(self) -> Searcher:
+        """The index, equal to the engine."""
+        if self._closed:
+            raise StoreError(f"the store {self.uri} is closed: open it again")
+        if os.getpid() != self._process:
+            raise StoreError(f"the store {self.uri} was opened by another process before a fork: open it here again")
+        if self._behind:
+            with self._write_lock:
+                self._follow()
+        return self._searcher
+
+    def _follow(self) -> None:
+        if self._behind:
+            self._searcher.synchronise()
+            self._behind = False
+
+    def _columns(self, ids: Indices | None) -> Tensor:
+        searcher = self._reader()
+        keys = np.sort(searcher.ids()) if ids is None else self._known(searcher, ids)
+        return torch.from_numpy(searcher.vectors(keys))
+
+    def _known(self, searcher: Searcher, ids: Indices) -> IntArray:
+        keys = arguments.identifiers("ids", ids)
+        _refuse_unknown(keys[~searcher.holds(keys)].tolist())
+        return keys
+
+
+def _refuse_unknown(keys: Sequence[int]) -> None:
+    if keys:
+        raise KeyError(f"the store has no entries with ids {preview(keys)}")
