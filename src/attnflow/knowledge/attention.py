@@ -42,14 +42,10 @@ class Folded:
 
     def __call__(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens model_dim"]:
         """The layer's output for tokens. Cost: O(tokens * heads * entries * model_dim)."""
-        scores = torch.einsum("...d,phde->p...he", hidden, self.scores) + self._spread(hidden.ndim)
+        scores = torch.einsum("...d,phde->p...he", hidden, self.scores) + _spread(self.thresholds, hidden.ndim)
         weights = weigh(scores, self.activation)
         found = torch.einsum("...he,hed->...d", weights, self.values)
         return found if self.output_bias is None else found + self.output_bias
-
-    def _spread(self, ndim: int) -> Tensor:
-        parts, heads, entries = self.thresholds.shape
-        return self.thresholds.view(parts, *[1] * (ndim - 1), heads, entries)
 
 
 class GeneralizedCrossAttention(nn.Module):
@@ -183,9 +179,7 @@ class GeneralizedCrossAttention(nn.Module):
         Raises:
             ValueError: widths that do not fit, or an unknown order.
         """
-        self._check(entries)
-        if hidden.shape[-1] != self.model_dim:
-            raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
+        self.check(hidden, entries)
         orders: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
             "naive": self._naive,
             "folded": lambda tokens, rows: self.fold(rows)(tokens),
@@ -199,20 +193,39 @@ class GeneralizedCrossAttention(nn.Module):
         query = torch.einsum("...d,hdk->...hk", hidden, self.query)
         key = torch.einsum("ne,phek->phnk", entries, self.key)
         scores = torch.einsum("...hk,phnk->p...hn", query, key) / math.sqrt(self.key_dim)
-        weights = weigh(scores + self._bias(entries, hidden.ndim), self.activation)
+        weights = weigh(scores + _spread(self.thresholds(entries), hidden.ndim), self.activation)
         found = torch.einsum("...hn,hnd->...d", weights, torch.einsum("ne,hed->hnd", entries, self.value))
         return found if self.output_bias is None else found + self.output_bias
 
-    def _query_side(self, hidden: Tensor, entries: Tensor) -> Tensor:
-        scores = self.project_query(hidden) @ entries.T + self._bias(entries, hidden.ndim)
-        read = weigh(scores, self.activation) @ entries
+    def score(
+        self,
+        hidden: Float[Tensor, "*tokens model_dim"],
+        entries: Float[Tensor, "entries entry_dim"],
+        thresholds: Float[Tensor, "parts heads entries"],
+    ) -> Float[Tensor, "parts *tokens heads entries"]:
+        """Scores of all entries plus given thresholds, from the query's side."""
+        return self.project_query(hidden) @ entries.T + _spread(thresholds, hidden.ndim)
+
+    def read(
+        self, weights: Float[Tensor, "*tokens heads entries"], entries: Float[Tensor, "entries entry_dim"]
+    ) -> Float[Tensor, "*tokens model_dim"]:
+        """(A E) W_V + b2 for weights A of all entries."""
+        return self.write(weights @ entries)
+
+    def write(self, read: Float[Tensor, "*tokens heads entry_dim"]) -> Float[Tensor, "*tokens model_dim"]:
+        """What sums of weighted entries, one for each head, add to the tokens: times W_V, plus b2."""
         found = torch.einsum("...he,hed->...d", read, self.value)
         return found if self.output_bias is None else found + self.output_bias
 
-    def _bias(self, entries: Tensor, ndim: int) -> Tensor:
-        thresholds = self.thresholds(entries)
-        parts, heads, count = thresholds.shape
-        return thresholds.reshape(parts, *[1] * (ndim - 1), heads, count)
+    def _query_side(self, hidden: Tensor, entries: Tensor) -> Tensor:
+        scores = self.score(hidden, entries, self.thresholds(entries))
+        return self.read(weigh(scores, self.activation), entries)
+
+    def check(self, hidden: Float[Tensor, "..."], entries: Float[Tensor, "..."]) -> None:
+        """Raise a ValueError for tokens or entries that do not fit this layer."""
+        self._check(entries)
+        if hidden.shape[-1] != self.model_dim:
+            raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
 
     def _check(self, entries: Tensor) -> None:
         if entries.ndim != 2 or entries.shape[1] != self.entry_dim:
@@ -227,3 +240,9 @@ class GeneralizedCrossAttention(nn.Module):
 def weigh(scores: Float[Tensor, "parts *tokens"], function: Activation) -> Tensor:
     """Weights of entries: act(score), or act(gate) * up."""
     return function(scores[0]) if scores.shape[0] == 1 else function(scores[0]) * scores[1]
+
+
+def _spread(thresholds: Tensor, ndim: int) -> Tensor:
+    """Thresholds [parts, heads, entries] with the axes of scores [parts, *tokens, heads, entries]."""
+    parts, heads, count = thresholds.shape
+    return thresholds.reshape(parts, *[1] * (ndim - 1), heads, count)

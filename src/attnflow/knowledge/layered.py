@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from attnflow._core.checks import index_array, integer, preview
 from attnflow.knowledge.base import KnowledgeBase
+from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.retrieval import Retrieval, best
 
 PARTS: Final = {False: ("up",), True: ("gate", "up")}
 
@@ -33,23 +35,27 @@ class EntryLayout:
     gated: bool
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The keys: "up", or "gate" and "up"."""
+        return PARTS[self.gated]
+
+    @property
     def entry_dim(self) -> int:
         """d_E."""
-        return len(PARTS[self.gated]) * (self.model_dim + 1) + self.model_dim
+        return len(self.parts) * (self.model_dim + 1) + self.model_dim
 
     def key(self, part: str) -> slice:
         """Columns of a key ("up" or "gate")."""
-        return self._block(PARTS[self.gated].index(part))
+        return self._block(self.parts.index(part))
 
     @property
     def value(self) -> slice:
         """Columns of the value, what the entry writes into the residual stream."""
-        return self._block(len(PARTS[self.gated]))
+        return self._block(len(self.parts))
 
     def threshold(self, part: str) -> int:
         """Column of a key's threshold."""
-        parts = PARTS[self.gated]
-        return (len(parts) + 1) * self.model_dim + parts.index(part)
+        return (len(self.parts) + 1) * self.model_dim + self.parts.index(part)
 
     def _block(self, index: int) -> slice:
         return slice(index * self.model_dim, (index + 1) * self.model_dim)
@@ -214,6 +220,8 @@ class EntryValues(nn.Module):
 
     Attributes:
         bias: b2 of the layer, [model_dim], or None.
+        retrieval: which entries are read: those of the largest weights in size (their scores are computed by then, so
+            that only the product with the values is saved); None: all.
     """
 
     def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
@@ -221,6 +229,7 @@ class EntryValues(nn.Module):
         self.__dict__["base"] = base
         self.layer = layer
         self.bias = None if bias is None else nn.Parameter(bias)
+        self.retrieval: Retrieval | None = None
 
     @property
     def weight(self) -> Float[Tensor, "model_dim entries"]:
@@ -230,4 +239,23 @@ class EntryValues(nn.Module):
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
         """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries."""
-        return functional.linear(weights, self.weight, self.bias)
+        training = self.training and torch.is_grad_enabled()
+        if self.retrieval is None or (not training and self.retrieval.reads_all(weights.shape[-1])):
+            return functional.linear(weights, self.weight, self.bias)
+        rows, _ = self.keep(weights)
+        kept = weights.gather(-1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
+        if training:  # straight-through: the value is that of the kept ones, the gradient that of all
+            sparse = torch.zeros_like(weights).scatter_add(-1, rows.clamp(min=0), kept)
+            return functional.linear(weights + (sparse - weights).detach(), self.weight, self.bias)
+        found = (kept.unsqueeze(-2) @ self.weight.T[rows.clamp(min=0)]).squeeze(-2)
+        return found if self.bias is None else found + self.bias
+
+    def keep(self, weights: Float[Tensor, "*tokens entries"]) -> tuple[Int[Tensor, "*tokens read"], Certificate]:
+        """Which entries of the layer `retrieval` keeps, those of the largest weights (-1: none), and the certificate.
+
+        The certificate is on the sizes of weights, so that `error_bound` with the largest norm of any value bounds
+        the output's error whatever the activation.
+        """
+        if self.retrieval is None:
+            raise ValueError("this layer reads all of its entries: set .retrieval first")
+        return best(weights.detach().abs(), self.retrieval)

@@ -1,0 +1,158 @@
+"""What a search for the best entries promises about the entries that it left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """How far the output of the entries that a search kept can be from the output of all entries.
+
+    Scores are those that were computed, in float32. An entry whose exact score lies within rounding (about
+    entry_dim * 6e-8 * ||query|| * ||entry||) of `last` or of zero may fall on either side; among equal scores the
+    search may keep any. Neither weakens a statement about the computed scores: what is left out scores at most `last`.
+
+    Attributes:
+        approximate: whether entries that score more may have been missed: then nothing else here is promised.
+        k: entries asked for; of a range search those that were found, for each query.
+        total: entries searched.
+        last: for each query the score that nothing left out exceeds: the k-th, the threshold of a range search, the
+            lowest where all entries were kept, -inf without entries.
+        active: for each query the number of entries with score > 0; None where the search did not count them.
+    """
+
+    approximate: bool
+    k: int | Int[Tensor, "*queries"]
+    total: int
+    last: Float[Tensor, "*queries"]
+    active: Int[Tensor, "*queries"] | None = None
+
+    @classmethod
+    def joined(cls, certificates: Sequence[Certificate]) -> Certificate:
+        """One certificate of several searches for the same number of queries, flattened: query by query.
+
+        Raises:
+            ValueError: none, or of different numbers of entries.
+        """
+        totals = {one.total for one in certificates}
+        if len(totals) != 1:
+            raise ValueError(f"certificates to join must be of searches of the same entries, got totals {totals}")
+        counts = {one.k for one in certificates if isinstance(one.k, int)}
+        alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
+        active = [one.active for one in certificates if one.active is not None]
+        return cls(
+            any(one.approximate for one in certificates),
+            counts.pop() if alike else _side_by_side([one._kept() for one in certificates]),
+            totals.pop(),
+            _side_by_side([one.last for one in certificates]),
+            _side_by_side(active) if len(active) == len(certificates) else None,
+        )
+
+    @property
+    def label(self) -> str:
+        """What the result is: "exact" or "approximate"."""
+        return "approximate" if self.approximate else "exact"
+
+    @property
+    def left_out(self) -> Int[Tensor, "*queries"]:
+        """For each query, how many entries were not kept."""
+        return (self.total - self._kept()).clamp(min=0)
+
+    @property
+    def complete(self) -> Bool[Tensor, "*queries"]:
+        """For each query, whether the ReLU output of the kept entries is that of all."""
+        if self.approximate:
+            return torch.zeros_like(self.last, dtype=torch.bool)
+        return self._left_out_active() == 0
+
+    def error_bound(self, value_norm: float | Float[Tensor, ""], activation: str = "relu") -> Float[Tensor, "*queries"]:
+        """For each query, a bound on ||sum over left-out entries of act(score) value||.
+
+        With ReLU: (active - k) * last * value_norm, and 0 where last <= 0. GELU and SiLU are not zero below zero:
+        the active entries that were left out weigh at most act(last) each, and every other one at most the supremum
+        of |act| over scores <= min(last, 0), which is |act(last)| below the minimum of the activation (GELU -0.170
+        at -0.752, SiLU -0.278 at -1.278) and the depth of the minimum above it.
+
+        Args:
+            value_norm: the largest ||value|| of an entry.
+            activation: "relu", "gelu" (the exact one) or "silu".
+
+        Returns:
+            Float64; inf from an approximate search.
+
+        Raises:
+            ValueError: another activation (sparsemax and gated layers have no such bound), or a norm that is not one.
+
+        >>> found = Certificate(False, k=8, total=100, last=torch.tensor([0.5, -0.1]), active=torch.tensor([12, 3]))
+        >>> found.error_bound(2.0)
+        tensor([4., 0.], dtype=torch.float64)
+        """
+        if activation not in ("relu", *_SMOOTH):
+            raise ValueError(
+                f'activation must be "relu", "gelu" or "silu", got {activation!r}: others have no bound from the k-th '
+                "score alone (sparsemax normalises over all entries; a gate multiplies the weight)"
+            )
+        norm = float(value_norm)
+        if not (math.isfinite(norm) and norm >= 0):
+            raise ValueError(f"value_norm must be the largest norm of a value, finite and not negative, got {norm}")
+        last = self.last.double()
+        if self.approximate:
+            return torch.full_like(last, math.inf)
+        active = self._left_out_active()
+        above, below = last.clamp(min=0), last.clamp(max=0)
+        if activation == "relu":
+            return active * above * norm
+        return (active * _SMOOTH[activation](above) + (self.left_out - active) * _depth(activation, below)) * norm
+
+    def _kept(self) -> Int[Tensor, "*queries"]:
+        return torch.as_tensor(self.k, device=self.last.device).expand(self.last.shape)
+
+    def _left_out_active(self) -> Int[Tensor, "*queries"]:
+        """How many of the entries left out may have a score > 0."""
+        most = self.left_out
+        if self.active is not None:
+            most = torch.minimum(most, (self.active - self._kept()).clamp(min=0))
+        return torch.where(self.last > 0, most, 0)
+
+
+def _side_by_side(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values), dim=-1).flatten()
+
+
+def _depth(activation: str, scores: Float[Tensor, "*queries"]) -> Float[Tensor, "*queries"]:
+    """sup of |act(s)| over s <= score, for scores <= 0: |act| rises up to the minimum of act, and falls after it."""
+    place, depth = _MINIMA[activation]
+    return torch.where(scores < place, _SMOOTH[activation](scores).abs(), depth)
+
+
+def _zero(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a rising function is zero, by halving, to the last bit."""
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return high
+
+
+def _gelu_slope(score: float) -> float:
+    """d/ds s Phi(s) = Phi(s) + s phi(s)."""
+    return math.erfc(-score / math.sqrt(2)) / 2 + score * math.exp(-score * score / 2) / math.sqrt(2 * math.pi)
+
+
+def _minima() -> dict[str, tuple[float, float]]:
+    """Activation -> (score, depth) of its only minimum, where its slope is zero."""
+    gelu = _zero(_gelu_slope, -1.4, 0.0)  # the slope rises on (-sqrt 2, 0)
+    # silu = s sigma(s): the slope is zero where s (1 - sigma(s)) = -1, so s + 1 + exp(s) = 0, and there silu = s + 1.
+    silu = _zero(lambda score: score + 1 + math.exp(score), -2.0, 0.0)
+    return {"gelu": (gelu, -gelu * math.erfc(-gelu / math.sqrt(2)) / 2), "silu": (silu, -(silu + 1))}
+
+
+_SMOOTH: Final = {"gelu": functional.gelu, "silu": functional.silu}
+_MINIMA: Final = _minima()

@@ -1,0 +1,242 @@
+"""One layer that reads a shared base: all of it, or the best entries; and what it read, for those who watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from attnflow._core.checks import integer
+from attnflow.knowledge.activations import ACTIVATIONS
+from attnflow.knowledge.attention import GeneralizedCrossAttention, weigh
+from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.retrieval import Retrieval, best
+from attnflow.knowledge.source import Mode, Retrieved, Source
+
+_BLOCK: Final = 1 << 15  # entries whose values are held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What one layer read in one call.
+
+    Attributes:
+        layer: its number.
+        ids: of the entries read by each token and head (rows of a tensor, ids of a store; -1 where there were fewer),
+            int64[*tokens, heads, read]; None if all were read, in order.
+        scores: with their thresholds, of each part ("up", or "gate" and "up").
+        weights: after the activation; 0 where there is no entry.
+        certificate: of the search, with one element for each token and head, flattened; None if all were read.
+        up_norm: of gated layers where not all were read, the norm of the query for up scores, [*tokens, heads].
+    """
+
+    layer: int
+    ids: Int[Tensor, "*tokens heads read"] | None
+    scores: Float[Tensor, "parts *tokens heads read"]
+    weights: Float[Tensor, "*tokens heads read"]
+    certificate: Certificate | None = None
+    up_norm: Float[Tensor, "*tokens heads"] | None = None
+
+
+Observer = Callable[[Reading], None]
+
+
+class KnowledgeReader(nn.Module):
+    """Generalized cross-attention of one layer to entries that all layers share.
+
+    Attributes:
+        attention: the layer's projections and thresholds.
+        order: how all entries are evaluated, see `GeneralizedCrossAttention`.
+        retrieval: which entries are read; None: all.
+        observer: called with each `Reading`, or None. It must not change it.
+
+    Args:
+        layer: number of the layer.
+        attention: its cross-attention.
+        retrieval: see `Retrieval`.
+        order: see above.
+
+    >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
+    >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
+    torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        attention: GeneralizedCrossAttention,
+        retrieval: Retrieval | None = None,
+        order: str = "query_side",
+    ) -> None:
+        super().__init__()
+        self.layer = integer("layer", layer)
+        self.attention = attention
+        self.retrieval = retrieval
+        self.order = order
+        self.observer: Observer | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of thresholds that this layer needs in a source: parts x heads."""
+        return self.attention.parts * self.attention.num_heads
+
+    def threshold_columns(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
+        """The thresholds of entries as columns of a source, part by part, head by head."""
+        return self.attention.thresholds(entries).flatten(0, 1).T
+
+    def forward(
+        self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | Source
+    ) -> Float[Tensor, "*tokens model_dim"]:
+        """What the entries add to each token.
+
+        Args:
+            hidden: tokens.
+            source: E itself; or what can be searched, with this layer's thresholds from column layer * columns on.
+                Gradients reach E and the thresholds' network only through a tensor.
+
+        Raises:
+            ValueError: widths that do not fit; an approximate search of a tensor, which has no index.
+        """
+        if isinstance(source, Tensor):
+            return self._from_tensor(hidden, source)
+        if self.retrieval is not None and not self.retrieval.reads_all(source.num_entries):
+            return self._from_source(hidden, source, self.retrieval)
+        return self._read_all(hidden, *self._everything(source))
+
+    def error_bound(
+        self, reading: Reading, source: Float[Tensor, "entries entry_dim"] | Source
+    ) -> Float[Tensor, " tokens"]:
+        """How far the output of each token (flattened) can be from that of reading all entries, in Euclidean norm.
+
+        The sum over heads of the certificates' bounds, with the largest norm of any value, of gated layers times the
+        largest possible up score; 0 where all were read, infinite after an approximate search.
+
+        Cost: the values of all entries, in blocks.
+        """
+        attention = self.attention
+        if reading.certificate is None:
+            return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
+        name = next((name for name, function in ACTIVATIONS.items() if function is attention.activation), None)
+        if name is None:
+            raise ValueError(f"a bound is known for {', '.join(ACTIVATIONS)}, not for a function of one's own")
+        entries, thresholds = self._everything(source)
+        blocks = entries.detach().split(_BLOCK)
+        norms = [torch.einsum("ne,hed->hnd", block, attention.value.detach()).norm(dim=-1).amax(-1) for block in blocks]
+        bound = reading.certificate.error_bound(1.0, name).view(-1, attention.num_heads)
+        bound = bound * torch.stack(norms).amax(dim=0)
+        if reading.up_norm is not None:
+            largest = thresholds[1].detach().abs().amax(dim=-1)
+            bound = bound * (reading.up_norm.flatten(0, -2) * entries.detach().norm(dim=-1).amax() + largest)
+        return bound.sum(dim=-1)
+
+    @property
+    def _first_column(self) -> int:
+        return self.layer * self.columns
+
+    def _everything(self, source: Tensor | Source) -> tuple[Tensor, Tensor]:
+        """E, and this layer's thresholds [parts, heads, entries]."""
+        if isinstance(source, Tensor):
+            return source, self.attention.thresholds(source)
+        entries, columns = source.entries(), source.thresholds()[:, self._first_column :][:, : self.columns]
+        shape = (self.attention.parts, self.attention.num_heads, len(entries))
+        dtype = self.attention.query.dtype
+        return entries.to(dtype), columns.T.reshape(shape).to(dtype)
+
+    def _from_tensor(self, hidden: Tensor, entries: Tensor) -> Tensor:
+        retrieval = self.retrieval
+        if retrieval is None and self.observer is None:
+            return self.attention(hidden, entries, self.order)
+        self.attention.check(hidden, entries)
+        training = torch.is_grad_enabled() and self.training
+        thresholds = self.attention.thresholds(entries)
+        if retrieval is None or (not training and retrieval.reads_all(len(entries))):
+            return self._read_all(hidden, entries, thresholds)
+        if retrieval.search == "approximate":
+            raise ValueError("an approximate search needs an index: pass af.knowledge.IndexedEntries, or a store")
+        scores = self.attention.score(hidden, entries, thresholds)
+        ids, certificate = best(scores[0].detach(), retrieval)
+        rows = ids.clamp(min=0)
+        kept = scores.gather(-1, rows.expand(len(scores), *rows.shape))
+        weights = self._weigh(kept, ids)
+        self._report(Reading(self.layer, ids, kept, weights, certificate, self._up_norm(hidden)))
+        if not training:
+            return self.attention.write((weights.unsqueeze(-2) @ entries[rows]).squeeze(-2))
+        # Straight-through: the value is that of the best, the gradient that of all.
+        everything = weigh(scores, self.attention.activation)
+        sparse = torch.zeros_like(everything).scatter_add(-1, rows, weights)
+        return self.attention.read(everything + (sparse - everything).detach(), entries)
+
+    def _from_source(self, hidden: Tensor, source: Source, retrieval: Retrieval) -> Tensor:
+        attention, heads = self.attention, self.attention.num_heads
+        shape = (*hidden.shape[:-1], heads)
+        queries = attention.project_query(hidden).flatten(1, -3)  # [parts, tokens, heads, d_E]
+        mode: Mode = None if retrieval.search in ("auto", "dense") else retrieval.search
+        found: list[Retrieved] = []
+        for head in range(heads):
+            asked, column = queries[0, :, head].detach(), self._first_column + head
+            if retrieval.k is not None:
+                found.append(source.search(asked, retrieval.k, column, mode))
+            else:
+                found.append(source.range(asked, cast(float, retrieval.threshold), column, mode))
+        most = max(one.ids.shape[1] for one in found)
+        ids = torch.stack([_padded(one.ids, most, -1) for one in found], dim=1)
+        vectors = torch.stack([_padded(one.vectors, most, 0) for one in found], dim=1).to(hidden)
+        columns = torch.stack([_padded(one.thresholds, most, 0) for one in found], dim=1).to(hidden)
+        here = columns[..., self._first_column :][..., : self.columns].unflatten(-1, (attention.parts, heads))
+        own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
+        scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own.movedim(-1, 0)
+        weights = self._weigh(scores, ids)
+        certificate = _joined([one.certificate for one in found])
+        self._report(
+            Reading(
+                self.layer,
+                ids.view(*shape, most),
+                scores.view(len(scores), *shape, most),
+                weights.view(*shape, most),
+                certificate,
+                self._up_norm(hidden),
+            )
+        )
+        return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
+
+    def _read_all(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
+        scores = self.attention.score(hidden, entries, thresholds)
+        weights = weigh(scores, self.attention.activation)
+        self._report(Reading(self.layer, None, scores, weights))
+        return self.attention.read(weights, entries)
+
+    def _weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """Weights of the entries read; where there were fewer than asked for, 0."""
+        absent = ids < 0
+        lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
+        return weigh(scores.masked_fill(absent, lowest), self.attention.activation).masked_fill(absent, 0)
+
+    def _up_norm(self, hidden: Tensor) -> Tensor | None:
+        return self.attention.project_query(hidden)[1].detach().norm(dim=-1) if self.attention.gated else None
+
+    def _report(self, reading: Reading) -> None:
+        if self.observer is not None:
+            self.observer(reading)
+
+
+def _padded(values: Tensor, width: int, fill: float) -> Tensor:
+    """Values [queries, k, ...] with k made `width`."""
+    missing = width - values.shape[1]
+    return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], dim=1)
+
+
+def _joined(heads: list[Certificate]) -> Certificate:
+    """One certificate for the queries of all heads, token by token."""
+    first = heads[0]
+    active = [one.active for one in heads if one.active is not None]
+    return Certificate(
+        any(one.approximate for one in heads),
+        max(one.k for one in heads),
+        first.total,
+        torch.stack([one.last for one in heads], dim=1).flatten(),
+        torch.stack(active, dim=1).flatten() if len(active) == len(heads) else None,
+    )

@@ -1,0 +1,117 @@
+"""Where a layer's entries come from when they are not a tensor: an index in memory, or a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnflow.knowledge.certificate import Certificate
+
+Mode = Literal["exact", "approximate"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Retrieved:
+    """Entries found for queries; where there are fewer than asked for, `found` is False and the rest is zero.
+
+    Attributes:
+        ids: of the entries, -1 where there is none.
+        vectors: the entries themselves.
+        thresholds: all columns of them.
+        scores: with the threshold of the column that was asked for.
+        certificate: what the search promises.
+    """
+
+    ids: Int[Tensor, "queries k"]
+    vectors: Float[Tensor, "queries k entry_dim"]
+    thresholds: Float[Tensor, "queries k columns"]
+    scores: Float[Tensor, "queries k"]
+    certificate: Certificate
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Entries that a `KnowledgeReader` can search: rows of width d_E, with a column of thresholds for each use."""
+
+    @property
+    def num_entries(self) -> int:
+        """How many there are now."""
+        ...
+
+    def entries(self) -> Float[Tensor, "entries entry_dim"]:
+        """All of them, for dense evaluation."""
+        ...
+
+    def thresholds(self) -> Float[Tensor, "entries columns"]:
+        """All columns of thresholds, in the order of `entries`."""
+        ...
+
+    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
+        """The k entries with the highest score + threshold."""
+        ...
+
+    def range(
+        self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
+    ) -> Retrieved:
+        """All entries whose score + threshold is above a value, padded to the longest answer."""
+        ...
+
+
+class IndexedEntries:
+    """A matrix of entries with one index for all layers: rows [E | thresholds of every layer, part and head].
+
+    It holds a copy: after a change of E or of what computes thresholds, make it anew (or use a store, which follows
+    single edits).
+
+    Args:
+        entries: E.
+        thresholds: a column for each use.
+        search: "auto", "exact" or "approximate", the index's default.
+        target_recall: that an approximate search is calibrated to.
+    """
+
+    def __init__(
+        self,
+        entries: Float[Tensor, "entries entry_dim"],
+        thresholds: Float[Tensor, "entries columns"],
+        search: Literal["auto", "exact", "approximate"] = "auto",
+        target_recall: float = 0.99,
+    ) -> None:
+        from attnflow.knowledge.index import EntryIndex
+
+        self.index = EntryIndex(entries.shape[1], thresholds.shape[1], search=search, target_recall=target_recall)
+        self.index.build(torch.cat([entries.detach(), thresholds.detach()], dim=1).float())
+
+    @property
+    def num_entries(self) -> int:
+        """Rows."""
+        return len(self.index.rows)
+
+    def entries(self) -> Float[Tensor, "entries entry_dim"]:
+        """E, a view."""
+        return self.index.rows[:, : self.index.dim]
+
+    def thresholds(self) -> Float[Tensor, "entries columns"]:
+        """The columns of thresholds, a view."""
+        return self.index.rows[:, self.index.dim :]
+
+    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
+        """The k entries with the highest score + threshold."""
+        hits = self.index.search(queries, k, column, mode=mode)
+        return self._retrieved(hits.slots, hits.scores, hits.certificate)
+
+    def range(
+        self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
+    ) -> Retrieved:
+        """All entries above a score."""
+        hits = self.index.range(queries, threshold, column, mode=mode)
+        return self._retrieved(hits.slots, hits.scores, hits.certificate)
+
+    def _retrieved(self, slots: Tensor, scores: Tensor, certificate: Certificate) -> Retrieved:
+        rows = self.index.rows[slots.clamp(min=0)]
+        dim = self.index.dim
+        return Retrieved(slots, rows[..., :dim], rows[..., dim:], scores, certificate)
