@@ -1,6 +1,6 @@
 """From which store a model reads: feed-forward layers as cross-attention to an explicit knowledge base.
 
-`from_ffn` and `to_ffn` need a transformers model; they live in `attnflow.hf` and are reachable from here.
+What needs a transformers model lives in `attnflow.hf` and is reachable from here.
 """
 
 from importlib import import_module
@@ -9,26 +9,54 @@ from typing import TYPE_CHECKING
 from attnflow.knowledge.activations import ACTIVATIONS, sparsemax
 from attnflow.knowledge.attention import Folded, GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
+from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.conditions import Conditions, conditions
 from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
+from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.source import IndexedEntries, Retrieved, Source
 
 if TYPE_CHECKING:
     from attnflow.hf.knowledge.convert import from_ffn, to_ffn
+    from attnflow.hf.knowledge.modular.config import ModularConfig
+    from attnflow.hf.knowledge.modular.model import ModularForCausalLM, ModularModel
+    from attnflow.hf.knowledge.readers import LayerReader, readers
 
-_MODELS = ("from_ffn", "to_ffn")
+# Imported on first use: what needs transformers.
+_ELSEWHERE = {
+    "LayerReader": "hf.knowledge.readers",
+    "ModularConfig": "hf.knowledge.modular.model",  # not .config: the model's module registers it
+    "ModularForCausalLM": "hf.knowledge.modular.model",
+    "ModularModel": "hf.knowledge.modular.model",
+    "from_ffn": "hf.knowledge.convert",
+    "readers": "hf.knowledge.readers",
+    "to_ffn": "hf.knowledge.convert",
+}
 
 __all__ = [
     "ACTIVATIONS",
+    "Certificate",
     "Conditions",
     "EntryLayout",
     "EntryScores",
     "EntryValues",
     "Folded",
     "GeneralizedCrossAttention",
+    "IndexedEntries",
     "KnowledgeBase",
+    "KnowledgeReader",
+    "LayerReader",
     "LayeredKnowledge",
+    "ModularConfig",
+    "ModularForCausalLM",
+    "ModularModel",
+    "Reading",
+    "Retrieval",
+    "Retrieved",
+    "Source",
     "conditions",
     "from_ffn",
+    "readers",
     "sparsemax",
     "to_ffn",
 ]
@@ -36,6 +64,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """What needs transformers, on first use."""
-    if name in _MODELS:
-        return getattr(import_module("attnflow.hf.knowledge.convert"), name)
+    if name in _ELSEWHERE:
+        return getattr(import_module(f"attnflow.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module 'attnflow.knowledge' has no attribute {name!r}")
