@@ -57,6 +57,12 @@ class Certificate:
             _side_by_side(active) if len(active) == len(certificates) else None,
         )
 
+    def __getitem__(self, query: int) -> Certificate:
+        """That of one query."""
+        k = self.k if isinstance(self.k, int) else self.k[query]
+        active = None if self.active is None else self.active[query]
+        return Certificate(self.approximate, k, self.total, self.last[query], active)
+
     @property
     def label(self) -> str:
         """What the result is: "exact" or "approximate"."""

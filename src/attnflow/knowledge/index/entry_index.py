@@ -1,0 +1,352 @@
+"""One index over all entries: what is searched, by which search, and why."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnflow._core.checks import index_array, integer
+from attnflow._core.errors import MissingExtra
+from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.index.calibration import Sample, calibrate, imitated, share
+from attnflow.knowledge.index.exact import Floats, above, best
+from attnflow.knowledge.index.hits import Hits
+from attnflow.knowledge.index.lock import ReadersWriter
+from attnflow.knowledge.index.partition import Partition, faiss
+from attnflow.knowledge.index.rows import Rows
+
+Mode = Literal["exact", "approximate"]
+
+# Measured on two cores (docs/log.md): below these, or above that, exact search is no slower.
+FEWEST: Final = 20_000  # entries
+LARGEST_SHARE: Final = 0.1  # of the entries, in the lists that a query reads
+_BLOCK: Final = 1 << 16  # rows checked at once
+_LOG: Final = logging.getLogger(__name__)
+
+
+class EntryIndex:
+    """Search of the best entries for a query, for all layers by one index (knowledge, sec. 4, corrected).
+
+    A row is [e | B_1(e) .. B_L(e)]: an entry and its threshold in each layer (or head). A query of column l is
+    [q ; onehot(l)], so that the inner product is score + threshold exactly. Rows have slots 0 to n - 1; removing one
+    moves the last row into the hole, and says so.
+
+    Exact search computes all scores in float32. Approximate search keeps the rows a second time, in lists of near
+    ones (faiss, inverted lists), of which a query reads as many as it takes to reach `target_recall`: that number is
+    calibrated on entries moved at random, or by `calibrate` on queries of yours. When as many rows were added or
+    replaced as there were at the last partition, the rows are partitioned and calibrated anew: O(sqrt(n) x width) a
+    row on average, at once for the call that is hit by it.
+
+    Threads: any number may search while one changes rows; a search sees all of a change or nothing of it.
+
+    Args:
+        dim: width of an entry and a query.
+        num_thresholds: columns of thresholds.
+        search: "exact"; "approximate", needs faiss; "auto": approximate from 20,000 entries on, unless a query would
+            have to read more than a tenth of them to reach the recall (random vectors do that to any index).
+        target_recall: share of the k best that an approximate search is to find.
+
+    Raises:
+        ValueError: arguments out of range.
+        MissingExtra: an approximate search without faiss.
+
+    >>> index = EntryIndex(2, num_thresholds=1)
+    >>> index.build(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]]))
+    >>> index.search(torch.tensor([1.0, 1.0]), k=2, threshold_column=0).slots
+    tensor([1, 0])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_thresholds: int = 0,
+        search: Literal["auto", "exact", "approximate"] = "auto",
+        target_recall: float = 0.99,
+    ) -> None:
+        self.dim = integer("dim", dim, minimum=1)
+        self.num_thresholds = integer("num_thresholds", num_thresholds)
+        if search not in ("auto", "exact", "approximate"):
+            raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
+        if not 0 < target_recall <= 1:
+            raise ValueError(f"target_recall must be in (0, 1], got {target_recall}")
+        if search == "approximate":
+            faiss()
+        self.requested, self.target_recall = search, float(target_recall)
+        self._rows = Rows(self.dim + self.num_thresholds)
+        self._partition: Partition | None = None
+        self._sample: Sample | None = None
+        self._judged = self._changed = 0
+        self._reason = "no entries yet"
+        self._lock = ReadersWriter()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows(self) -> Float[Tensor, "n width"]:
+        """All rows, a view that is good until the next change."""
+        return self._rows.used
+
+    @property
+    def mode(self) -> Mode:
+        """How a search is done unless it says otherwise."""
+        return "approximate" if self._partition is not None or self.requested == "approximate" else "exact"
+
+    @property
+    def reason(self) -> str:
+        """Why `mode` is what it is, with what was measured."""
+        return self._reason
+
+    def build(self, rows: Float[Tensor, "n width"]) -> None:
+        """These rows instead of all others, at slots 0 to n - 1, partitioned anew."""
+        checked = self._checked(rows)
+        with self._lock.writing():
+            self._rows.set(checked)
+            self._judge()
+
+    def add(self, rows: Float[Tensor, "new width"]) -> Int[Tensor, " new"]:
+        """Append rows; returns their slots."""
+        checked = self._checked(rows)
+        with self._lock.writing():
+            slots = self._rows.add(checked)
+            if not self._grown(len(slots)) and self._partition is not None:
+                self._partition.add(checked.numpy(), slots.numpy())
+        return slots
+
+    def replace(self, slots: Int[Tensor, " slots"], rows: Float[Tensor, "slots width"]) -> None:
+        """Overwrite rows."""
+        checked, where = self._checked(rows), self._existing(slots)
+        if len(checked) != len(where):
+            raise ValueError(f"{len(where)} slots were given {len(checked)} rows")
+        with self._lock.writing():
+            self._rows.used[where] = checked
+            if not self._grown(len(where)) and self._partition is not None:
+                self._partition.remove(where.numpy())
+                self._partition.add(checked.numpy(), where.numpy())
+
+    def remove(self, slots: Int[Tensor, " slots"]) -> Int[Tensor, "moves 2"]:
+        """Drop rows; returns (from, to) of each row that moved into a hole."""
+        with self._lock.writing():
+            gone = self._existing(slots)
+            moves = self._rows.remove(gone)
+            if self._partition is not None:
+                self._partition.remove(torch.cat([gone, moves[:, 0]]).numpy())
+                self._partition.add(self._rows.used[moves[:, 1]].numpy(), moves[:, 1].numpy())
+            if self.requested == "auto" and len(self) < FEWEST // 2 and self._partition is not None:
+                self._judge()
+        return moves
+
+    def search(
+        self,
+        queries: Float[Tensor, "*queries dim"],
+        k: int,
+        threshold_column: int | None = None,
+        mode: Mode | None = None,
+    ) -> Hits:
+        """The k entries with the largest query . entry + threshold; among equal ones, any.
+
+        Args:
+            queries: of any number of leading dimensions.
+            k: how many.
+            threshold_column: whose thresholds are added; None: none.
+            mode: "exact" or "approximate" where it is not to be as `mode` says.
+
+        Returns:
+            On the CPU.
+
+        Raises:
+            ValueError: another width, NaN or infinity, or approximate search of an index that is not partitioned.
+        """
+        flat, shape = self._flat(queries), queries.shape[:-1]
+        k, column = integer("k", k, minimum=1), self._column(threshold_column)
+        with self._lock.reading():
+            total = len(self)
+            approximate = self._is_approximate(mode)
+            scores, slots, active = self._best(flat, column, min(k, total), approximate)
+        last = scores[:, -1] if total else torch.full((len(flat),), -math.inf)
+        missing = (len(flat), k - slots.shape[1])
+        slots = torch.cat([slots, torch.full(missing, -1)], dim=1)
+        scores = torch.cat([scores, torch.full(missing, -math.inf)], dim=1)
+        counted = None if active is None else active.view(shape)
+        certificate = Certificate(approximate, k, total, last.view(shape), counted)
+        return Hits(slots.view(*shape, k), scores.view(*shape, k), certificate)
+
+    def range(
+        self,
+        queries: Float[Tensor, "*queries dim"],
+        threshold: float,
+        threshold_column: int | None = None,
+        mode: Mode | None = None,
+    ) -> Hits:
+        """All entries with query . entry + threshold > a score; the answer is as wide as the longest.
+
+        Args:
+            queries: see `search`.
+            threshold: the score.
+            threshold_column: see `search`.
+            mode: see `search`.
+
+        Raises:
+            ValueError: see `search`.
+        """
+        flat, shape = self._flat(queries), queries.shape[:-1]
+        column, bound = self._column(threshold_column), float(threshold)
+        if math.isnan(bound):
+            raise ValueError("threshold must be a number, got NaN")
+        with self._lock.reading():
+            total = len(self)
+            approximate = self._is_approximate(mode)
+            found = self._above(flat, column, bound, approximate)
+        counts = torch.tensor([len(scores) for scores, _, _ in found], dtype=torch.int64)
+        most = int(counts.max()) if len(counts) else 0
+        scores, slots = torch.full((len(flat), most), -math.inf), torch.full((len(flat), most), -1)
+        for query, (one, where, _) in enumerate(found):
+            scores[query, : len(one)], slots[query, : len(one)] = one, where
+        counted = None if approximate else torch.tensor([int(n) for _, _, n in found], dtype=torch.int64).view(shape)
+        last = torch.full(shape, bound)
+        certificate = Certificate(approximate, counts.view(shape), total, last, counted)
+        return Hits(slots.view(*shape, most), scores.view(*shape, most), certificate)
+
+    def recall(self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None) -> float:
+        """The share of the k best entries that a search in the present `mode` finds; equal scores count as equal."""
+        if not len(self):
+            return 1.0
+        exact = self.search(queries, k, threshold_column, "exact").scores[..., : min(k, len(self))]
+        found = self.search(queries, k, threshold_column).scores[..., : min(k, len(self))]
+        last = exact[..., -1:]
+        return float((found >= last - 1e-6 * last.abs()).double().mean())
+
+    def calibrate(
+        self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None
+    ) -> None:
+        """Choose how many lists are read, and in "auto" whether any, by these queries, now and at later partitions."""
+        flat, column = self._flat(queries), self._column(threshold_column)
+        if not len(flat):
+            raise ValueError("calibration needs at least one query")
+        columns = None if column is None else np.full(len(flat), column)
+        with self._lock.writing():
+            self._sample = Sample(flat, columns, integer("k", k, minimum=1), "queries given")
+            self._judge(self._partition)
+
+    def _judge(self, partition: Partition | None = None) -> None:
+        """Decide how to search: partition the rows, or take a partition of them, and calibrate it."""
+        self._partition = None
+        if self.requested == "exact" or not len(self):
+            self._judged = self._changed = 0
+            self._reason = "exact search was asked for" if len(self) else "no entries yet"
+            return
+        if partition is None:
+            self._judged, self._changed = len(self), 0
+        if self.requested == "auto" and len(self) < FEWEST:
+            self._reason = f"fewer than {FEWEST:,} entries, where exact search is no slower"
+            return
+        rows = self._rows.used.numpy()
+        try:
+            partition = partition or Partition(rows, self.dim)
+        except MissingExtra as missing:
+            self._reason = str(missing)
+            return
+        sample = self._sample or imitated(partition, rows, self.dim)
+        found = calibrate(partition, rows, self.dim, sample, self.target_recall)
+        read = share(partition, sample)
+        self._reason = f"{found}, {read:.1%} of the entries"
+        if self.requested == "auto" and read > LARGEST_SHARE:
+            self._reason += ": exact search is no slower"
+        else:
+            self._partition = partition
+        _LOG.info("%s search: %s", self.mode, self._reason)
+
+    def _grown(self, count: int) -> bool:
+        """Count changed rows, and judge anew when it is time."""
+        self._changed += count
+        few = self.requested == "auto" and self._judged < FEWEST
+        if due := few or self._changed >= self._judged:
+            self._judge()
+        return due
+
+    def _best(
+        self, queries: Floats, column: int | None, k: int, approximate: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not k or not len(queries):
+            empty = torch.zeros(len(queries), dtype=torch.int64)
+            return torch.empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64), empty
+        if approximate:
+            assert self._partition is not None
+            scores, slots = self._partition.search(queries, column, k)
+            return torch.from_numpy(scores), torch.from_numpy(slots), None
+        rows = self._rows.used.numpy()
+        return best(queries, rows[:, : self.dim], None if column is None else rows[:, self.dim + column], k)
+
+    def _above(
+        self, queries: Floats, column: int | None, bound: float, approximate: bool
+    ) -> list[tuple[Tensor, Tensor, int]]:
+        """For each query scores, slots and the number of active entries."""
+        if not len(self) or not len(queries):
+            return [(torch.empty(0), torch.empty(0, dtype=torch.int64), 0)] * len(queries)
+        if not approximate:
+            rows = self._rows.used.numpy()
+            thresholds = None if column is None else rows[:, self.dim + column]
+            return [(a, b, int(c)) for a, b, c in above(queries, rows[:, : self.dim], thresholds, bound)]
+        assert self._partition is not None
+        counts, scores, slots = self._partition.range(queries, column, bound)
+        found: list[tuple[Tensor, Tensor, int]] = []
+        for start, count in zip(np.cumsum(counts) - counts, counts, strict=True):
+            order = np.argsort(-scores[start : start + count])
+            found.append((torch.from_numpy(scores[start:][order]), torch.from_numpy(slots[start:][order]), 0))
+        return found
+
+    def _is_approximate(self, mode: Mode | None) -> bool:
+        if mode not in (None, "exact", "approximate"):
+            raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
+        if (mode or self.mode) == "exact":
+            return False
+        if self._partition is None and len(self):
+            raise ValueError(
+                f"this index has no partition to search approximately ({self._reason}): make it with "
+                'search="approximate"'
+            )
+        return True
+
+    def _column(self, column: int | None) -> int | None:
+        if column is None:
+            return None
+        if not self.num_thresholds:
+            raise ValueError(f"threshold_column is {column}, but the rows have no thresholds")
+        return integer("threshold_column", column, 0, self.num_thresholds - 1)
+
+    def _flat(self, queries: Tensor) -> Floats:
+        if not queries.ndim or queries.shape[-1] != self.dim:
+            raise ValueError(f"queries must be [..., {self.dim}], got shape {tuple(queries.shape)}")
+        return _floats("query", queries.reshape(-1, self.dim)).numpy()
+
+    def _checked(self, rows: Tensor) -> Tensor:
+        width = self.dim + self.num_thresholds
+        if rows.ndim != 2 or rows.shape[1] != width:
+            raise ValueError(
+                f"rows must be [n, {self.dim} + {self.num_thresholds} thresholds], got shape {tuple(rows.shape)}"
+            )
+        return _floats("row", rows)
+
+    def _existing(self, slots: Tensor) -> Tensor:
+        found = index_array("slots", slots, limit=len(self))
+        if len(np.unique(found)) != len(found):
+            raise ValueError("slots must be different from each other")
+        return torch.from_numpy(found)
+
+
+def _floats(name: str, values: Tensor) -> Tensor:
+    """float32 on the CPU, all finite."""
+    found = values.detach().to("cpu", torch.float32).contiguous()
+    for start, block in enumerate(found.split(_BLOCK)):
+        if not bool(torch.isfinite(block).all()):
+            bad = int((~torch.isfinite(block).all(dim=1)).nonzero()[0]) + start * _BLOCK
+            raise ValueError(
+                f"{name} {bad} holds NaN or infinity (an entry is kept out of a column by a large finite penalty)"
+            )
+    return found
