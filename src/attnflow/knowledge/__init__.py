@@ -11,12 +11,16 @@ from attnflow.knowledge.attention import Folded, GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.conditions import Conditions, conditions
+from attnflow.knowledge.index import EntryIndex, Hits
 from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, Reading
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import IndexedEntries, Retrieved, Source
+from attnflow.knowledge.store import Entry, Found, Store, StoreError, StoreStats
+from attnflow.knowledge.stored import StoredKnowledge
 
 if TYPE_CHECKING:
+    from attnflow.hf.knowledge.connect import connect, disconnect, threshold_columns
     from attnflow.hf.knowledge.convert import from_ffn, to_ffn
     from attnflow.hf.knowledge.modular.config import ModularConfig
     from attnflow.hf.knowledge.modular.model import ModularForCausalLM, ModularModel
@@ -28,8 +32,11 @@ _ELSEWHERE = {
     "ModularConfig": "hf.knowledge.modular.model",  # not .config: the model's module registers it
     "ModularForCausalLM": "hf.knowledge.modular.model",
     "ModularModel": "hf.knowledge.modular.model",
+    "connect": "hf.knowledge.connect",
+    "disconnect": "hf.knowledge.connect",
     "from_ffn": "hf.knowledge.convert",
     "readers": "hf.knowledge.readers",
+    "threshold_columns": "hf.knowledge.connect",
     "to_ffn": "hf.knowledge.convert",
 }
 
@@ -37,11 +44,15 @@ __all__ = [
     "ACTIVATIONS",
     "Certificate",
     "Conditions",
+    "Entry",
+    "EntryIndex",
     "EntryLayout",
     "EntryScores",
     "EntryValues",
     "Folded",
+    "Found",
     "GeneralizedCrossAttention",
+    "Hits",
     "IndexedEntries",
     "KnowledgeBase",
     "KnowledgeReader",
@@ -54,10 +65,17 @@ __all__ = [
     "Retrieval",
     "Retrieved",
     "Source",
+    "Store",
+    "StoreError",
+    "StoreStats",
+    "StoredKnowledge",
     "conditions",
+    "connect",
+    "disconnect",
     "from_ffn",
     "readers",
     "sparsemax",
+    "threshold_columns",
     "to_ffn",
 ]
 

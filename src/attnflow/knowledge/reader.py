@@ -141,10 +141,10 @@ class KnowledgeReader(nn.Module):
         """E, and this layer's thresholds [parts, heads, entries]."""
         if isinstance(source, Tensor):
             return source, self.attention.thresholds(source)
-        entries, columns = source.entries(), source.thresholds()[:, self._first_column :][:, : self.columns]
-        shape = (self.attention.parts, self.attention.num_heads, len(entries))
-        dtype = self.attention.query.dtype
-        return entries.to(dtype), columns.T.reshape(shape).to(dtype)
+        rows = source.rows().to(self.attention.query)
+        columns = rows[:, self.attention.entry_dim + self._first_column :][:, : self.columns]
+        shape = (self.attention.parts, self.attention.num_heads, len(rows))
+        return rows[:, : self.attention.entry_dim], columns.T.reshape(shape)
 
     def _from_tensor(self, hidden: Tensor, entries: Tensor) -> Tensor:
         retrieval = self.retrieval
@@ -190,7 +190,7 @@ class KnowledgeReader(nn.Module):
         own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
         scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own.movedim(-1, 0)
         weights = self._weigh(scores, ids)
-        certificate = _joined([one.certificate for one in found])
+        certificate = Certificate.joined([one.certificate for one in found])
         self._report(
             Reading(
                 self.layer,
@@ -227,16 +227,3 @@ def _padded(values: Tensor, width: int, fill: float) -> Tensor:
     """Values [queries, k, ...] with k made `width`."""
     missing = width - values.shape[1]
     return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], dim=1)
-
-
-def _joined(heads: list[Certificate]) -> Certificate:
-    """One certificate for the queries of all heads, token by token."""
-    first = heads[0]
-    active = [one.active for one in heads if one.active is not None]
-    return Certificate(
-        any(one.approximate for one in heads),
-        max(one.k for one in heads),
-        first.total,
-        torch.stack([one.last for one in heads], dim=1).flatten(),
-        torch.stack(active, dim=1).flatten() if len(active) == len(heads) else None,
-    )

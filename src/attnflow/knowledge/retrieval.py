@@ -78,5 +78,5 @@ def best(
     width = max(1, int(above.sum(dim=-1).max()))
     values, ids = scores.topk(width, dim=-1)
     last = torch.full_like(values[..., -1], threshold)
-    kept = Certificate(False, width, total, last.flatten(), active.flatten())
+    kept = Certificate(False, above.sum(dim=-1).flatten(), total, last.flatten(), active.flatten())
     return ids.masked_fill(values <= threshold, -1), kept

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.index import EntryIndex
 
 Mode = Literal["exact", "approximate"] | None
 
@@ -42,12 +43,8 @@ class Source(Protocol):
         """How many there are now."""
         ...
 
-    def entries(self) -> Float[Tensor, "entries entry_dim"]:
-        """All of them, for dense evaluation."""
-        ...
-
-    def thresholds(self) -> Float[Tensor, "entries columns"]:
-        """All columns of thresholds, in the order of `entries`."""
+    def rows(self) -> Float[Tensor, "entries width"]:
+        """All of them with all their thresholds, [E | columns], for dense evaluation."""
         ...
 
     def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
@@ -81,8 +78,6 @@ class IndexedEntries:
         search: Literal["auto", "exact", "approximate"] = "auto",
         target_recall: float = 0.99,
     ) -> None:
-        from attnflow.knowledge.index import EntryIndex
-
         self.index = EntryIndex(entries.shape[1], thresholds.shape[1], search=search, target_recall=target_recall)
         self.index.build(torch.cat([entries.detach(), thresholds.detach()], dim=1).float())
 
@@ -91,13 +86,9 @@ class IndexedEntries:
         """Rows."""
         return len(self.index.rows)
 
-    def entries(self) -> Float[Tensor, "entries entry_dim"]:
-        """E, a view."""
-        return self.index.rows[:, : self.index.dim]
-
-    def thresholds(self) -> Float[Tensor, "entries columns"]:
-        """The columns of thresholds, a view."""
-        return self.index.rows[:, self.index.dim :]
+    def rows(self) -> Float[Tensor, "entries width"]:
+        """[E | columns], a view."""
+        return self.index.rows
 
     def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
         """The k entries with the highest score + threshold."""
