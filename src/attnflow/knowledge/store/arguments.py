@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
 from attnflow.knowledge.store.rows import Floats, Strings
 
-Vectors = Tensor | npt.NDArray[Any] | Sequence[Sequence[float]] | Sequence[float]
+Vectors = Tensor | npt.NDArray[Any] | Sequence[Any]  # numbers, or rows of numbers
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -31,11 +31,12 @@ def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> F
     return np.ascontiguousarray(array)
 
 
-def queries(values: Vectors, width: int) -> tuple[Tensor, bool]:
-    """Queries as float32 [n, width], and whether it was a single one, [width]."""
+def queries(values: Vectors, width: int) -> Tensor:
+    """Queries as float32 [..., width]."""
     array = _floats("query", values)
-    single = array.ndim == 1
-    return torch.from_numpy(matrix("query", array[None] if single else array, width)), single
+    if not array.ndim or array.shape[-1] != width:
+        raise ValueError(f"query must have shape [{width}] or [n, {width}] for this store, got {list(array.shape)}")
+    return torch.from_numpy(matrix("query", array.reshape(-1, width), width)).view(array.shape)
 
 
 def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray:

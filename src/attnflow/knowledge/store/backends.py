@@ -1,14 +1,13 @@
-"""From a uri to an engine and what searches it; packages of engines are imported here, on use."""
+"""From a uri to an engine and what searches it; engines import their packages when they are made."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
 
-from attnflow.knowledge.store.engine import Engine, Searcher
+from attnflow.knowledge.store.engine import Engine, Searcher, SearchMode
 from attnflow.knowledge.store.hot_index import HotIndex
+from attnflow.knowledge.store.lance import LanceEngine
 from attnflow.knowledge.store.memory import MemoryEngine
-
-SearchMode = Literal["auto", "exact", "approximate"]
 
 
 def open_backend(
@@ -20,4 +19,5 @@ def open_backend(
             raise ValueError("give dim, the width of an embedding, to make a store in memory")
         engine = MemoryEngine(dim, num_thresholds or 0)
         return "memory", engine, HotIndex(engine, search, target_recall)
-    raise NotImplementedError(uri)
+    engine = LanceEngine(Path(uri).absolute(), dim, num_thresholds, read_only)
+    return "lancedb", engine, HotIndex(engine, search, target_recall)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.store.entry import Found
 from attnflow.knowledge.store.rows import Flags, Floats, Rows, Stamped
+
+Mode = Literal["exact", "approximate"]
+SearchMode = Literal["auto", "exact", "approximate"]
 
 
 class Summary(NamedTuple):
@@ -20,6 +22,7 @@ class Summary(NamedTuple):
     bytes_on_disk: int | None
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Keeps rows. Every writing method is one step: when it raises, or the process dies in it, nothing has changed.
 
@@ -82,16 +85,18 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Searcher(Protocol):
-    """Finds rows, and knows which there are. It follows the engine: `put` and `drop` come after the commit.
-
-    Attributes:
-        mode: "exact" or "approximate".
-    """
+    """Finds rows, and knows which there are. It follows the engine: `put` and `drop` come after the commit."""
 
     @property
-    def mode(self) -> str:
-        """How it searches: "exact" or "approximate"."""
+    def mode(self) -> Mode:
+        """How it searches."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why it searches so."""
         ...
 
     def __len__(self) -> int: ...
@@ -120,21 +125,19 @@ class Searcher(Protocol):
         """Become equal to the engine, whatever has changed there."""
         ...
 
-    def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: str | None) -> Found:
-        """The best k rows for queries [n, dim]."""
+    def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Found:
+        """The best k rows for queries [..., dim]."""
         ...
 
-    def range(
-        self, queries: Tensor, threshold: float, threshold_column: int | None, mode: str | None
-    ) -> Sequence[Found]:
-        """All rows that score above a threshold, for each query."""
+    def range(self, queries: Tensor, threshold: float, threshold_column: int | None, mode: Mode | None) -> Found:
+        """All rows that score above a threshold."""
         ...
 
-    def recall(self, queries: Tensor, k: int) -> float:
+    def recall(self, queries: Tensor, k: int, threshold_column: int | None) -> float:
         """The share of the true best k that a search finds."""
         ...
 
-    def calibrate(self, queries: Tensor, k: int) -> None:
+    def calibrate(self, queries: Tensor, k: int, threshold_column: int | None) -> None:
         """Make an approximate search reach the target recall on these queries."""
         ...
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from attnflow.knowledge.certificate import Certificate
@@ -40,25 +41,29 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The entries that a search found, best first.
+    """The entries that a search found, best first; -1 and -inf where there were fewer.
+
+    `found[i]` and iteration give what one query found, without that padding.
 
     Attributes:
-        ids: int64 [queries, k], or [k] for a single query; -1 where there are fewer.
-        scores: float32 of the same shape; -inf where there are fewer.
+        ids: of the entries.
+        scores: query . embedding + threshold.
         certificate: what the search promises about the entries that it left out.
     """
 
-    ids: Tensor
-    scores: Tensor
+    ids: Int64[Tensor, "*queries found"]
+    scores: Float32[Tensor, "*queries found"]
     certificate: Certificate
 
-    def only(self) -> Found:
-        """The result of the only query, without its dimension."""
-        active = self.certificate.active
-        certificate = replace(
-            self.certificate, last=self.certificate.last[0], active=None if active is None else active[0]
-        )
-        return Found(self.ids[0], self.scores[0], certificate)
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, query: int) -> Found:
+        found = self.ids[query] >= 0
+        return Found(self.ids[query][found], self.scores[query][found], self.certificate[query])
+
+    def __iter__(self) -> Iterator[Found]:
+        return (self[query] for query in range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class StoreStats:
         num_thresholds: threshold columns.
         bytes_on_disk: of its files with snapshots and old versions; None where they are on a server.
         mode: how it is searched: "exact" or "approximate".
+        reason: why, with what was measured.
         versions: number of entries by version.
         encoders: number of entries by encoder.
         snapshots: their names, oldest first.
@@ -85,6 +91,7 @@ class StoreStats:
     num_thresholds: int
     bytes_on_disk: int | None
     mode: str
+    reason: str
     versions: Mapping[int, int]
     encoders: Mapping[str | None, int]
     snapshots: Sequence[str]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.index import EntryIndex, Hits
 from attnflow.knowledge.index.lock import ReadersWriter
-from attnflow.knowledge.store.engine import Engine
+from attnflow.knowledge.store.engine import Engine, Mode, SearchMode
 from attnflow.knowledge.store.entry import Found
 from attnflow.knowledge.store.rows import Flags, Floats, Rows, Stamped
 
@@ -22,7 +20,7 @@ class HotIndex:
     Slot i of the index holds row `_ids[i]`; `_slots` is the way back.
     """
 
-    def __init__(self, engine: Engine, search: str, target_recall: float) -> None:
+    def __init__(self, engine: Engine, search: SearchMode, target_recall: float) -> None:
         self._engine = engine
         self._index = EntryIndex(engine.dim, engine.num_thresholds, search=search, target_recall=target_recall)
         self._ids = np.zeros(0, dtype=np.int64)  # as many as there are rows, with room for more
@@ -31,9 +29,14 @@ class HotIndex:
         self._lock = ReadersWriter()
 
     @property
-    def mode(self) -> str:
-        """What the index does now: "exact" or "approximate"."""
+    def mode(self) -> Mode:
+        """What the index does now."""
         return self._index.mode
+
+    @property
+    def reason(self) -> str:
+        """Why, as the index says."""
+        return self._index.reason
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -78,30 +81,25 @@ class HotIndex:
             self._put(fresh)
         return None
 
-    def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: str | None) -> Found:
+    def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Found:
         """By the index; slots become ids while nothing moves."""
         with self._lock.reading():
             return self._found(self._index.search(queries, k, threshold_column=threshold_column, mode=mode))
 
-    def range(
-        self, queries: Tensor, threshold: float, threshold_column: int | None, mode: str | None
-    ) -> Sequence[Found]:
+    def range(self, queries: Tensor, threshold: float, threshold_column: int | None, mode: Mode | None) -> Found:
         """Likewise."""
         with self._lock.reading():
-            return [
-                self._found(hits)
-                for hits in self._index.range(queries, threshold, threshold_column=threshold_column, mode=mode)
-            ]
+            return self._found(self._index.range(queries, threshold, threshold_column=threshold_column, mode=mode))
 
-    def recall(self, queries: Tensor, k: int) -> float:
+    def recall(self, queries: Tensor, k: int, threshold_column: int | None) -> float:
         """Of the index."""
         with self._lock.reading():
-            return self._index.recall(queries, k)
+            return self._index.recall(queries, k, threshold_column)
 
-    def calibrate(self, queries: Tensor, k: int) -> None:
+    def calibrate(self, queries: Tensor, k: int, threshold_column: int | None) -> None:
         """Of the index."""
         with self._lock.writing():
-            self._index.calibrate(queries, k)
+            self._index.calibrate(queries, k, threshold_column)
 
     def reindex(self) -> None:
         """From the engine's rows."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -16,12 +14,10 @@ from torch import Tensor
 from attnflow._core.checks import Indices, IntArray, integer, preview
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.arguments import Vectors
-from attnflow.knowledge.store.engine import Engine, Searcher
+from attnflow.knowledge.store.engine import Engine, Mode, Searcher
 from attnflow.knowledge.store.entry import Entry, Found, StoreStats
 from attnflow.knowledge.store.errors import StoreError
 from attnflow.knowledge.store.rows import entries
-
-Mode = Literal["exact", "approximate"]
 
 
 class StoreReader:
@@ -100,32 +96,39 @@ class StoreReader:
             Ids and scores, [n, k] or [k].
         """
         searcher = self._reader()
-        queries, single = arguments.queries(query, self.dim)
+        queries = arguments.queries(query, self.dim)
         column = arguments.column(threshold_column, self.num_thresholds)
-        found = searcher.search(queries, integer("k", k, minimum=1), column, mode)
-        return found.only() if single else found
+        return searcher.search(queries, integer("k", k, minimum=1), column, mode)
 
     def range(
         self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
-    ) -> Found | Sequence[Found]:
-        """All entries that score above a threshold: one result for each query, best first; a single one for [dim]."""
+    ) -> Found:
+        """All entries with q . e + threshold > a score; the answer is as wide as the longest.
+
+        Args:
+            query: see `search`.
+            threshold: the score.
+            threshold_column: see `search`.
+            mode: see `search`.
+        """
         searcher = self._reader()
-        queries, single = arguments.queries(query, self.dim)
+        queries = arguments.queries(query, self.dim)
         column = arguments.column(threshold_column, self.num_thresholds)
         if np.isnan(threshold):
             raise ValueError("threshold must be a number, got NaN")
-        found = searcher.range(queries, float(threshold), column, mode)
-        return found[0] if single else found
+        return searcher.range(queries, float(threshold), column, mode)
 
-    def recall(self, sample: Vectors, k: int = 32) -> float:
+    def recall(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> float:
         """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
         searcher = self._reader()
-        return searcher.recall(arguments.queries(sample, self.dim)[0], integer("k", k, minimum=1))
+        column = arguments.column(threshold_column, self.num_thresholds)
+        return searcher.recall(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
 
-    def calibrate(self, sample: Vectors, k: int = 32) -> None:
-        """Tune approximate searches to reach `target_recall` on sample queries [n, dim]."""
+    def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
+        """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""
         searcher = self._reader()
-        searcher.calibrate(arguments.queries(sample, self.dim)[0], integer("k", k, minimum=1))
+        column = arguments.column(threshold_column, self.num_thresholds)
+        searcher.calibrate(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
 
     def snapshots(self) -> list[str]:
         """Names of snapshots, oldest first."""
@@ -144,6 +147,7 @@ class StoreReader:
             num_thresholds=self.num_thresholds,
             bytes_on_disk=summary.bytes_on_disk,
             mode=searcher.mode,
+            reason=searcher.reason,
             versions=summary.versions,
             encoders=summary.encoders,
             snapshots=self._engine.snapshots(),
@@ -163,14 +167,6 @@ class StoreReader:
             self._closed = True
             if os.getpid() == self._process:
                 self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"

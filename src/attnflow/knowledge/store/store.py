@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from attnflow._core.checks import Indices, IntArray, integer, preview
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.arguments import Vectors
-from attnflow.knowledge.store.backends import SearchMode, open_backend
-from attnflow.knowledge.store.engine import Searcher
+from attnflow.knowledge.store.backends import open_backend
+from attnflow.knowledge.store.engine import Searcher, SearchMode
 from attnflow.knowledge.store.errors import ReadOnly
 from attnflow.knowledge.store.reading import StoreReader
 from attnflow.knowledge.store.rows import Flags, Floats, Rows, written
@@ -213,6 +214,14 @@ class Store(StoreReader):
         with self._writer():
             self._snapshot_exists(name)
             self._engine.drop_snapshot(name)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @contextmanager
     def _writer(self) -> Generator[Searcher]:

@@ -1,0 +1,212 @@
+"""Rows in a directory, in the format of LanceDB: a write is one commit of a new version of the table."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from attnflow._core.checks import IntArray
+from attnflow._core.errors import MissingExtra
+from attnflow.knowledge.store import metadata
+from attnflow.knowledge.store.engine import Summary
+from attnflow.knowledge.store.errors import ReadOnly, StoreError
+from attnflow.knowledge.store.lock import DirectoryLock
+from attnflow.knowledge.store.metadata import Metadata
+from attnflow.knowledge.store.rows import Rows, Stamped
+
+TABLE = "entries"
+
+_LOG = logging.getLogger(__name__)
+_COMPACT_AFTER = 100  # commits: each leaves a file of rows and a manifest that lists all files
+_KEEP = datetime.timedelta(minutes=10)  # versions that readers of other processes may still be looking at
+
+
+class LanceEngine:
+    """One table, one row an entry; old versions are dropped in passing, except those under a snapshot's tag."""
+
+    def __init__(self, directory: Path, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
+        lancedb = _package("lancedb")
+        self._arrow = _arrow()
+        if not read_only and dim is not None and _absent(directory):
+            _create(directory, Metadata(dim, num_thresholds or 0))
+        self._directory = directory
+        self._unreadable = f"{directory} cannot be read; if another process writes there, refresh()"
+        self._metadata = metadata.load(directory)
+        metadata.check_widths(str(directory), self._metadata, dim, num_thresholds)
+        self.dim, self.num_thresholds = self._metadata.dim, self._metadata.num_thresholds
+        self._lock = None if read_only else DirectoryLock(directory)
+        try:
+            with _failures(f"{directory} cannot be opened"):
+                self._table: Any = lancedb.connect(directory).open_table(TABLE)
+                self.next_id = max(self._metadata.next_id, int(self.stamps()[0].max(initial=-1)) + 1)
+        except BaseException:
+            self.close()
+            raise
+        self._commits = 0
+
+    def write(self, rows: Rows) -> None:
+        """Append where all ids are new, merge otherwise; one commit."""
+        table = self._arrow.to_table(rows, self.dim, self.num_thresholds)
+        with self._committing("the entries were not written"):
+            if rows.versions.max() == 1:
+                self._table.add(table)
+            else:
+                merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+                merge.execute(table)
+        self.next_id = max(self.next_id, int(rows.ids.max()) + 1)
+
+    def delete(self, ids: IntArray) -> None:
+        """One commit, after the largest id is on record."""
+        with self._committing("the entries were not deleted"):
+            self._record_ids()
+            self._table.delete(_among(ids))
+
+    def read(self, ids: IntArray) -> Rows:
+        """A scan of the column of ids."""
+        with _failures(self._unreadable):
+            table = self._table.search().where(_among(ids)).to_arrow() if len(ids) else self._table.schema.empty_table()
+        return self._arrow.to_rows(table, self.dim, self.num_thresholds)
+
+    def stamps(self) -> tuple[IntArray, IntArray]:
+        """Two columns."""
+        with _failures(self._unreadable):
+            table = self._table.search().select(["id", "updated"]).to_arrow()
+        return table["id"].to_numpy(), self._arrow.times(table["updated"])
+
+    def load(self, ids: IntArray | None = None) -> Stamped:
+        """Batch by batch, straight into the matrix."""
+        columns = ["id", "updated", "embedding"] + (["thresholds"] if self.num_thresholds else [])
+        with _failures(self._unreadable):
+            query = self._table.search().select(columns)
+            if ids is not None:
+                query = query.where(_among(ids)) if len(ids) else query.where("false")
+            count = self._table.count_rows() if ids is None else len(ids)
+            return self._arrow.to_stamped(query.to_batches(), count, self.dim, self.num_thresholds)
+
+    def snapshot(self, name: str) -> None:
+        """A tag on the present version, which keeps it from being dropped."""
+        with _failures("the snapshot was not made"):
+            self._table.tags.create(name, self._table.version)
+
+    def snapshots(self) -> list[str]:
+        """By version, then by name."""
+        with _failures(f"the snapshots of {self._directory} cannot be read"):
+            tags = self._table.tags.list()
+        return sorted(tags, key=lambda name: (tags[name]["version"], name))
+
+    def restore(self, name: str) -> None:
+        """A new version with the content of an old one; one commit."""
+        with self._committing("the snapshot was not restored"):
+            self._record_ids()
+            self._table.restore(name)
+
+    def drop_snapshot(self, name: str) -> None:
+        """Drop the tag; its rows go at a later compaction."""
+        with _failures("the snapshot was not dropped"):
+            self._table.tags.delete(name)
+
+    def refresh(self) -> None:
+        """The newest version."""
+        with _failures(f"{self._directory} cannot be refreshed"):
+            self._table.checkout_latest()
+
+    def summary(self) -> Summary:
+        """Two columns, and the sizes of all files."""
+        with _failures(self._unreadable):
+            table = self._table.search().select(["version", "encoder"]).to_arrow()
+        versions, encoders = (
+            {row["values"]: row["counts"] for row in table[name].value_counts().to_pylist()}
+            for name in ("version", "encoder")
+        )
+        return Summary(versions, encoders, _bytes(self._directory))
+
+    def close(self) -> None:
+        """Let others write."""
+        self._table = None
+        if self._lock is not None:
+            self._lock.release()
+
+    def _record_ids(self) -> None:
+        """Before rows go: the largest id that there has been must not be forgotten with them."""
+        if self._metadata.next_id < self.next_id:
+            self._metadata = replace(self._metadata, next_id=self.next_id)
+            metadata.save(self._directory, self._metadata)
+
+    @contextmanager
+    def _committing(self, what: str) -> Generator[None]:
+        with _failures(what):
+            yield
+        self._commits += 1
+        if self._commits >= _COMPACT_AFTER:
+            self._commits = 0
+            try:
+                self._table.optimize(cleanup_older_than=_KEEP)
+            except Exception as error:  # the write is done and stays; compaction is tried again later
+                _LOG.warning("%s was not compacted: %s", self._directory, error)
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise MissingExtra(name, "knowledge", "a store in a directory") from None
+
+
+def _arrow() -> Any:
+    _package("pyarrow")
+    return import_module("attnflow.knowledge.store.arrow")
+
+
+def _create(directory: Path, made: Metadata) -> None:
+    """A store appears at its place as a whole: it is made beside it and renamed."""
+    beside = directory.with_name(f".{directory.name}.{os.getpid()}.new")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        beside.mkdir()
+    except OSError as error:
+        raise ReadOnly(f"a store at {directory} cannot be made: {error.strerror}") from None
+    try:
+        with _failures(f"a store at {directory} cannot be made"):
+            lancedb = _package("lancedb")
+            lancedb.connect(beside).create_table(TABLE, schema=_arrow().schema(made.dim, made.num_thresholds))
+            metadata.save(beside, made)
+            with suppress(FileExistsError):  # another process was faster: then that store is opened
+                beside.rename(directory)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _absent(directory: Path) -> bool:
+    """Whether there is nothing at this place, or an empty directory."""
+    return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+
+
+def _among(ids: IntArray) -> str:
+    return f"id IN ({','.join(map(str, ids.tolist()))})"
+
+
+def _bytes(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):  # files of old versions go at any time
+            total += path.stat().st_size
+    return total
+
+
+@contextmanager
+def _failures(what: str) -> Generator[None]:
+    """LanceDB raises errors of many kinds, with the cause in the text."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"{what}: {str(error).splitlines()[0]}") from error

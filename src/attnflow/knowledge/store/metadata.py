@@ -1,0 +1,81 @@
+"""The small file that makes a directory a store: its format, its widths, and the ids that it has given out."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attnflow.knowledge.store.errors import NewerFormat, NotAStore
+
+FILE = "store.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What does not change with single entries.
+
+    Attributes:
+        dim: width of an embedding.
+        num_thresholds: threshold columns.
+        next_id: all ids that the store has lost are below it.
+    """
+
+    dim: int
+    num_thresholds: int
+    next_id: int = 0
+
+
+def check_widths(place: str, stored: Metadata, dim: int | None, num_thresholds: int | None) -> None:
+    """Refuse to open a store as another one than it is."""
+    for name, given, has in (("dim", dim, stored.dim), ("num_thresholds", num_thresholds, stored.num_thresholds)):
+        if given is not None and given != has:
+            raise ValueError(
+                f"the store at {place} has {name}={has}, got {name}={given}: leave it out, or open another"
+            )
+
+
+def encode(metadata: Metadata) -> str:
+    """As JSON, with the format's number."""
+    return json.dumps({"attnflow_store": FORMAT} | asdict(metadata))
+
+
+def decode(place: str, text: str) -> Metadata:
+    """From JSON of this format, or of an earlier one.
+
+    Raises:
+        NewerFormat: a later version wrote it.
+        NotAStore: it is something else.
+    """
+    try:
+        values: dict[str, Any] = json.loads(text)
+        version = values.pop("attnflow_store")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NotAStore(f"{place} does not describe a store of attnflow, or is damaged") from None
+    if version > FORMAT:
+        raise NewerFormat(
+            f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
+        )
+    return Metadata(**values)
+
+
+def load(directory: Path) -> Metadata:
+    """Of a directory that is a store."""
+    path = directory / FILE
+    try:
+        return decode(str(path), path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotAStore(f"{directory} is not a store of attnflow: it has no {FILE}") from None
+
+
+def save(directory: Path, metadata: Metadata) -> None:
+    """Write it as a whole or not at all."""
+    temporary = directory / f"{FILE}.new"
+    with temporary.open("w") as file:
+        file.write(encode(metadata))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / FILE)
