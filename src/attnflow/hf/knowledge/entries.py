@@ -1,0 +1,202 @@
+"""The entries of a converted model in a store, and back: read there, searched there, edited there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow._core.checks import IntArray, index_array, integer, preview
+from attnflow.knowledge.encoder import Progress
+from attnflow.knowledge.layered import LayeredKnowledge
+from attnflow.knowledge.store import Store
+
+MADE_BY: Final = "from_ffn"  # where an entry of a store says which encoder made it
+OTHER_LAYER: Final = -1e9  # finite: of an infinite score GELU and SiLU are no numbers
+_BATCH: Final = 4096
+
+
+@dataclass(frozen=True)
+class EntryChanges:
+    """What had to change to make one side like the other.
+
+    Attributes:
+        inserted: entries that were added.
+        updated: entries that were overwritten.
+        deleted: entries that were removed.
+    """
+
+    inserted: int
+    updated: int
+    deleted: int
+
+    def __str__(self) -> str:
+        return f"{self.inserted:,} inserted, {self.updated:,} updated, {self.deleted:,} deleted"
+
+
+def layer_thresholds(layers: Sequence[int], num_layers: int) -> Float[Tensor, "entries num_layers"]:
+    """Threshold columns that say which layer each entry belongs to: 0 in the layer's own column, -1e9 in all others.
+
+    A search with `threshold_column=layer` thereby finds entries of that layer alone, all layers in one index. Give
+    them to `store.insert` with entries of your own.
+
+    Raises:
+        ValueError: a layer that does not exist.
+
+    >>> layer_thresholds([1], 3).tolist()
+    [[-1000000000.0, 0.0, -1000000000.0]]
+    """
+    columns = torch.full((len(layers), num_layers), OTHER_LAYER)
+    for row, layer in enumerate(layers):
+        columns[row, integer("layer", layer, 0, num_layers - 1)] = 0.0
+    return columns
+
+
+def save_entries(
+    model: nn.Module,
+    store: Store,
+    texts: Mapping[int, str] | None = None,
+    *,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> EntryChanges:
+    """Make a store hold the entries of a converted model, bit for bit, under the same ids.
+
+    An entry is stored with the whole of its row as embedding, "layer 3" as source, and `layer_thresholds`. To ask which
+    entries of a layer a hidden state h activates, search with [h | 0 | ... | 1 | 0] (1 at the threshold of the first
+    part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each atomic: killed and called again, it
+    goes on.
+
+    Args:
+        model: converted by `from_ffn`.
+        store: opened with `dim=base.entry_dim, num_thresholds=base.num_layers`; empty, or of such a model.
+        texts: what is known about entries, by id.
+        name: of the model; default as its config says.
+        progress: called with (entries written or looked at, all).
+
+    Raises:
+        ValueError: a model that is not converted or has float64 entries, a store of other widths or with entries that
+            were made from texts.
+
+    Cost: reading and comparing what the store holds; memory of one batch.
+    """
+    base = _base(model)
+    if base.entries.dtype == torch.float64:
+        raise ValueError("a store holds float32 numbers, and the entries are float64: convert model.float()")
+    _check_widths(base, store)
+    foreign = [made for made in store.stats().encoders if not (made or "").startswith(MADE_BY)]
+    if foreign:
+        raise ValueError(f"the store holds entries made by {preview(foreign)}, which would be lost: use another one")
+    encoder = f"{MADE_BY}:{name or getattr(getattr(model, 'config', None), 'name_or_path', '') or type(model).__name__}"
+    ids, held = base.ids.cpu().numpy(), index_array("ids", store.ids())
+    layers = np.repeat(np.arange(base.num_layers), base.counts.cpu().numpy())
+    inserted = updated = 0
+    for start in range(0, len(ids), _BATCH):
+        batch, rows = ids[start : start + _BATCH], base.entries.detach()[start : start + _BATCH].float().cpu()
+        known = np.isin(batch, held)
+        changed = ~known
+        if known.any():
+            same = torch.as_tensor(store.vectors(batch[known])).eq(rows[torch.from_numpy(known)]).all(dim=1)
+            changed[known] = ~same.numpy()
+        place = np.flatnonzero(changed)
+        if len(place):
+            where: list[int] = layers[start + place].tolist()
+            store.upsert(
+                ids=batch[place],
+                embeddings=rows[torch.from_numpy(place)],
+                texts=[None if texts is None else texts.get(key) for key in batch[place].tolist()],
+                sources=[f"layer {layer}" for layer in where],
+                thresholds=layer_thresholds(where, base.num_layers),
+                encoder=encoder,
+            )
+        inserted, updated = inserted + int((~known).sum()), updated + int((changed & known).sum())
+        if progress is not None:
+            progress(start + len(batch), len(ids))
+    gone = np.setdiff1d(held, ids)
+    store.delete(gone)
+    return EntryChanges(inserted, updated, len(gone))
+
+
+def load_entries(model: nn.Module, store: Store) -> EntryChanges:
+    """Make the entries of a converted model those of a store, bit for bit: what was edited there acts in the model.
+
+    Entries that stay keep their order, so that a model whose store was not edited computes the same bits; new ones come
+    after them. The parameter is a new one where entries came or went: make optimisers anew.
+
+    Args:
+        model: converted by `from_ffn`; changed in place.
+        store: written by `save_entries` for a model of the same form.
+
+    Raises:
+        ValueError: a model that is not converted, a store of other widths, an entry that does not say which one layer
+            it belongs to (see `layer_thresholds`), or a layer without entries. The model is as it was.
+
+    Cost: all entries of the store, twice in memory.
+    """
+    base = _base(model)
+    _check_widths(base, store)
+    ids = index_array("ids", store.ids())
+    layers = _layers(store, ids)
+    counts = np.bincount(layers, minlength=base.num_layers)
+    if not counts.all():
+        raise ValueError(f"layer {int(counts.argmin())} would be left without entries")
+    before: IntArray = base.ids.cpu().numpy()
+    old_layers = np.repeat(np.arange(base.num_layers), base.counts.cpu().numpy())
+    order, at = np.argsort(before), np.full(len(ids), len(before))
+    stays = np.isin(ids, before)
+    at[stays] = order[np.searchsorted(before, ids[stays], sorter=order)]
+    moved = stays & (old_layers[at.clip(max=len(before) - 1)] != layers)
+    at[moved] = len(before)
+    ids = ids[(rank := np.lexsort((ids, at, layers)))]
+    rows = torch.as_tensor(store.vectors(ids)).to(base.entries)
+    at = at[rank]
+    kept = at < len(before)
+    same = rows[torch.from_numpy(kept)].eq(base.entries.detach()[torch.from_numpy(at[kept])]).all(dim=1)
+    changes = EntryChanges(int((~kept).sum()), int((~same).sum()), len(before) - int(kept.sum()))
+    _replace(base, rows, ids, counts)
+    return changes
+
+
+def _base(model: nn.Module) -> LayeredKnowledge:
+    base = getattr(model, "knowledge", None)
+    if not isinstance(base, LayeredKnowledge):
+        raise ValueError(f"{type(model).__name__} is not converted: af.knowledge.from_ffn(model) opens its entries")
+    return base
+
+
+def _check_widths(base: LayeredKnowledge, store: Store) -> None:
+    if (store.dim, store.num_thresholds) != (base.entry_dim, base.num_layers):
+        raise ValueError(
+            f"the entries of this model need a store with dim={base.entry_dim} and num_thresholds={base.num_layers}, "
+            f"got dim={store.dim} and num_thresholds={store.num_thresholds}"
+        )
+
+
+def _layers(store: Store, ids: IntArray) -> IntArray:
+    """The layer of each entry, from its threshold columns."""
+    columns = store.thresholds(ids)
+    own = columns == 0
+    bad = (own.sum(dim=1) != 1) | (columns.masked_fill(own, OTHER_LAYER) != OTHER_LAYER).any(dim=1)
+    if bool(bad.any()):
+        raise ValueError(
+            f"entry {ids[int(bad.nonzero()[0])]} does not say which one layer it belongs to: its thresholds must be "
+            "those of af.knowledge.layer_thresholds"
+        )
+    return own.int().argmax(dim=1).numpy()
+
+
+def _replace(base: LayeredKnowledge, rows: Tensor, ids: IntArray, counts: IntArray) -> None:
+    """In place where the shape allows it: then the parameter, which optimisers hold, stays the same."""
+    if rows.shape == base.entries.shape:
+        with torch.no_grad():
+            base.entries.copy_(rows)
+    else:
+        base.entries = nn.Parameter(rows, requires_grad=base.entries.requires_grad)
+    base.ids = torch.from_numpy(ids).to(base.ids.device)
+    base.counts = torch.from_numpy(counts).to(base.counts)
+    base._find_rows()

@@ -1,0 +1,169 @@
+"""Entries that say the same: pairs with a high cosine, as groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+from torch.nn import functional
+
+from attnflow._core.checks import IntArray, index_array, preview
+from attnflow.knowledge.base import KnowledgeBase
+from attnflow.knowledge.encoder import Progress
+from attnflow.knowledge.index import EntryIndex
+from attnflow.knowledge.layered import LayeredKnowledge
+from attnflow.knowledge.store import Store
+from attnflow.knowledge.tables import aligned
+
+Search = Literal["auto", "exact", "approximate"]
+
+SCHEMA: Final = "attnflow.knowledge.duplicates/1"
+_BLOCK: Final = 512  # entries that are compared with all later ones at once
+_MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto" asks an index (minutes on 2 cores)
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Groups of entries that say the same.
+
+    Attributes:
+        threshold: cosine from which two entries are a pair.
+        total: entries that were compared.
+        pairs: how many pairs there are (of an approximate search: were found).
+        groups: ids that pairs connect, the largest group first; within a group, two may be less alike than a pair.
+        zeros: entries of length 0, which have no direction and are in no group.
+        approximate: whether an approximate index looked for the pairs, which may miss some.
+    """
+
+    threshold: float
+    total: int
+    pairs: int
+    groups: tuple[tuple[int, ...], ...]
+    zeros: int
+    approximate: bool
+
+    @property
+    def surplus(self) -> int:
+        """Entries that could go if one of each group stayed."""
+        return sum(len(group) - 1 for group in self.groups)
+
+    def to_json(self) -> str:
+        """As JSON text, `attnflow.knowledge.duplicates/1`."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n"
+
+    def __str__(self) -> str:
+        how = "found by an approximate search, which may miss some" if self.approximate else "all pairs compared"
+        about = (
+            f"{len(self.groups):,} groups with {self.surplus:,} surplus entries of {self.total:,} "
+            f"({self.pairs:,} pairs with a cosine of at least {self.threshold:g}; {how})"
+        )
+        rows = [[f"{len(group):,}", preview(group)] for group in self.groups[:20]]
+        said = [about, *([aligned([["entries", "ids"], *rows], left=[1])] if rows else [])]
+        if len(self.groups) > len(rows):
+            said.append(f"and {len(self.groups) - len(rows):,} more groups")
+        return "\n".join(said)
+
+
+def duplicates(
+    entries: Float[Tensor, "entries entry_dim"] | KnowledgeBase | Store,
+    threshold: float = 0.95,
+    *,
+    search: Search = "auto",
+    progress: Progress | None = None,
+) -> Duplicates:
+    """Pairs of entries with a cosine of at least `threshold`, as groups.
+
+    Args:
+        entries: a matrix, whose ids are its rows; a base; or a store.
+        threshold: in (0, 1].
+        search: "exact" compares all pairs; "approximate" asks an index; "auto" does so where it would take minutes.
+        progress: called with (entries compared, all).
+
+    Raises:
+        ValueError: a threshold or a search that does not exist, no matrix, or NaN or infinity in it.
+
+    Cost: entries^2 * entry_dim / 2 multiplications in blocks, memory of a copy of the entries; by an index, its own.
+
+    >>> duplicates(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.1]])).groups
+    ((0, 2),)
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold must be a cosine in (0, 1], got {threshold}")
+    if search not in ("auto", "exact", "approximate"):
+        raise ValueError(f"search must be 'auto', 'exact' or 'approximate', got {search!r}")
+    rows, ids = _read(entries)
+    if rows.ndim != 2 or not bool(torch.isfinite(rows).all()):
+        raise ValueError(f"entries must be a finite matrix, got shape {tuple(rows.shape)} or NaN or infinity")
+    length = rows.norm(dim=1)
+    ids, zeros = ids[(length > 0).numpy()], int((length == 0).sum())
+    unit, place = functional.normalize(rows[length > 0], dim=1).unique(dim=0, return_inverse=True)
+    copies = torch.bincount(place, minlength=len(unit))
+    work = float(len(unit)) ** 2 * unit.shape[1]
+    approximate = search == "approximate" or (search == "auto" and work > _MOST_WORK)
+    least = threshold - torch.finfo(unit.dtype).eps * unit.shape[1] ** 0.5  # rounding must not part equals
+    found = (_by_index if approximate else _by_blocks)(unit, least)
+    labels, pairs = np.arange(len(unit)), int((copies * (copies - 1) // 2).sum())
+    for done, first, second in found:
+        once = second > first  # an index finds most pairs from both sides
+        pairs += int((copies[first[once]] * copies[second[once]]).sum())
+        labels = _merged(labels, first.numpy(), second.numpy())
+        if progress is not None:
+            progress(done, len(unit))
+    groups = _groups(labels[place.numpy()], ids)
+    return Duplicates(float(threshold), len(rows), pairs, groups, zeros, approximate)
+
+
+def _read(entries: Tensor | KnowledgeBase | Store) -> tuple[Tensor, IntArray]:
+    """(float32 rows on the CPU, their ids)."""
+    if isinstance(entries, Tensor | KnowledgeBase):
+        rows = (entries if isinstance(entries, Tensor) else entries.entries).detach().float().cpu()
+        ids = entries.ids.cpu().numpy() if isinstance(entries, LayeredKnowledge) else np.arange(len(rows))
+        return rows, ids
+    ids = index_array("ids", entries.ids())
+    return torch.as_tensor(entries.vectors(ids)), ids
+
+
+def _by_blocks(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(rows compared so far, first, second) of the pairs of each block with all later rows."""
+    for start in range(0, len(unit), _BLOCK):
+        block = unit[start : start + _BLOCK]
+        found = (block @ unit[start:].T >= least).triu(diagonal=1).nonzero() + start
+        yield start + len(block), found[:, 0], found[:, 1]
+
+
+def _by_index(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Likewise, by an approximate index."""
+    index = EntryIndex(unit.shape[1], search="approximate")
+    index.build(unit)
+    for start in range(0, len(unit), _BLOCK):
+        block = unit[start : start + _BLOCK]
+        hits = index.range(block, least, mode="approximate")
+        first = torch.arange(len(block)).repeat_interleave(torch.tensor([len(one.slots) for one in hits])) + start
+        second = torch.cat([one.slots for one in hits])
+        other = second != first
+        yield start + len(block), first[other], second[other]
+
+
+def _merged(labels: IntArray, first: IntArray, second: IntArray) -> IntArray:
+    """Labels of groups after some pairs were joined."""
+    if not len(first):
+        return labels
+    ones, size = np.ones(len(first), dtype=np.float32), len(labels)
+    edges = coo_array((ones, (labels[first], labels[second])), shape=(size, size))
+    found: IntArray = connected_components(edges, directed=False)[1].astype(np.int64)
+    return found[labels]
+
+
+def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:
+    order = np.lexsort((ids, labels))
+    ends = np.flatnonzero(np.diff(labels[order])) + 1
+    found = [tuple(group.tolist()) for group in np.split(ids[order], ends) if len(group) > 1]
+    return tuple(sorted(found, key=lambda group: (-len(group), group)))

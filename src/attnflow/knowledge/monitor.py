@@ -1,0 +1,212 @@
+"""How a base is used: entries that are active for each token and layer, and entries that never are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from attnflow._core.checks import Indices, index_array, preview
+from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.tables import aligned
+
+ACTIVITY_SCHEMA: Final = "attnflow.knowledge.activity/1"
+
+
+@dataclass(frozen=True)
+class LayerActivity:
+    """Active entries of one layer, counted over tokens: for each token the sum over heads.
+
+    Attributes:
+        layer: its number.
+        tokens: that were seen.
+        entries: that the layer may read.
+        read_all: whether all of them were read; if not, the numbers are of those that were.
+        mean: active entries per token.
+        minimum: of any token.
+        lower: 5 % of the tokens have at most so many.
+        median: half of the tokens have at most so many.
+        upper: 95 % of the tokens have at most so many.
+        maximum: of any token.
+        dead: entries that were active for no token here.
+    """
+
+    layer: int
+    tokens: int
+    entries: int
+    read_all: bool
+    mean: float
+    minimum: int
+    lower: int
+    median: int
+    upper: int
+    maximum: int
+    dead: int
+
+
+@dataclass(frozen=True)
+class ActivityReport:
+    """Active and dead entries of all layers.
+
+    Attributes:
+        layers: in their order.
+        entries: that any layer may read.
+        dead: ids of the entries that were active for no token in any layer.
+    """
+
+    layers: tuple[LayerActivity, ...]
+    entries: int
+    dead: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """As JSON text, `attnflow.knowledge.activity/1`."""
+        return json.dumps({"schema": ACTIVITY_SCHEMA, **asdict(self)}) + "\n"
+
+    def __str__(self) -> str:
+        head = ["layer", "tokens", "entries", "mean", "share", "min", "5 %", "median", "95 %", "max", "dead"]
+        rows = [
+            [
+                str(one.layer),
+                f"{one.tokens:,}",
+                f"{one.entries:,}",
+                f"{one.mean:,.1f}{'' if one.read_all else '*'}",
+                f"{100 * one.mean / max(one.entries, 1):.1f}%",
+                *(f"{count:,}" for count in (one.minimum, one.lower, one.median, one.upper, one.maximum, one.dead)),
+            ]
+            for one in self.layers
+        ]
+        said = [aligned([head, *rows]), f"dead in all layers: {len(self.dead):,} of {self.entries:,} entries"]
+        if self.dead:
+            said[-1] += f": {preview(self.dead)}"
+        if not all(one.read_all for one in self.layers):
+            said.append("* of the entries that were read")
+        return "\n".join(said)
+
+
+def active(reading: Reading) -> Bool[Tensor, "*tokens heads read"]:
+    """Which entries are active: those with a positive weight, of gated layers with a positive activated gate.
+
+    For ReLU, GELU and SiLU that is a positive score (gate score), for sparsemax to be in the support.
+    """
+    if len(reading.scores) == 1:
+        return reading.weights > 0
+    # weight = act(gate) * up: signs, because the product of two small numbers may be 0
+    return reading.weights.sign() * reading.scores[1].sign() > 0
+
+
+class Activity:
+    """Counts over any number of forward passes; `af.knowledge.activity(model)` fills it.
+
+    Memory: one count for each entry and layer, and a histogram of active entries per token.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, _Counts] = {}
+
+    def see(
+        self, reading: Reading, ids: Callable[[Tensor], Tensor], kept: Bool[Tensor, "*tokens"] | None = None
+    ) -> None:
+        """Count one reading.
+
+        Args:
+            reading: of one layer.
+            ids: positions of a reading -> ids of entries.
+            kept: which tokens count, None for all; padding should not.
+        """
+        fires = active(reading)
+        found = fires.flatten(0, -3) if kept is None else fires[kept.to(fires.device)]
+        counts = self._layers.setdefault(reading.layer, _Counts())
+        if reading.ids is None:
+            everything = ids(torch.arange(found.shape[-1], device=found.device))
+            counts.add(everything.cpu(), found.sum(dim=(0, 1)).cpu())
+        else:
+            counts.read_all = False
+            positions = reading.ids.flatten(0, -3) if kept is None else reading.ids[kept.to(fires.device)]
+            counts.add(*ids(positions[found]).cpu().unique(return_counts=True))
+        counts.tally(found.sum(dim=(1, 2)).cpu())
+
+    def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
+        """Say which entries a layer may read: those that it never does are dead."""
+        self._layers.setdefault(layer, _Counts()).add(ids.cpu(), torch.zeros(len(ids), dtype=torch.int64))
+
+    def fired(self, layer: int) -> tuple[Int[Tensor, " entries"], Int[Tensor, " entries"]]:
+        """(ids in ascending order, how often each was active in a layer: over tokens and heads).
+
+        Raises:
+            ValueError: nothing was seen of that layer.
+        """
+        if layer not in self._layers:
+            raise ValueError(f"layer must be one of {sorted(self._layers)}, got {layer}")
+        return self._layers[layer].ids.clone(), self._layers[layer].fired.clone()
+
+    def report(self, ids: Indices | None = None) -> ActivityReport:
+        """Everything so far.
+
+        Args:
+            ids: of the entries that all layers may read, where it is not the model's own base, such as `store.ids()`.
+
+        Raises:
+            ValueError: no forward pass was seen.
+        """
+        seen = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
+        if not seen:
+            raise ValueError("no forward pass of the model has run inside the block: there is nothing to report")
+        known = None if ids is None else torch.from_numpy(index_array("ids", ids)).unique()
+        layers: list[LayerActivity] = []
+        every, fired = [], []
+        for layer, counts in seen.items():
+            mine = counts.ids if known is None else known
+            alive = counts.ids[counts.fired > 0]
+            dead = int((~torch.isin(mine, alive)).sum())
+            layers.append(counts.summary(layer, len(mine), dead))
+            every.append(mine)
+            fired.append(alive)
+        everything = torch.cat(every).unique()
+        dead = everything[~torch.isin(everything, torch.cat(fired))]
+        return ActivityReport(tuple(layers), len(everything), tuple(dead.tolist()))
+
+
+class _Counts:
+    """Of one layer."""
+
+    def __init__(self) -> None:
+        self.ids = torch.zeros(0, dtype=torch.int64)  # ascending
+        self.fired = torch.zeros(0, dtype=torch.int64)
+        self.histogram = torch.zeros(1, dtype=torch.int64)  # tokens by their number of active entries
+        self.read_all = True
+
+    @property
+    def tokens(self) -> int:
+        return int(self.histogram.sum())
+
+    def add(self, ids: Tensor, fired: Tensor) -> None:
+        """Add to the counts of entries, of which no two are alike."""
+        if torch.equal(ids, self.ids):
+            self.fired += fired
+            return
+        both = torch.cat([self.ids, ids])
+        self.ids, place = both.unique(return_inverse=True)
+        fresh = torch.zeros(len(self.ids), dtype=torch.int64)
+        self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
+
+    def tally(self, counts: Tensor) -> None:
+        """Add tokens to the histogram."""
+        more = torch.bincount(counts, minlength=len(self.histogram))
+        more[: len(self.histogram)] += self.histogram
+        self.histogram = more
+
+    def summary(self, layer: int, entries: int, dead: int) -> LayerActivity:
+        """In numbers."""
+        tokens, values = self.tokens, torch.arange(len(self.histogram))
+        below = self.histogram.cumsum(0)
+        lower, median, upper = (int((below >= share * tokens).nonzero()[0]) for share in (0.05, 0.5, 0.95))
+        present: Sequence[int] = self.histogram.nonzero().flatten().tolist()
+        mean = float((values * self.histogram).sum()) / tokens
+        return LayerActivity(
+            layer, tokens, entries, self.read_all, mean, present[0], lower, median, upper, present[-1], dead
+        )

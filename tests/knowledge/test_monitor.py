@@ -1,0 +1,195 @@
+"""Counts of active entries against counting by hand; duplicates against comparing all pairs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, KnowledgeReader, Retrieval
+from attnflow.knowledge.duplicates import duplicates
+from attnflow.knowledge.monitor import Activity, active
+from attnflow.knowledge.reader import Reading
+
+
+def reading(fires, layer=0, ids=None):
+    """A reading whose weights are 1 where entries fire, [tokens, heads, read]."""
+    weights = torch.tensor(fires).float()
+    return Reading(layer, ids, weights.unsqueeze(0), weights)
+
+
+def same(positions):
+    return positions
+
+
+def test_counts_by_hand():
+    seen = Activity()
+    fires = torch.tensor([[[1, 0, 0, 1]], [[0, 0, 0, 1]], [[1, 1, 0, 1]]])
+    seen.see(reading(fires.tolist()), same)
+    seen.see(reading([[[0, 0, 0, 0]]]), same)
+    ids, counts = seen.fired(0)
+    assert (ids.tolist(), counts.tolist()) == ([0, 1, 2, 3], [2, 1, 0, 3])
+    report = seen.report()
+    layer = report.layers[0]
+    assert (layer.tokens, layer.entries, layer.dead, layer.read_all) == (4, 4, 1, True)
+    assert (layer.mean, layer.minimum, layer.median, layer.maximum) == (1.5, 0, 1, 3)
+    assert (report.dead, report.entries) == ((2,), 4)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
+def test_any_split_into_passes_counts_the_same(seed, passes, heads, entries):
+    generator = torch.Generator().manual_seed(seed)
+    fires = torch.rand(11, heads, entries, generator=generator) < 0.4
+    seen = Activity()
+    for part in fires.chunk(passes):
+        seen.see(reading(part.tolist()), same)
+    one = seen.report().layers[0]
+    per_token = fires.sum(dim=(1, 2))
+    assert seen.fired(0)[1].tolist() == fires.sum(dim=(0, 1)).tolist()
+    assert one.mean == pytest.approx(float(per_token.float().mean()))
+    for share, found in ((0.05, one.lower), (0.5, one.median), (0.95, one.upper)):
+        assert found == np.quantile(per_token.numpy(), share, method="inverted_cdf")
+    assert (one.minimum, one.maximum) == (int(per_token.min()), int(per_token.max()))
+    assert one.dead == int((fires.sum(dim=(0, 1)) == 0).sum())
+
+
+def test_an_entry_is_dead_if_no_layer_reads_it():
+    seen = Activity()
+    seen.see(reading([[[1, 0, 0]]], layer=0), same)
+    seen.see(reading([[[0, 0, 1]]], layer=1), same)
+    report = seen.report()
+    assert [layer.dead for layer in report.layers] == [2, 2]
+    assert report.dead == (1,)
+    apart = Activity()  # each layer with entries of its own
+    apart.see(reading([[[1, 0, 0]]], layer=0), same)
+    apart.see(reading([[[0, 0, 1]]], layer=1), lambda positions: positions + 10)
+    assert apart.report().dead == (1, 2, 10, 11)
+
+
+def test_retrieved_entries_are_counted_by_id():
+    seen = Activity()
+    seen.may_read(0, torch.arange(6))
+    ids = torch.tensor([[[4, 2, -1]], [[4, 0, 1]]])
+    seen.see(reading([[[1, 1, 0]], [[1, 0, 1]]], ids=ids), same)
+    found, counts = seen.fired(0)
+    assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == {0: 0, 1: 1, 2: 1, 3: 0, 4: 2, 5: 0}
+    report = seen.report()
+    assert (report.layers[0].read_all, report.dead) == (False, (0, 3, 5))
+    assert "2.0*" in str(report)
+    assert "* of the entries that were read" in str(report)
+    assert seen.report(ids=[1, 2, 70]).dead == (70,)
+
+
+def test_padding_does_not_count():
+    seen = Activity()
+    fires = [[[[1, 0]], [[1, 1]]], [[[0, 1]], [[1, 1]]]]
+    seen.see(reading(fires), same, torch.tensor([[True, False], [True, False]]))
+    assert seen.fired(0)[1].tolist() == [1, 1]
+    assert seen.report().layers[0].tokens == 2
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_active_is_a_positive_gate(activation, gated):
+    attention = GeneralizedCrossAttention(8, 6, 5, activation=activation, gated=gated).double()
+    reader, readings = KnowledgeReader(0, attention), []
+    reader.observer = readings.append
+    reader(torch.randn(7, 8).double(), torch.randn(20, 5).double())
+    scores = readings[0].scores
+    expected = attention.activation(scores[0]) > 0
+    assert 0 < expected.sum() < expected.numel()
+    assert torch.equal(active(readings[0]), expected)
+    if activation != "sparsemax":
+        assert torch.equal(expected, scores[0] > 0)
+
+
+def test_a_reader_with_retrieval_is_counted_among_what_it_read():
+    reader, readings = KnowledgeReader(0, GeneralizedCrossAttention(8, 6, 5), Retrieval(k=3, search="exact")), []
+    reader.observer = readings.append
+    reader.eval()(torch.randn(7, 8), torch.randn(20, 5))
+    seen = Activity()
+    seen.see(readings[0], same)
+    assert seen.report().layers[0].maximum <= 3
+
+
+def test_reports_as_text_and_json():
+    seen = Activity()
+    with pytest.raises(ValueError, match="no forward pass"):
+        seen.report()
+    with pytest.raises(ValueError, match=r"layer must be one of \[\], got 3"):
+        seen.fired(3)
+    seen.see(reading([[[1, 0, 0, 1]], [[1, 0, 0, 0]]]), same)
+    report = seen.report()
+    assert json.loads(report.to_json())["dead"] == [1, 2]
+    assert str(report).splitlines() == [
+        "layer  tokens  entries  mean  share  min  5 %  median  95 %  max  dead",
+        "    0       2        4   1.5  37.5%    1    1       1     2    2     2",
+        "dead in all layers: 2 of 4 entries: [1, 2]",
+    ]
+
+
+def by_hand(rows, threshold):
+    """(pairs, groups) from all cosines in float64."""
+    unit = torch.nn.functional.normalize(rows.double(), dim=1)
+    near = unit @ unit.T >= threshold - 1e-6
+    near &= (rows.norm(dim=1) > 0)[:, None] & (rows.norm(dim=1) > 0)
+    pairs = int(near.triu(1).sum())
+    groups, left = set(), set(range(len(rows)))
+    while left:
+        group, edge = set(), {left.pop()}
+        while edge:
+            group |= edge
+            edge = {j for i in edge for j in near[i].nonzero().flatten().tolist()} - group
+        left -= group
+        if len(group) > 1:
+            groups.add(tuple(sorted(group)))
+    return pairs, groups
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.6, 0.9, 0.999]), st.integers(1, 60))
+def test_duplicates_are_those_of_all_pairs(seed, threshold, count):
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(5, 4, generator=generator)
+    rows = centres[torch.randint(5, (count,), generator=generator)]
+    rows = rows + 0.2 * torch.randn(count, 4, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
+    rows[torch.rand(count, generator=generator) < 0.05] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnflow.knowledge.duplicates._BLOCK", 7)
+        found = duplicates(rows, threshold)
+    pairs, groups = by_hand(rows, threshold)
+    assert (found.pairs, set(found.groups)) == (pairs, groups)
+    assert (found.total, found.zeros) == (count, int((rows.norm(dim=1) == 0).sum()))
+    assert [len(group) for group in found.groups] == sorted(map(len, found.groups), reverse=True)
+
+
+def test_many_equal_entries_are_no_work():
+    found = duplicates(torch.ones(20_000, 8))
+    assert (found.pairs, len(found.groups), found.surplus) == (20_000 * 19_999 // 2, 1, 19_999)
+
+
+def test_an_index_finds_planted_duplicates_and_says_that_it_may_miss_some():
+    pytest.importorskip("faiss")
+    rows = torch.randn(3000, 16)
+    rows[2500:] = rows[:500] + 0.001 * torch.randn(500, 16)
+    steps = []
+    found = duplicates(rows, 0.99, search="approximate", progress=lambda *now: steps.append(now))
+    assert found.approximate
+    assert "may miss some" in str(found)
+    assert found.surplus >= 450
+    assert steps[-1] == (3000, 3000)
+    assert set(found.groups) <= set(duplicates(rows, 0.99, search="exact").groups)
+
+
+def test_duplicates_of_a_base():
+    base = KnowledgeBase.from_entries(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]))
+    found = duplicates(base)
+    assert found.groups == ((0, 2),)
+    assert json.loads(found.to_json())["groups"] == [[0, 2]]
+    assert str(found).splitlines()[-1] == "      2  [0, 2]"
+    for threshold in (0.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"a cosine in \(0, 1\]"):
+            duplicates(base, threshold)
+    with pytest.raises(ValueError, match="finite matrix"):
+        duplicates(torch.tensor([[float("nan"), 1.0]]))
