@@ -158,3 +158,15 @@ def test_bad_shapes_and_entries():
     entries[3, 2] = math.nan
     with pytest.raises(ValueError, match="entry 3 holds NaN"):
         KnowledgeBase.from_entries(entries)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("threshold", ["mlp", "coordinate", "per_entry"])
+def test_without_gradients_entries_are_read_in_blocks(monkeypatch, threshold, gated, activation):
+    monkeypatch.setattr("attnflow.knowledge.attention._CACHED", 1)  # 64 entries a block, the last one is short
+    layer, hidden, entries = layer_and_inputs(3, 2, gated, threshold, activation, entries=150)
+    expected = layer(hidden, entries, "naive")
+    with torch.no_grad():
+        torch.testing.assert_close(layer(hidden, entries), expected.detach(), rtol=1e-12, atol=1e-12)
+        assert layer(hidden[:, :0], entries).shape == (2, 0, 8)

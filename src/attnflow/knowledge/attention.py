@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from attnflow._core.checks import integer
 from attnflow.knowledge.activations import Activation, named
@@ -17,6 +18,7 @@ from attnflow.knowledge.activations import Activation, named
 THRESHOLDS: Final = ("mlp", "coordinate", "per_entry")
 
 _HIDDEN: Final = 64  # width of the threshold network
+_CACHED: Final = 1 << 20  # bytes of entries in a block: what a core's L2 cache holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,8 @@ class GeneralizedCrossAttention(nn.Module):
     - `folded`: as a feed-forward layer, `fold(entries)(hidden)`; pays for folding on every call, so fold once instead
       where E and the projections stand still. Holds a copy of K and V for this layer.
     - `query_side`: the query goes to the entries, score = (H W_Q W_K^T / sqrt(d_k)) . e + b1 and output =
-      (A E) W_V + b2. O(tokens * entries * d_E); one E serves all layers, and a changed entry is a changed row.
+      (A E) W_V + b2. O(tokens * entries * d_E); one E serves all layers, and a changed entry is a changed row. Without
+      gradients, in blocks that fit the cache: memory O(tokens * d_E) beside E.
 
     Args:
         model_dim: d, width of the tokens.
@@ -218,8 +221,23 @@ class GeneralizedCrossAttention(nn.Module):
         return found if self.output_bias is None else found + self.output_bias
 
     def _query_side(self, hidden: Tensor, entries: Tensor) -> Tensor:
-        scores = self.score(hidden, entries, self.thresholds(entries))
-        return self.read(weigh(scores, self.activation), entries)
+        thresholds = self.thresholds(entries)
+        alone = self.activation in (functional.relu, functional.gelu, functional.silu)  # each weight of its own score
+        if alone and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self.write(self._read_in_blocks(hidden, entries, thresholds))
+        return self.read(weigh(self.score(hidden, entries, thresholds), self.activation), entries)
+
+    def _read_in_blocks(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
+        """A E, entries that fit a core's cache at a time: each is fetched once for its score and its value."""
+        queries = self.project_query(hidden)
+        flat = queries.flatten(1, -2)  # [parts, tokens * heads, d_E]
+        shape = (self.parts, -1, self.num_heads)
+        size = max(64, _CACHED // (self.entry_dim * entries.element_size()))
+        read = torch.zeros_like(flat[0])
+        for block, limits in zip(entries.split(size), thresholds.split(size, dim=-1), strict=True):
+            scores = (flat @ block.T).view(*shape, len(block)).add_(limits.unsqueeze(1))
+            read.addmm_(weigh(scores, self.activation).flatten(0, 1), block)
+        return read.view(queries.shape[1:])
 
     def check(self, hidden: Float[Tensor, "..."], entries: Float[Tensor, "..."]) -> None:
         """Raise a ValueError for tokens or entries that do not fit this layer."""
