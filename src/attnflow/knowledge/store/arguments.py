@@ -86,8 +86,10 @@ def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
         return f"snapshot-{number}"
     if not _NAME.fullmatch(name):
         raise ValueError(f"a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
-    if name in taken:
-        raise ValueError(f"there is a snapshot {name!r} already: choose another name, or drop it first")
+    if name.lower() in (other.lower() for other in taken):  # on some disks "A" and "a" are one file
+        raise ValueError(
+            f"there is a snapshot {name!r} already (case does not count): choose another name, or drop it first"
+        )
     return name
 
 

@@ -17,7 +17,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.engine import Summary
-from attnflow.knowledge.store.errors import ReadOnly, StoreError
+from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreError
 from attnflow.knowledge.store.lock import DirectoryLock
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.rows import Rows, Stamped
@@ -30,12 +30,15 @@ _KEEP = datetime.timedelta(minutes=10)  # versions that readers of other process
 
 
 class LanceEngine:
-    """One table, one row an entry; old versions are dropped in passing, except those under a snapshot's tag."""
+    """One table, one row an entry; old versions are dropped in passing."""
 
     def __init__(self, directory: Path, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
         lancedb = _package("lancedb")
         self._arrow = _arrow()
-        if not read_only and dim is not None and _absent(directory):
+        if _absent(directory):
+            if read_only or dim is None:
+                how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
+                raise NotAStore(f"there is no store at {directory}: {how}")
             _create(directory, Metadata(dim, num_thresholds or 0))
         self._directory = directory
         self._unreadable = f"{directory} cannot be read; if another process writes there, refresh()"
@@ -45,7 +48,8 @@ class LanceEngine:
         self._lock = None if read_only else DirectoryLock(directory)
         try:
             with _failures(f"{directory} cannot be opened"):
-                self._table: Any = lancedb.connect(directory).open_table(TABLE)
+                self._database: Any = lancedb.connect(directory)
+                self._table: Any = self._database.open_table(TABLE)
                 self.next_id = max(self._metadata.next_id, int(self.stamps()[0].max(initial=-1)) + 1)
         except BaseException:
             self.close()
@@ -92,26 +96,31 @@ class LanceEngine:
             return self._arrow.to_stamped(query.to_batches(), count, self.dim, self.num_thresholds)
 
     def snapshot(self, name: str) -> None:
-        """A tag on the present version, which keeps it from being dropped."""
+        """A copy in a table of its own, which counts once the metadata name it.
+
+        A tag on a version would cost nothing at first, but LanceDB 0.40 then keeps all later files of rows for good.
+        """
         with _failures("the snapshot was not made"):
-            self._table.tags.create(name, self._table.version)
+            self._database.drop_table(_snapshot(name), ignore_missing=True)  # what a crash in this place has left
+            self._database.create_table(_snapshot(name), self._table.search().to_batches())
+            self._record(snapshots=[*self.snapshots(), name])
 
     def snapshots(self) -> list[str]:
-        """By version, then by name."""
-        with _failures(f"the snapshots of {self._directory} cannot be read"):
-            tags = self._table.tags.list()
-        return sorted(tags, key=lambda name: (tags[name]["version"], name))
+        """As the metadata list them."""
+        return list(metadata.load(self._directory).snapshots)
 
     def restore(self, name: str) -> None:
-        """A new version with the content of an old one; one commit."""
+        """The rows of the copy in place of all others; one commit."""
         with self._committing("the snapshot was not restored"):
             self._record_ids()
-            self._table.restore(name)
+            rows = self._database.open_table(_snapshot(name)).search().to_batches()
+            self._table.add(rows, mode="overwrite")
 
     def drop_snapshot(self, name: str) -> None:
-        """Drop the tag; its rows go at a later compaction."""
+        """First from the metadata, then the table."""
         with _failures("the snapshot was not dropped"):
-            self._table.tags.delete(name)
+            self._record(snapshots=[other for other in self.snapshots() if other != name])
+            self._database.drop_table(_snapshot(name))
 
     def refresh(self) -> None:
         """The newest version."""
@@ -130,15 +139,18 @@ class LanceEngine:
 
     def close(self) -> None:
         """Let others write."""
-        self._table = None
+        self._table = self._database = None
         if self._lock is not None:
             self._lock.release()
 
     def _record_ids(self) -> None:
         """Before rows go: the largest id that there has been must not be forgotten with them."""
         if self._metadata.next_id < self.next_id:
-            self._metadata = replace(self._metadata, next_id=self.next_id)
-            metadata.save(self._directory, self._metadata)
+            self._record(next_id=self.next_id)
+
+    def _record(self, **changes: Any) -> None:
+        self._metadata = replace(self._metadata, **changes)
+        metadata.save(self._directory, self._metadata)
 
     @contextmanager
     def _committing(self, what: str) -> Generator[None]:
@@ -187,6 +199,10 @@ def _create(directory: Path, made: Metadata) -> None:
 def _absent(directory: Path) -> bool:
     """Whether there is nothing at this place, or an empty directory."""
     return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+
+
+def _snapshot(name: str) -> str:
+    return f"snapshot-{name}"
 
 
 def _among(ids: IntArray) -> str:

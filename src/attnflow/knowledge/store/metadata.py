@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ class Metadata:
         dim: width of an embedding.
         num_thresholds: threshold columns.
         next_id: all ids that the store has lost are below it.
+        snapshots: their names, oldest first.
     """
 
     dim: int
     num_thresholds: int
     next_id: int = 0
+    snapshots: Sequence[str] = ()
 
 
 def check_widths(place: str, stored: Metadata, dim: int | None, num_thresholds: int | None) -> None:
