@@ -12,12 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from attnflow._core.errors import MissingExtra
+from attnflow.knowledge.index.centroids import Centroids
 from attnflow.knowledge.index.exact import Floats, Ints
 
-_LISTS: Final = 2.0  # lists for sqrt(rows)
+_LISTS: Final = 4.0  # lists for sqrt(rows)
 _SAMPLE: Final = 48  # rows a list to learn the centroids from
-_ROUNDS: Final = 8
-_SCORES: Final = 1 << 21  # held at once
+_DEVIATIONS: Final = 3.0  # about the largest of a few hundred draws of a normal distribution
+_PROMISES: Final = 1 << 21  # held at once
 
 
 class Partition:
@@ -46,14 +47,12 @@ class Partition:
         self._faiss = faiss()
         self._dim, width = dim, rows.shape[1]
         draw = np.random.default_rng(0)
-        self.num_lists = min(len(rows), max(1, round(_LISTS * len(rows) ** 0.5)))
-        sample = rows[_some(draw, len(rows), _SAMPLE * self.num_lists)]
+        lists = min(len(rows), max(1, round(_LISTS * len(rows) ** 0.5)))
+        sample = rows[_some(draw, len(rows), _SAMPLE * lists)]
         self._cut = float(np.sqrt(np.square(sample[:, :dim]).sum(axis=1).mean()))
-        points = self._points(sample)
-        self._origin = points.mean(axis=0)  # distances keep their digits when the rows share a large offset
-        points -= self._origin
-        self._centroids = _k_means(points, self.num_lists, draw)
-        self._entries = self._centroids[:, :dim] + self._origin[:dim]
+        self._centroids = Centroids(self._points(sample), lists, draw)
+        self._entries = self._centroids.positions[:, :dim].copy()
+        self.num_lists = len(self._centroids)
         self._ceilings = np.full((self.num_lists, width - dim), -np.inf, dtype=np.float32)
         self.probes = self.num_lists
         self._quantizer = self._faiss.IndexFlatIP(width)  # never asked; faiss wants one
@@ -81,12 +80,7 @@ class Partition:
 
     def lists_of(self, rows: Floats) -> Ints:
         """The list of each row."""
-        return np.concatenate(
-            [
-                _nearest(self._points(rows[part]) - self._origin, self._centroids)
-                for part in _parts(len(rows), self.num_lists)
-            ]
-        )
+        return self._centroids.nearest(self._points(rows))
 
     def search(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, Ints]:
         """The k best rows of the lists that are read: scores in falling order and slots, -inf and -1 where fewer."""
@@ -135,7 +129,8 @@ class Partition:
         """Queries like the rows: rows moved as other rows lie away from their centroids; and which rows."""
         chosen, others = (rows[_some(draw, len(rows), count)] for _ in range(2))
         others = others[: len(chosen)]
-        moved = chosen[:, : self._dim] + others[:, : self._dim] - self._entries[self.lists_of(others)]
+        away = others[:, : self._dim] - self._entries[self.lists_of(others)]
+        moved = chosen[:, : self._dim] + away / 2
         best = chosen[:, self._dim :].argmax(axis=1) if rows.shape[1] > self._dim else np.zeros(len(chosen), np.int64)
         return moved, best
 
@@ -144,8 +139,10 @@ class Partition:
         return np.concatenate([rows[:, : self._dim], cut], axis=1)
 
     def _promise(self, queries: Floats, column: int | None) -> Floats:
-        scores = queries @ self._entries.T
-        return scores if column is None else scores + self._ceilings[:, column]
+        promise = queries @ self._entries.T
+        lengths = np.sqrt(np.square(queries).sum(axis=1, keepdims=True) / self._dim)
+        promise += (_DEVIATIONS * lengths) * self._centroids.spread
+        return promise if column is None else promise + self._ceilings[:, column]
 
     def _read(self, queries: Floats, column: int | None) -> Ints:
         """The lists that queries read."""
@@ -175,25 +172,5 @@ def _some(draw: np.random.Generator, total: int, count: int) -> Ints:
 
 
 def _parts(total: int, lists: int) -> list[slice]:
-    step = max(1, _SCORES // lists)
+    step = max(1, _PROMISES // lists)
     return [slice(start, start + step) for start in range(0, max(total, 1), step)]
-
-
-def _nearest(points: Floats, centroids: Floats) -> Ints:
-    """The nearest centroid by Euclidean distance."""
-    return (points @ centroids.T - np.square(centroids).sum(axis=1) / 2).argmax(axis=1)
-
-
-def _k_means(points: Floats, count: int, draw: np.random.Generator) -> Floats:
-    """Lloyd's iterations from points drawn at random; a centroid without points starts anew at a random one."""
-    centroids = points[_some(draw, len(points), count)]
-    for _ in range(_ROUNDS):
-        lists = np.concatenate([_nearest(points[part], centroids) for part in _parts(len(points), count)])
-        order = np.argsort(lists, kind="stable")
-        sizes = np.bincount(lists, minlength=count)
-        starts = np.cumsum(sizes) - sizes
-        filled = sizes > 0
-        sums = np.add.reduceat(points[order], starts[filled], axis=0)
-        centroids[filled] = sums / sizes[filled, None]
-        centroids[~filled] = points[draw.integers(len(points), size=int((~filled).sum()))]
-    return centroids

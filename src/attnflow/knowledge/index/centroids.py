@@ -1,0 +1,115 @@
+"""Centroids in two levels: thousands of them are learned in seconds, and a million points find theirs in as many."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from attnflow.knowledge.index.exact import Floats, Ints
+
+_ROUNDS: Final = 6
+_VISITED: Final = 8  # groups in which the nearest centroid is looked for: with 3, ten times as many lists were read
+_POINTS: Final = 1 << 14  # at a time
+
+
+class Centroids:
+    """About `count` centroids in sqrt(count) groups: k-means of all points, then of each group's points.
+
+    Attributes:
+        positions: of the centroids, [centroids, width], group by group.
+        spread: root mean square distance of the points to their centroid, for each.
+
+    Args:
+        points: [points, width].
+        count: how many are wanted, at most as many as points.
+        draw: random numbers.
+
+    Cost: points x sqrt(count) x width, a few times.
+    """
+
+    def __init__(self, points: Floats, count: int, draw: np.random.Generator) -> None:
+        self._origin = points.mean(axis=0)  # distances keep their digits when all points share a large offset
+        points = points - self._origin
+        groups = max(1, round(count**0.5))
+        top = _k_means(points, points[draw.choice(len(points), groups, replace=False)], draw)
+        member = np.concatenate([_nearest(points[part], top)[0] for part in _parts(len(points))])
+        self._groups: list[Floats] = []
+        for group in range(groups):
+            own = points[member == group]
+            wanted = min(len(own), max(1, round(count * len(own) / len(points))))
+            if wanted:
+                self._groups.append(_k_means(own, _spaced(own, wanted, draw), draw))
+        self._top = np.stack([group.mean(axis=0) for group in self._groups])
+        self._starts = np.cumsum([0, *(len(group) for group in self._groups)])
+        centred = np.concatenate(self._groups)
+        self.positions = centred + self._origin
+        lists, nearness = self._find(points)
+        squares = np.maximum(np.square(points).sum(axis=1) - 2 * nearness, 0)
+        sizes = np.maximum(np.bincount(lists, minlength=len(centred)), 1)
+        self.spread = np.sqrt(np.bincount(lists, squares, minlength=len(centred)) / sizes).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def nearest(self, points: Floats) -> Ints:
+        """The nearest centroid of each point, of those in the eight groups that are nearest to it."""
+        return self._find(points - self._origin)[0]
+
+    def _find(self, points: Floats) -> tuple[Ints, Floats]:
+        parts = [self._find_part(points[part]) for part in _parts(len(points))]
+        lists, nearness = zip(*parts, strict=True)
+        return np.concatenate(lists), np.concatenate(nearness)
+
+    def _find_part(self, points: Floats) -> tuple[Ints, Floats]:
+        lists = np.zeros(len(points), dtype=np.int64)
+        nearness = np.full(len(points), -np.inf, dtype=np.float32)
+        groups, visited = len(self._groups), min(_VISITED, len(self._groups))
+        visits = np.argpartition(_nearness(points, self._top), groups - visited, axis=1)[:, groups - visited :]
+        for group in np.unique(visits):
+            which = (visits == group).any(axis=1).nonzero()[0]
+            found, near = _nearest(points[which], self._groups[group])
+            better = near > nearness[which]
+            which = which[better]
+            lists[which], nearness[which] = found[better] + self._starts[group], near[better]
+        return lists, nearness
+
+
+def _parts(total: int) -> list[slice]:
+    return [slice(start, start + _POINTS) for start in range(0, max(total, 1), _POINTS)]
+
+
+def _nearness(points: Floats, centroids: Floats) -> Floats:
+    """Half of (|point|^2 - distance^2), for each point and centroid."""
+    return points @ centroids.T - np.square(centroids).sum(axis=1) / 2
+
+
+def _nearest(points: Floats, centroids: Floats) -> tuple[Ints, Floats]:
+    near = _nearness(points, centroids)
+    found = near.argmax(axis=1)
+    return found, np.take_along_axis(near, found[:, None], axis=1)[:, 0]
+
+
+def _spaced(points: Floats, count: int, draw: np.random.Generator) -> Floats:
+    """Points drawn with probability proportional to the squared distance to those drawn before (k-means++)."""
+    squares, chosen = np.square(points).sum(axis=1), [int(draw.integers(len(points)))]
+    distance = np.full(len(points), np.inf)
+    while len(chosen) < count:
+        last = points[chosen[-1]]
+        distance = np.minimum(distance, np.maximum(squares - 2 * (points @ last) + last @ last, 0))
+        sums = distance.cumsum()
+        chosen.append(min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(points) - 1))
+    return points[chosen]
+
+
+def _k_means(points: Floats, centroids: Floats, draw: np.random.Generator) -> Floats:
+    """Lloyd's iterations; a centroid without points starts anew at a random one."""
+    centroids = centroids.copy()
+    for _ in range(_ROUNDS):
+        lists = np.concatenate([_nearest(points[part], centroids)[0] for part in _parts(len(points))])
+        sizes = np.bincount(lists, minlength=len(centroids))
+        filled, starts = sizes > 0, np.cumsum(sizes) - sizes
+        sums = np.add.reduceat(points[lists.argsort(kind="stable")], starts[filled], axis=0)
+        centroids[filled] = sums / sizes[filled, None]
+        centroids[~filled] = points[draw.integers(len(points), size=int((~filled).sum()))]
+    return centroids
