@@ -30,12 +30,17 @@ def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*token
     >>> sparsemax(torch.tensor([1.0, 0.8, -1.0]))
     tensor([0.6000, 0.4000, 0.0000])
     """
-    ordered = scores.sort(dim=-1, descending=True).values
-    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype)
+    if not scores.shape[-1]:
+        return scores
+    # Differences to the highest score, in float32 at least: large scores and half precision would swallow the 1.
+    kind = torch.promote_types(scores.dtype, torch.float32)
+    shifted = scores.to(kind) - scores.detach().amax(dim=-1, keepdim=True).to(kind)
+    ordered = shifted.sort(dim=-1, descending=True).values
+    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=kind)
     total = ordered.cumsum(dim=-1)
     support = (1 + count * ordered > total).sum(dim=-1, keepdim=True)
     tau = (total.gather(-1, support - 1) - 1) / support
-    return (scores - tau).clamp(min=0)
+    return (shifted - tau).clamp(min=0).to(scores.dtype)
 
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(

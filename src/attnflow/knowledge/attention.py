@@ -17,8 +17,25 @@ from attnflow.knowledge.activations import Activation, named
 
 THRESHOLDS: Final = ("mlp", "coordinate", "per_entry")
 
-_HIDDEN: Final = 64  # width of the threshold network
+HIDDEN: Final = 64  # width of the threshold network
 _CACHED: Final = 1 << 20  # bytes of entries in a block: what a core's L2 cache holds
+
+
+class ThresholdHidden(nn.Linear):
+    """First map of the network that computes thresholds: it starts as `nn.Linear` does, whatever model holds it."""
+
+
+class ThresholdOut(nn.Linear):
+    """Last map of that network. It starts at zero, and so do thresholds.
+
+    Scores start with standard deviation d_E ** -0.5: the usual bias, one for all entries of a layer, would leave some
+    layers with none active and others with all.
+    """
+
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +126,8 @@ class GeneralizedCrossAttention(nn.Module):
             raise ValueError(f"threshold must be one of {', '.join(map(repr, THRESHOLDS))}, got {threshold!r}")
         if (threshold == "per_entry") != (num_entries is not None):
             raise ValueError("num_entries is needed for threshold='per_entry', and for no other")
+        if threshold == "coordinate" and entry_dim < self.parts:
+            raise ValueError(f"threshold='coordinate' needs entries of width {self.parts} or more, got {entry_dim}")
         self.threshold = threshold
         heads = self.num_heads
         self.query = nn.Parameter(torch.empty(heads, model_dim, key_dim))
@@ -117,7 +136,7 @@ class GeneralizedCrossAttention(nn.Module):
         self.output_bias = nn.Parameter(torch.empty(model_dim)) if bias else None
         if threshold == "mlp":
             self.threshold_network = nn.Sequential(
-                nn.Linear(entry_dim, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, self.parts * heads)
+                ThresholdHidden(entry_dim, HIDDEN), nn.ReLU(), ThresholdOut(HIDDEN, self.parts * heads)
             )
         if num_entries is not None:
             self.entry_thresholds = nn.Parameter(torch.empty(self.parts, heads, integer("num_entries", num_entries, 1)))
@@ -239,10 +258,11 @@ class GeneralizedCrossAttention(nn.Module):
             read.addmm_(weigh(scores, self.activation).flatten(0, 1), block)
         return read.view(queries.shape[1:])
 
-    def check(self, hidden: Float[Tensor, "..."], entries: Float[Tensor, "..."]) -> None:
+    def check(self, hidden: Float[Tensor, "..."], entries: Float[Tensor, "..."] | None = None) -> None:
         """Raise a ValueError for tokens or entries that do not fit this layer."""
-        self._check(entries)
-        if hidden.shape[-1] != self.model_dim:
+        if entries is not None:
+            self._check(entries)
+        if hidden.ndim == 0 or hidden.shape[-1] != self.model_dim:
             raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
 
     def _check(self, entries: Tensor) -> None:

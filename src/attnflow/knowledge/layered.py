@@ -14,7 +14,7 @@ from torch.nn import functional
 from attnflow._core.checks import index_array, integer, preview
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.retrieval import Retrieval, best
+from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
 
 PARTS: Final = {False: ("up",), True: ("gate", "up")}
 
@@ -238,17 +238,40 @@ class EntryValues(nn.Module):
         return base.entries[base.rows(self.layer), base.layout.value].T
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
-        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries."""
-        training = self.training and torch.is_grad_enabled()
-        if self.retrieval is None or (not training and self.retrieval.reads_all(weights.shape[-1])):
+        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries.
+
+        Raises:
+            ValueError: a retrieval by an approximate search, which has nothing to search here.
+        """
+        retrieval = self.retrieval
+        if retrieval is None or self.reads_all(weights):
             return functional.linear(weights, self.weight, self.bias)
-        rows, _ = self.keep(weights)
-        kept = weights.gather(-1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
-        if training:  # straight-through: the value is that of the kept ones, the gradient that of all
-            sparse = torch.zeros_like(weights).scatter_add(-1, rows.clamp(min=0), kept)
-            return functional.linear(weights + (sparse - weights).detach(), self.weight, self.bias)
-        found = (kept.unsqueeze(-2) @ self.weight.T[rows.clamp(min=0)]).squeeze(-2)
+        if self._training():
+            sparse = weights.masked_fill(~chosen(weights.detach().abs(), retrieval), 0)
+            return functional.linear(straight_through(sparse, weights), self.weight, self.bias)
+        if retrieval.threshold is not None:
+            sparse = weights.masked_fill(~chosen(weights.detach().abs(), retrieval), 0)
+            return functional.linear(sparse, self.weight, self.bias)
+        rows = best(weights.detach().abs(), retrieval)
+        base = cast(LayeredKnowledge, self.__dict__["base"])
+        # Whole entries, of which the value is taken: rows of a part alone would have to be copied together first.
+        whole = sum_of_rows(weights.gather(-1, rows), rows + base.rows(self.layer).start, base.entries)
+        found = whole[..., base.layout.value]
         return found if self.bias is None else found + self.bias
+
+    def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
+        """Whether these weights are of all entries that are read."""
+        if self.retrieval is None:
+            return True
+        count = weights.shape[-1]
+        if self.retrieval.reads_all(count, weights.shape[:-1].numel(), self._training()):
+            return True
+        if self.retrieval.search == "approximate":
+            raise ValueError(
+                'a converted layer has computed all scores when it retrieves: search must be "exact" or "auto", got '
+                '"approximate"'
+            )
+        return False
 
     def keep(self, weights: Float[Tensor, "*tokens entries"]) -> tuple[Int[Tensor, "*tokens read"], Certificate]:
         """Which entries of the layer `retrieval` keeps, those of the largest weights (-1: none), and the certificate.
@@ -258,4 +281,9 @@ class EntryValues(nn.Module):
         """
         if self.retrieval is None:
             raise ValueError("this layer reads all of its entries: set .retrieval first")
-        return best(weights.detach().abs(), self.retrieval)
+        sizes = weights.detach().abs()
+        rows = best(sizes, self.retrieval)
+        return rows, certify(sizes, rows, self.retrieval)
+
+    def _training(self) -> bool:
+        return self.training and torch.is_grad_enabled()

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from attnflow._core.checks import integer
 from attnflow.knowledge.certificate import Certificate
@@ -15,16 +16,21 @@ from attnflow.knowledge.certificate import Certificate
 Search = Literal["auto", "dense", "exact", "approximate"]
 SEARCHES: Final = ("auto", "dense", "exact", "approximate")
 
-# A row that is gathered costs about as much as this many rows in a matrix product (measured: docs/log.md).
-_GATHER: Final = 16
+# Choosing k of the scores and summing their rows takes as long as the product with all rows at total / k of these, for
+# up to _FEW queries and for more. One thread, d = 512 and 576, 1,536 to 65,536 entries: 8 queries cross at 3 to 8, 128
+# at 8 to 26 (benchmarks/bench_retrieval.py); a single query gains at any k up to a quarter.
+_FEW: Final = 8
+_SHARE_FEW: Final = 4
+_SHARE_MANY: Final = 16
 
 
 @dataclass(frozen=True)
 class Retrieval:
     """Which entries a layer reads for each token and head: the k best, or all above a score.
 
-    A layer that is being trained computes all scores, keeps the entries asked for, and sends gradients to all of them
-    (straight-through); at other times the others' values are never touched.
+    In training (of a module in training mode, with gradients on) the output is that of the entries asked for, and
+    gradients are straight-through: those of scores and of what they are computed from are as if all entries had been
+    read; those of values are of the entries that were. In evaluation mode gradients are of the function itself.
 
     Attributes:
         k: how many entries with the highest scores (of gated layers: the highest gate scores), or None.
@@ -50,33 +56,85 @@ class Retrieval:
             raise ValueError(f"give k or threshold, one of them; got k={self.k}, threshold={self.threshold}")
         if self.k is not None:
             integer("k", self.k, minimum=1)
+        elif self.threshold != self.threshold:
+            raise ValueError("threshold must be a number, got NaN")
         if self.search not in SEARCHES:
             raise ValueError(f"search must be one of {', '.join(map(repr, SEARCHES))}, got {self.search!r}")
 
-    def reads_all(self, total: int) -> bool:
-        """Whether reading all of `total` entries is what was asked for, or no slower."""
+    def reads_all(self, total: int, queries: int = 1, training: bool = False) -> bool:
+        """Whether all of `total` entries are read: as was asked for, or because it is no slower for so many queries."""
         if self.search == "dense" or (self.k is not None and self.k >= total):
             return True
-        return self.search == "auto" and self.k is not None and self.k * _GATHER >= total
+        if self.search != "auto" or self.k is None or training:
+            return False
+        return self.k * (_SHARE_FEW if queries <= _FEW else _SHARE_MANY) >= total
 
 
-def best(
-    scores: Float[Tensor, "*queries entries"], retrieval: Retrieval
-) -> tuple[Int[Tensor, "*queries read"], Certificate]:
-    """Which entries a `Retrieval` keeps of all that were scored, -1 where fewer, and the certificate of that.
+def best(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Int[Tensor, "*queries read"]:
+    """Which entries a `Retrieval` keeps of all that were scored, the best first; -1 where there are fewer.
 
     Cost: a partial sort of each query's scores.
     """
-    active = (scores > 0).sum(dim=-1)
-    total = scores.shape[-1]
     if retrieval.k is not None:
-        values, ids = scores.topk(min(retrieval.k, total), dim=-1)
-        last = values[..., -1]
-        return ids, Certificate(False, values.shape[-1], total, last.flatten(), active.flatten())
-    threshold = cast(float, retrieval.threshold)
-    above = scores > threshold
-    width = max(1, int(above.sum(dim=-1).max()))
-    values, ids = scores.topk(width, dim=-1)
-    last = torch.full_like(values[..., -1], threshold)
-    kept = Certificate(False, above.sum(dim=-1).flatten(), total, last.flatten(), active.flatten())
-    return ids.masked_fill(values <= threshold, -1), kept
+        return scores.topk(min(retrieval.k, scores.shape[-1]), dim=-1).indices
+    counts = (scores > cast(float, retrieval.threshold)).sum(dim=-1)
+    values, rows = scores.topk(int(counts.amax()) if counts.numel() else 0, dim=-1)
+    return rows.masked_fill(values <= cast(float, retrieval.threshold), -1)
+
+
+def certify(
+    scores: Float[Tensor, "*queries entries"], rows: Int[Tensor, "*queries read"], retrieval: Retrieval
+) -> Certificate:
+    """What `best` promises, one element for each query, flattened. Cost: a pass over the scores."""
+    flat = scores.detach().flatten(0, -2)
+    if retrieval.k is not None:
+        kept, last = rows.shape[-1], flat.gather(-1, rows.flatten(0, -2)[:, -1:])[:, 0]
+    else:
+        kept = (rows >= 0).sum(dim=-1).flatten()
+        last = torch.full_like(flat[:, 0], cast(float, retrieval.threshold))
+    return Certificate(False, kept, scores.shape[-1], last, (flat > 0).sum(dim=-1))
+
+
+def chosen(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Bool[Tensor, "*queries entries"]:
+    """What `best` keeps, as a mask."""
+    if retrieval.threshold is not None:
+        return scores > retrieval.threshold
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best(scores, retrieval), True)
+
+
+def sum_of_rows(
+    weights: Float[Tensor, "*queries read"], rows: Int[Tensor, "*queries read"], table: Float[Tensor, "total width"]
+) -> Float[Tensor, "*queries width"]:
+    """sum of weight x table[row] over the rows of each query; those of -1 must have weight 0.
+
+    Cost: queries x read x width; no copy of the rows, as long as the table is contiguous.
+    """
+    if not weights.numel():
+        return weights.new_zeros(*weights.shape[:-1], table.shape[1])
+    flat = rows.clamp(min=0).flatten(0, -2), weights.flatten(0, -2).to(table.dtype)
+    found = functional.embedding_bag(flat[0], table, per_sample_weights=flat[1], mode="sum")
+    return found.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
+
+
+def sum_of_chosen(
+    weights: Float[Tensor, "*queries total"],
+    mask: Bool[Tensor, "*queries total"],
+    table: Float[Tensor, "total width"],
+) -> Float[Tensor, "*queries width"]:
+    """weights @ table for weights that are 0 outside the mask: by rows where these are few.
+
+    Cost: at most the product.
+    """
+    if int(mask.sum()) * _SHARE_MANY >= mask.numel():
+        return weights @ table
+    flat = mask.flatten(0, -2)
+    counts = flat.sum(dim=-1)
+    values = weights.flatten(0, -2)[flat].to(table.dtype)
+    starts = counts.cumsum(0) - counts
+    found = functional.embedding_bag(flat.nonzero()[:, 1], table, starts, per_sample_weights=values, mode="sum")
+    return found.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
+
+
+def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """`value`, bit for bit, with the gradient of another tensor of the same shape."""
+    return value.detach() + (gradient - gradient.detach())

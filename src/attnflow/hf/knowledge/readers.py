@@ -134,7 +134,7 @@ class ConvertedReader(LayerReader):
         scores = torch.stack([self._seen[part] for part in self._base.layout.parts])
         self._seen = {}
         rows = certificate = None
-        if self.retrieval is not None and not self.retrieval.reads_all(weights.shape[-1]):
+        if not self._values.reads_all(weights):
             rows, certificate = self._values.keep(weights)
             weights = weights.gather(-1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
             scores = scores.gather(-1, rows.clamp(min=0).expand(len(scores), *rows.shape))

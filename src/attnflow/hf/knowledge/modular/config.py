@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from attnflow._core.checks import integer
 from attnflow.knowledge.activations import ACTIVATIONS
-from attnflow.knowledge.attention import THRESHOLDS
+from attnflow.knowledge.attention import HIDDEN, THRESHOLDS
+
+# What a Llama has, too.
+_SHARED: Final = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rope_parameters",
+    "rms_norm_eps",
+    "initializer_range",
+    "attention_bias",
+    "attention_dropout",
+    "tie_word_embeddings",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
 
 
 class ModularConfig(PreTrainedConfig):
@@ -30,7 +51,8 @@ class ModularConfig(PreTrainedConfig):
         gated: two keys for each entry.
         threshold: "mlp", "coordinate" or "per_entry".
         order: how E is evaluated: "query_side", "folded" or "naive".
-        top_k: if given, each token and head reads only that many entries, in training (straight-through) and after.
+        entries_per_token: if given, each token and head reads only that many entries, the best, in training
+            (straight-through) and after. (Not "top_k", which transformers would take for an option of sampling.)
         max_position_embeddings: longest sequence that RoPE is made for.
         rope_parameters: as transformers has them; default the plain ones with theta 10,000.
         rms_norm_eps: added to the mean square.
@@ -67,7 +89,7 @@ class ModularConfig(PreTrainedConfig):
         gated: bool = False,
         threshold: str = "mlp",
         order: str = "query_side",
-        top_k: int | None = None,
+        entries_per_token: int | None = None,
         max_position_embeddings: int = 2048,
         rope_parameters: dict[str, Any] | None = None,
         rms_norm_eps: float = 1e-6,
@@ -85,8 +107,9 @@ class ModularConfig(PreTrainedConfig):
         self.hidden_size = integer("hidden_size", hidden_size, 1)
         self.num_hidden_layers = integer("num_hidden_layers", num_hidden_layers, 1)
         self.num_attention_heads = integer("num_attention_heads", num_attention_heads, 1)
-        self.num_key_value_heads = self.num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        kv_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_key_value_heads = integer("num_key_value_heads", kv_heads, 1)
+        self.head_dim = integer("head_dim", hidden_size // num_attention_heads if head_dim is None else head_dim)
         self.num_entries = integer("num_entries", num_entries, 1)
         self.entry_dim = hidden_size if entry_dim is None else integer("entry_dim", entry_dim, 1)
         self.num_knowledge_heads = integer("num_knowledge_heads", num_knowledge_heads, 1)
@@ -95,7 +118,9 @@ class ModularConfig(PreTrainedConfig):
         self.gated = gated
         self.threshold = threshold
         self.order = order
-        self.top_k = None if top_k is None else integer("top_k", top_k, 1)
+        self.entries_per_token = (
+            None if entries_per_token is None else integer("entries_per_token", entries_per_token, 1)
+        )
         self.max_position_embeddings = max_position_embeddings
         self.rope_parameters = rope_parameters
         self.rms_norm_eps = rms_norm_eps
@@ -107,6 +132,36 @@ class ModularConfig(PreTrainedConfig):
         self._check()
         kwargs["tie_word_embeddings"] = tie_word_embeddings
         super().__init__(**kwargs)
+
+    @property
+    def knowledge_parameters(self) -> int:
+        """Parameters of E and of all that reads it; what stands where feed-forward layers would.
+
+        |E| d_E + L (h d d_k + p h d_E d_k + h d_E d + d + thresholds) for L blocks of h heads with p parts (2 if
+        gated); thresholds: "mlp" (d_E + 1) 64 + 65 p h, "per_entry" p h |E|, "coordinate" 0.
+        """
+        heads = self.num_knowledge_heads
+        keys = heads * (2 if self.gated else 1)
+        thresholds = {
+            "mlp": (self.entry_dim + 1) * HIDDEN + (HIDDEN + 1) * keys,
+            "per_entry": keys * self.num_entries,
+            "coordinate": 0,
+        }
+        projections = (heads * self.hidden_size + keys * self.entry_dim) * self.key_dim
+        projections += heads * self.entry_dim * self.hidden_size + self.hidden_size
+        block = projections + thresholds[self.threshold]
+        return self.num_entries * self.entry_dim + self.num_hidden_layers * block
+
+    def feed_forward_twin(self) -> LlamaConfig:
+        """A Llama that is the same but for gated feed-forward layers (SwiGLU) with as many parameters as the knowledge.
+
+        What a modular model is to be compared with: 3 d f L parameters for L layers of f neurons, with f rounded, so
+        that the two models differ by at most 1.5 d L. (The layers that a modular model folds into have |E| neurons
+        each, and the same values, but many more parameters.)
+        """
+        neurons = round(self.knowledge_parameters / (3 * self.hidden_size * self.num_hidden_layers))
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return LlamaConfig(intermediate_size=max(1, neurons), **shared)
 
     def _check(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from attnflow.hf.knowledge.modular.config import ModularConfig
-from attnflow.knowledge.attention import GeneralizedCrossAttention
+from attnflow.knowledge.attention import GeneralizedCrossAttention, ThresholdHidden, ThresholdOut
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.reader import KnowledgeReader
 from attnflow.knowledge.retrieval import Retrieval
@@ -45,8 +45,9 @@ class ModularBlock(GradientCheckpointingLayer):
             threshold=config.threshold,
             num_entries=config.num_entries if config.threshold == "per_entry" else None,
         )
-        retrieval = None if config.top_k is None else Retrieval(k=config.top_k, search="exact")
-        self.knowledge = KnowledgeReader(layer_idx, attention, retrieval, config.order)
+        few = config.entries_per_token
+        retrieval = None if few is None else Retrieval(k=few, search="exact")
+        self.reader = KnowledgeReader(layer_idx, attention, retrieval, config.order)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -54,7 +55,7 @@ class ModularBlock(GradientCheckpointingLayer):
         """The tokens after this block."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
-        return hidden_states + self.knowledge(self.post_attention_layernorm(hidden_states), entries)
+        return hidden_states + self.reader(self.post_attention_layernorm(hidden_states), entries)
 
 
 class ModularPreTrainedModel(LlamaPreTrainedModel):
@@ -66,14 +67,11 @@ class ModularPreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, KnowledgeBase | GeneralizedCrossAttention):
+        # transformers leaves alone what it has loaded, by marks on each parameter that torch.nn.init is made to heed.
+        if isinstance(module, KnowledgeBase | GeneralizedCrossAttention | ThresholdHidden | ThresholdOut):
             module.reset_parameters()
-        elif not any(module is part for part in self._threshold_networks()):
+        else:
             super()._init_weights(module)
-
-    def _threshold_networks(self) -> list[nn.Module]:
-        layers = [m for m in self.modules() if isinstance(m, GeneralizedCrossAttention) and m.threshold == "mlp"]
-        return [part for layer in layers for part in layer.threshold_network]
 
 
 class ModularModel(ModularPreTrainedModel, LlamaModel):
@@ -131,7 +129,7 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
 
     def readers(self) -> list[KnowledgeReader]:
         """What reads E in each block."""
-        return [cast(ModularBlock, block).knowledge for block in self.model.layers]
+        return [cast(ModularBlock, block).reader for block in self.model.layers]
 
     def forward(
         self,
