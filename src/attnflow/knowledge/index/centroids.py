@@ -10,7 +10,6 @@ from attnflow.knowledge.index.exact import Floats, Ints
 
 _ROUNDS: Final = 6
 _VISITED: Final = 8  # groups in which the nearest centroid is looked for: with 3, ten times as many lists were read
-_POINTS: Final = 1 << 14  # at a time
 
 
 class Centroids:
@@ -33,7 +32,7 @@ class Centroids:
         points = points - self._origin
         groups = max(1, round(count**0.5))
         top = _k_means(points, points[draw.choice(len(points), groups, replace=False)], draw)
-        member = np.concatenate([_nearest(points[part], top)[0] for part in _parts(len(points))])
+        member = _nearest(points, top)[0]
         self._groups: list[Floats] = []
         for group in range(groups):
             own = points[member == group]
@@ -57,26 +56,18 @@ class Centroids:
         return self._find(points - self._origin)[0]
 
     def _find(self, points: Floats) -> tuple[Ints, Floats]:
-        parts = [self._find_part(points[part]) for part in _parts(len(points))]
-        lists, nearness = zip(*parts, strict=True)
-        return np.concatenate(lists), np.concatenate(nearness)
-
-    def _find_part(self, points: Floats) -> tuple[Ints, Floats]:
-        lists = np.zeros(len(points), dtype=np.int64)
-        nearness = np.full(len(points), -np.inf, dtype=np.float32)
+        """The nearest centroid of each point, and how near."""
         groups, visited = len(self._groups), min(_VISITED, len(self._groups))
-        visits = np.argpartition(_nearness(points, self._top), groups - visited, axis=1)[:, groups - visited :]
-        for group in np.unique(visits):
-            which = (visits == group).any(axis=1).nonzero()[0]
+        visits = np.argpartition(_nearness(points, self._top), groups - visited, axis=1)[:, groups - visited :].ravel()
+        order, ends = visits.argsort(kind="stable"), np.bincount(visits, minlength=groups).cumsum()
+        lists = np.zeros(len(points), dtype=np.int64)
+        nearest = np.full(len(points), -np.inf, dtype=np.float32)
+        for group, which in enumerate(np.split(order // visited, ends[:-1])):
             found, near = _nearest(points[which], self._groups[group])
-            better = near > nearness[which]
+            better = near > nearest[which]
             which = which[better]
-            lists[which], nearness[which] = found[better] + self._starts[group], near[better]
-        return lists, nearness
-
-
-def _parts(total: int) -> list[slice]:
-    return [slice(start, start + _POINTS) for start in range(0, max(total, 1), _POINTS)]
+            lists[which], nearest[which] = found[better] + self._starts[group], near[better]
+        return lists, nearest
 
 
 def _nearness(points: Floats, centroids: Floats) -> Floats:
@@ -106,7 +97,7 @@ def _k_means(points: Floats, centroids: Floats, draw: np.random.Generator) -> Fl
     """Lloyd's iterations; a centroid without points starts anew at a random one."""
     centroids = centroids.copy()
     for _ in range(_ROUNDS):
-        lists = np.concatenate([_nearest(points[part], centroids)[0] for part in _parts(len(points))])
+        lists = _nearest(points, centroids)[0]
         sizes = np.bincount(lists, minlength=len(centroids))
         filled, starts = sizes > 0, np.cumsum(sizes) - sizes
         sums = np.add.reduceat(points[lists.argsort(kind="stable")], starts[filled], axis=0)

@@ -19,6 +19,7 @@ _LISTS: Final = 4.0  # lists for sqrt(rows)
 _SAMPLE: Final = 48  # rows a list to learn the centroids from
 _DEVIATIONS: Final = 3.0  # about the largest of a few hundred draws of a normal distribution
 _PROMISES: Final = 1 << 21  # held at once
+_ROWS: Final = 1 << 14  # whose lists are looked for at once
 
 
 class Partition:
@@ -80,7 +81,8 @@ class Partition:
 
     def lists_of(self, rows: Floats) -> Ints:
         """The list of each row."""
-        return self._centroids.nearest(self._points(rows))
+        blocks = [rows[start : start + _ROWS] for start in range(0, len(rows), _ROWS)]
+        return np.concatenate([self._centroids.nearest(self._points(block)) for block in blocks])
 
     def search(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, Ints]:
         """The k best rows of the lists that are read: scores in falling order and slots, -inf and -1 where fewer."""
@@ -135,6 +137,8 @@ class Partition:
         return moved, best
 
     def _points(self, rows: Floats) -> Floats:
+        if rows.shape[1] == self._dim:
+            return rows
         cut = np.clip(rows[:, self._dim :], -self._cut, self._cut)
         return np.concatenate([rows[:, : self._dim], cut], axis=1)
 
