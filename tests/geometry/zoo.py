@@ -115,18 +115,20 @@ def spectrogram(batch: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Animal:
-    """A tiny model: the class, the options of its config, and its inputs for a batch."""
+    """A tiny model: the class, the options of its config, its inputs for a batch, and where the class is."""
 
     model: str
     config: str
     options: dict[str, object]
     inputs: Inputs = tokens
+    package: str = "transformers"
 
     def build(self) -> PreTrainedModel:
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**self.options)
+        package = import_module(self.package)
+        config = getattr(package, self.config)(**self.options)
         module, _, name = self.model.rpartition(".")
-        source = import_module(f"transformers.models.{module}") if module else transformers
+        source = import_module(f"transformers.models.{module}") if module else package
         model = getattr(source, name)._from_config(config, attn_implementation="eager")
         model = model.to(torch.float64).eval()
         if hasattr(model, "set_experts_implementation"):
@@ -334,6 +336,16 @@ ZOO: dict[str, Animal] = {
     "Wav2Vec2": _of("Wav2Vec2", _AUDIO, inputs=waveform),
     "Hubert": _of("Hubert", _AUDIO, inputs=waveform),
     "WavLM": _of("WavLM", {**_AUDIO, "num_buckets": 8, "max_bucket_distance": 8}, inputs=waveform),
+    "Modular": Animal(
+        "ModularModel",
+        "ModularConfig",
+        {
+            **{k: v for k, v in _GROUPED.items() if k != "intermediate_size"},
+            "num_entries": 24,
+            "num_knowledge_heads": 2,
+        },
+        package="attnflow.knowledge",
+    ),
     "AST": Animal(
         "ASTModel",
         "ASTConfig",

@@ -124,6 +124,7 @@ def _config(folder: str, gguf: str | None) -> Config:
             if find_spec(module) is None:
                 raise MissingExtra(module, "hf", "reading a GGUF file")
         return Config()  # transformers takes it from the file, together with the weights
+    import_module("attnflow.hf.knowledge.modular.model")  # makes modular models known to the Auto classes
     try:
         return cast(Config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except OSError as error:
@@ -139,7 +140,10 @@ def _config(folder: str, gguf: str | None) -> Config:
 
 def _from_safetensors(folder: str, config: Config, dtype: torch.dtype | str) -> PreTrainedModel:
     name = (getattr(config, "architectures", None) or [""])[0]
-    maker = cast(Any, getattr(transformers, name, AutoModel) if name else AutoModel)
+    other = (
+        AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
+    )  # classes that are not transformers' own
+    maker = cast(Any, getattr(transformers, name, other) if name else AutoModel)
     try:
         return cast(
             PreTrainedModel,

@@ -126,13 +126,13 @@ def with_kv_heads(config: Mapping[str, object], model_type: str) -> Mapping[str,
 
 
 _SEPARATE_TYPES: Final = _words("""
-    albert audio-spectrogram-transformer bart beit bert blenderbot clip clip_text_model clip_vision_model cohere
-    cohere2 deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers dinov3_vit distilbert electra
-    esm falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt_neo gpt_oss gptj granite granitemoe hubert jamba llama
-    m2m_100 marian mbart mistral mixtral mobilellm mpnet mt5 nemotron olmo olmo2 olmoe opt pegasus phi phimoe qwen2
-    qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_text
-    roberta roformer siglip siglip_text_model siglip_vision_model smollm3 speecht5 stablelm starcoder2 swin t5 vit
-    vit_mae wav2vec2 wavlm whisper xlm-roberta
+    albert attnflow_modular audio-spectrogram-transformer bart beit bert blenderbot clip clip_text_model
+    clip_vision_model cohere cohere2 deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers
+    dinov3_vit distilbert electra esm falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt_neo gpt_oss gptj granite
+    granitemoe hubert jamba llama m2m_100 marian mbart mistral mixtral mobilellm mpnet mt5 nemotron olmo olmo2
+    olmoe opt pegasus phi phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next qwen3_vl_text roberta roformer siglip siglip_text_model siglip_vision_model smollm3
+    speecht5 stablelm starcoder2 swin t5 vit vit_mae wav2vec2 wavlm whisper xlm-roberta
 """)
 # Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
 # shapes alone if query and key are separate, and the result says so.

@@ -51,6 +51,10 @@ class ModularBlock(GradientCheckpointingLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def __call__(self, hidden_states: Tensor, *, entries: Entries, **kwargs: Any) -> Tensor:
+        """Entries go by position: reentrant checkpointing sends gradients to no others."""
+        return cast(Tensor, super().__call__(hidden_states, entries, **kwargs))
+
     def forward(self, hidden_states: Tensor, entries: Entries, **kwargs: Any) -> Tensor:
         """The tokens after this block."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
@@ -107,7 +111,15 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
     """A causal language model whose blocks read one shared base of entries in place of feed-forward layers.
 
     A `PreTrainedModel` like any other: `Trainer`, `save_pretrained`, `generate`, masks and biases of this package.
-    Known to `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` once `attnflow.knowledge.ModularConfig` was named.
+
+    A saved model is loaded by `ModularForCausalLM.from_pretrained(folder)` or `af.hf.load_model(folder)`. By
+    `AutoModelForCausalLM` (`AutoModel`, `AutoConfig`), too, but only once this class was imported, and `import
+    attnflow` does not do that, because it leaves transformers alone: transformers then "does not recognize this
+    architecture". In a program of your own, `from attnflow.knowledge import ModularForCausalLM` first. The folder
+    holds weights and a config, no code; `trust_remote_code` changes nothing.
+
+    Fine-tuning by PEFT: E and the readers' projections are parameters, not linear maps. LoRA finds `q_proj`, `k_proj`,
+    `v_proj`, `o_proj` by `target_modules`; `modules_to_save=["knowledge"]` trains E itself beside it.
 
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     >>> config = ModularConfig(num_entries=24, **sizes)
