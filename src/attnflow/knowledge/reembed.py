@@ -69,10 +69,14 @@ class Drift:
         """Whether any entries have drifted."""
         return any(one.drifted for one in self.versions)
 
+    def to_dict(self) -> dict[str, object]:
+        """As JSON holds it."""
+        versions = [{**asdict(one), "drifted": one.drifted} for one in self.versions]
+        return {"encoder": self.encoder, "versions": versions}
+
     def to_json(self) -> str:
         """As JSON text, `attnflow.knowledge.drift/1`."""
-        versions = [{**asdict(one), "drifted": one.drifted} for one in self.versions]
-        return json.dumps({"schema": SCHEMA, "encoder": self.encoder, "versions": versions}) + "\n"
+        return json.dumps({"schema": SCHEMA, **self.to_dict()}) + "\n"
 
     def __str__(self) -> str:
         head = ["entries made by", "entries", "compared", "without text", "mean cosine", "least", ""]

@@ -79,6 +79,13 @@ def test_what_is_cut_is_said():
         encoder(["a", long])
 
 
+def test_only_the_key_is_embedded_where_a_separator_is_given():
+    encoder = TextEncoder((bert(), tokenizer()), separator="\t")
+    with_value, key, whole = encoder(["the cat\tsat on", "the cat", "the cat sat on"])
+    assert torch.equal(with_value, key)
+    assert not torch.equal(key, whole)
+
+
 def test_a_version_tells_what_changes_embeddings():
     model, tokens = bert(), tokenizer()
     first = TextEncoder((model, tokens), name="tiny")
@@ -92,6 +99,7 @@ def test_a_version_tells_what_changes_embeddings():
         TextEncoder((bert(), tokens), name="tiny", max_length=5),
         TextEncoder((bert().bfloat16(), tokens), name="tiny"),
         TextEncoder((bert(), tokens), name="other"),
+        TextEncoder((bert(), tokens), name="tiny", separator="\t"),
     ]
     assert len({version, *(other.version for other in others)}) == 1 + len(others)
     with torch.no_grad():

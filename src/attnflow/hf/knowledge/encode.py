@@ -59,6 +59,7 @@ class TextEncoder:
         name: of the model; for one of `af.hf.MODELS`, a folder or the hub it loads the same encoder again.
         pooling: "mean" over the tokens of a text, or its "first" token.
         max_length: tokens of a text that are read.
+        separator: ends what is embedded of a text, or None.
 
     Args:
         model: a short name of `af.hf.MODELS`, a folder or a hub id; or a loaded (model, tokenizer).
@@ -66,6 +67,7 @@ class TextEncoder:
         pooling: default as the model's folder says, else "mean".
         normalise: to length 1.
         max_length: default as the model's folder says, else as its tokenizer and positions allow.
+        separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
         batch_size: texts of a forward pass.
 
     Raises:
@@ -86,6 +88,7 @@ class TextEncoder:
         pooling: Pooling | None = None,
         normalise: bool = True,
         max_length: int | None = None,
+        separator: str | None = None,
         batch_size: int = 32,
     ) -> None:
         if isinstance(model, tuple):
@@ -106,6 +109,7 @@ class TextEncoder:
         if self.pooling not in _POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
         self.normalise = normalise
+        self.separator = separator
         self.batch_size = integer("batch_size", batch_size, 1)
         self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
         integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
@@ -117,7 +121,7 @@ class TextEncoder:
 
     @property
     def version(self) -> str:
-        """`name@digest`; the digest is of the weights, the vocabulary, the pooling and the longest text.
+        """`name@digest`; the digest is of the weights, the vocabulary and the settings above, but the batch size.
 
         Computed anew each time, because weights may be trained. Cost: about 0.1 s for MiniLM.
         """
@@ -125,7 +129,8 @@ class TextEncoder:
         for key, value in sorted(self.model.state_dict().items()):
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        settings = (sorted(self.tokenizer.get_vocab().items()), self.pooling, self.normalise, self.max_length)
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        settings = (vocabulary, self.pooling, self.normalise, self.max_length, self.separator)
         digest.update(json.dumps(settings).encode())
         return f"{self.name}@{digest.hexdigest()[:_DIGITS]}"
 
@@ -158,6 +163,8 @@ class TextEncoder:
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in cast("Sequence[object]", texts)):
             raise TypeError("texts must be a sequence of strings")
+        if self.separator is not None:
+            texts = [text.partition(self.separator)[0] for text in texts]
         made = torch.empty(len(texts), self.dim)
         truncated: list[int] = []
         window = _WINDOW * self.batch_size

@@ -1,0 +1,28 @@
+"""`attnflow knowledge delete STORE ID...`: remove entries from a store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from attnflow.cli._output import JsonFlag, console, print_json, say, working
+
+
+def knowledge_delete(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A store.")],
+    ids: Annotated[list[int], typer.Argument(metavar="ID...", min=0, help="Ids of entries.")],
+    json_output: JsonFlag = False,
+) -> None:
+    """Delete entries of a store.
+
+    All of them, or none if one is unknown. Their ids are not given out again.
+    """
+    from attnflow.cli import _knowledge
+
+    with working(f"opening {store}"):
+        left = _knowledge.delete(store, ids)
+    if json_output:
+        print_json("attnflow.knowledge.delete/1", {"store": store, "ids": ids, "entries": left})
+        return
+    say(console(), f"{store} holds {left:,} entries")
