@@ -6,13 +6,15 @@ import pytest
 
 from attnflow.knowledge.store import Store
 
-BACKENDS = ["memory", "lancedb"]
+BACKENDS = ["memory", "lancedb", "milvus"]
 
 
 @pytest.fixture(params=BACKENDS)
 def place(request, tmp_path):
     """Where a store of this backend goes."""
-    return {"memory": "memory", "lancedb": str(tmp_path / "store")}[request.param]
+    return {"memory": "memory", "lancedb": str(tmp_path / "store"), "milvus": f"milvus:{tmp_path}/store.db"}[
+        request.param
+    ]
 
 
 @pytest.fixture

@@ -20,18 +20,21 @@ ROUNDS = 3
 
 def killed(directory, seed):
     """What a process said that was killed a moment after its first writes."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.knowledge.store.crashing", str(directory), str(seed)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    lines = [child.stdout.readline() for _ in range(6)]
+    said = directory.with_name(f"said-{seed}")
+    with said.open("w") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.knowledge.store.crashing", str(directory), str(seed)],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    while said.read_text().count("done") < 3 and child.poll() is None:
+        time.sleep(0.01)
     time.sleep(random.Random(seed).uniform(0.0, 1.5))
     child.send_signal(signal.SIGKILL)
-    rest, errors = child.communicate()
+    _, errors = child.communicate()
     assert child.returncode == -signal.SIGKILL, errors
-    return [json.loads(line) for line in "".join(lines).splitlines() + rest.splitlines() if line.endswith("}")]
+    return [json.loads(line) for line in said.read_text().splitlines() if line.endswith("}")]
 
 
 def contents(store):

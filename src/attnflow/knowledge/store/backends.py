@@ -8,6 +8,8 @@ from attnflow.knowledge.store.engine import Engine, Searcher, SearchMode
 from attnflow.knowledge.store.hot_index import HotIndex
 from attnflow.knowledge.store.lance import LanceEngine
 from attnflow.knowledge.store.memory import MemoryEngine
+from attnflow.knowledge.store.milvus import MilvusEngine
+from attnflow.knowledge.store.milvus_search import MilvusSearch
 
 
 def open_backend(
@@ -19,5 +21,8 @@ def open_backend(
             raise ValueError("give dim, the width of an embedding, to make a store in memory")
         engine = MemoryEngine(dim, num_thresholds or 0)
         return "memory", engine, HotIndex(engine, search, target_recall)
+    if uri.startswith("milvus:"):
+        milvus = MilvusEngine(uri.removeprefix("milvus:"), dim, num_thresholds, read_only)
+        return "milvus", milvus, MilvusSearch(milvus, search, target_recall, read_only)
     engine = LanceEngine(Path(uri).absolute(), dim, num_thresholds, read_only)
     return "lancedb", engine, HotIndex(engine, search, target_recall)

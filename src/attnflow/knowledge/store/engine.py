@@ -29,12 +29,15 @@ class Engine(Protocol):
     Attributes:
         dim: width of an embedding.
         num_thresholds: threshold columns.
-        next_id: above every id that the store has held; survives deletes, restores and reopening.
     """
 
     dim: int
     num_thresholds: int
-    next_id: int
+
+    @property
+    def next_id(self) -> int:
+        """Above every id that the store has held; survives deletes, restores and reopening."""
+        ...
 
     def write(self, rows: Rows) -> None:
         """Insert rows, and replace those whose ids are there already."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from attnflow._core.errors import AttnflowError
 
 
@@ -23,3 +26,14 @@ class NewerFormat(StoreError):
 
 class ReadOnly(StoreError):
     """The store was opened to be read, or the file system does not let it be written."""
+
+
+@contextmanager
+def failures(what: str) -> Generator[None]:
+    """Whatever a backend's package raises, which is of many kinds, as a `StoreError` that says what did not happen."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"{what}: {(str(error) or type(error).__name__).splitlines()[0]}") from error

@@ -17,8 +17,8 @@ from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.engine import Summary
-from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreError
-from attnflow.knowledge.store.lock import DirectoryLock
+from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
+from attnflow.knowledge.store.lock import FileLock
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.rows import Rows, Stamped
 
@@ -45,9 +45,9 @@ class LanceEngine:
         self._metadata = metadata.load(directory)
         metadata.check_widths(str(directory), self._metadata, dim, num_thresholds)
         self.dim, self.num_thresholds = self._metadata.dim, self._metadata.num_thresholds
-        self._lock = None if read_only else DirectoryLock(directory)
+        self._lock = None if read_only else FileLock(directory / "writer.lock")
         try:
-            with _failures(f"{directory} cannot be opened"):
+            with failures(f"{directory} cannot be opened"):
                 self._database: Any = lancedb.connect(directory)
                 self._table: Any = self._database.open_table(TABLE)
                 self.next_id = max(self._metadata.next_id, int(self.stamps()[0].max(initial=-1)) + 1)
@@ -75,20 +75,20 @@ class LanceEngine:
 
     def read(self, ids: IntArray) -> Rows:
         """A scan of the column of ids."""
-        with _failures(self._unreadable):
+        with failures(self._unreadable):
             table = self._table.search().where(_among(ids)).to_arrow() if len(ids) else self._table.schema.empty_table()
         return self._arrow.to_rows(table, self.dim, self.num_thresholds)
 
     def stamps(self) -> tuple[IntArray, IntArray]:
         """Two columns."""
-        with _failures(self._unreadable):
+        with failures(self._unreadable):
             table = self._table.search().select(["id", "updated"]).to_arrow()
         return table["id"].to_numpy(), self._arrow.times(table["updated"])
 
     def load(self, ids: IntArray | None = None) -> Stamped:
         """Batch by batch, straight into the matrix."""
         columns = ["id", "updated", "embedding"] + (["thresholds"] if self.num_thresholds else [])
-        with _failures(self._unreadable):
+        with failures(self._unreadable):
             query = self._table.search().select(columns)
             if ids is not None:
                 query = query.where(_among(ids)) if len(ids) else query.where("false")
@@ -100,7 +100,7 @@ class LanceEngine:
 
         A tag on a version would cost nothing at first, but LanceDB 0.40 then keeps all later files of rows for good.
         """
-        with _failures("the snapshot was not made"):
+        with failures("the snapshot was not made"):
             self._database.drop_table(_snapshot(name), ignore_missing=True)  # what a crash in this place has left
             self._database.create_table(_snapshot(name), self._table.search().to_batches())
             self._record(snapshots=[*self.snapshots(), name])
@@ -118,18 +118,18 @@ class LanceEngine:
 
     def drop_snapshot(self, name: str) -> None:
         """First from the metadata, then the table."""
-        with _failures("the snapshot was not dropped"):
+        with failures("the snapshot was not dropped"):
             self._record(snapshots=[other for other in self.snapshots() if other != name])
             self._database.drop_table(_snapshot(name))
 
     def refresh(self) -> None:
         """The newest version."""
-        with _failures(f"{self._directory} cannot be refreshed"):
+        with failures(f"{self._directory} cannot be refreshed"):
             self._table.checkout_latest()
 
     def summary(self) -> Summary:
         """Two columns, and the sizes of all files."""
-        with _failures(self._unreadable):
+        with failures(self._unreadable):
             table = self._table.search().select(["version", "encoder"]).to_arrow()
         versions, encoders = (
             {row["values"]: row["counts"] for row in table[name].value_counts().to_pylist()}
@@ -154,7 +154,7 @@ class LanceEngine:
 
     @contextmanager
     def _committing(self, what: str) -> Generator[None]:
-        with _failures(what):
+        with failures(what):
             yield
         self._commits += 1
         if self._commits >= _COMPACT_AFTER:
@@ -186,7 +186,7 @@ def _create(directory: Path, made: Metadata) -> None:
     except OSError as error:
         raise ReadOnly(f"a store at {directory} cannot be made: {error.strerror}") from None
     try:
-        with _failures(f"a store at {directory} cannot be made"):
+        with failures(f"a store at {directory} cannot be made"):
             lancedb = _package("lancedb")
             lancedb.connect(beside).create_table(TABLE, schema=_arrow().schema(made.dim, made.num_thresholds))
             metadata.save(beside, made)
@@ -215,14 +215,3 @@ def _bytes(directory: Path) -> int:
         with suppress(FileNotFoundError):  # files of old versions go at any time
             total += path.stat().st_size
     return total
-
-
-@contextmanager
-def _failures(what: str) -> Generator[None]:
-    """LanceDB raises errors of many kinds, with the cause in the text."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except Exception as error:
-        raise StoreError(f"{what}: {str(error).splitlines()[0]}") from error

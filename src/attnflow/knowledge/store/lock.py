@@ -1,4 +1,4 @@
-"""One writer per directory, across processes."""
+"""One writer at a time, across processes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from pathlib import Path
 
 from attnflow.knowledge.store.errors import ReadOnly, StoreLocked
 
-LOCK_FILE = "writer.lock"
 
-
-class DirectoryLock:
-    """The right to write to a directory, held until `release` or the end of the process, however it ends.
+class FileLock:
+    """The right to write what a file stands for, held until `release` or the end of the process, however it ends.
 
     The kernel holds it (`flock`), so nothing is left to clean up after a crash. The file stays.
     """
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / LOCK_FILE
+    def __init__(self, path: Path) -> None:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise ReadOnly(
-                    f"{directory} cannot be written ({error.strerror}): open it with read_only=True"
+                    f"{path.parent} cannot be written ({error.strerror}): open it with read_only=True"
                 ) from None
             raise
         try:
@@ -36,7 +33,7 @@ class DirectoryLock:
             holder = path.read_text().strip()
             os.close(self._file)
             raise StoreLocked(
-                f"{directory} is being written by process {holder or '(unknown)'}, and there is one writer at a time: "
+                f"{path.parent} is being written by process {holder or '(unknown)'}, and there is one writer at a time: "
                 "open it with read_only=True, or close the other one first"
             ) from None
         with contextlib.suppress(OSError):  # the number is for the message alone; a full disk must not keep us out
@@ -51,11 +48,11 @@ class DirectoryLock:
             self._file = -1
 
 
-_HELD: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+_HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked child does not keep its parent's directories locked; closing its copy leaves the parent's lock alone."""
+    """A forked child does not keep its parent's files locked; closing its copy leaves the parent's lock alone."""
     for lock in list(_HELD):
         lock.release()
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore
 
@@ -32,6 +32,9 @@ class Metadata:
     snapshots: Sequence[str] = ()
 
 
+Kind = TypeVar("Kind", bound=Metadata)
+
+
 def check_widths(place: str, stored: Metadata, dim: int | None, num_thresholds: int | None) -> None:
     """Refuse to open a store as another one than it is."""
     for name, given, has in (("dim", dim, stored.dim), ("num_thresholds", num_thresholds, stored.num_thresholds)):
@@ -46,7 +49,7 @@ def encode(metadata: Metadata) -> str:
     return json.dumps({"attnflow_store": FORMAT} | asdict(metadata))
 
 
-def decode(place: str, text: str) -> Metadata:
+def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
     """From JSON of this format, or of an earlier one.
 
     Raises:
@@ -62,7 +65,7 @@ def decode(place: str, text: str) -> Metadata:
         raise NewerFormat(
             f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
         )
-    return Metadata(**values)
+    return kind(**values)
 
 
 def load(directory: Path) -> Metadata:

@@ -1,0 +1,301 @@
+"""Rows in Milvus: a file served by milvus-lite in this process, or a server or cluster, by the same client.
+
+A store is a collection of one row, which says what there is (`attnflow_store`), and a collection of entries for the
+present and for each snapshot (`attnflow_entries_<number>`). Changing that one row is what makes a snapshot count and
+a restore happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from attnflow._core.checks import IntArray
+from attnflow.knowledge.store import metadata
+from attnflow.knowledge.store.engine import Summary
+from attnflow.knowledge.store.errors import NotAStore, failures
+from attnflow.knowledge.store.metadata import Metadata
+from attnflow.knowledge.store.milvus_client import Connection
+from attnflow.knowledge.store.rows import Rows, Stamped
+
+_STORE: Final = "attnflow_store"
+_FIELDS: Final = ("id", "text", "source", "encoder", "version", "created", "updated", "vector")
+_CHARACTERS: Final = 65_535  # Milvus' limit on a string, in bytes
+_REQUEST: Final = 48 << 20  # bytes: Milvus takes messages of up to 64 MB
+_READ: Final = 5_000  # rows in a response
+
+
+@dataclass(frozen=True)
+class Record(Metadata):
+    """What the one row of `attnflow_store` says.
+
+    Attributes:
+        live: number of the collection of the present entries.
+        copies: numbers of the collections of snapshots, by name, oldest first.
+        lists: lists of the approximate index (IVF_FLAT); 0 where the index is exact (FLAT).
+        probes: lists that an approximate search reads.
+    """
+
+    live: int = 1
+    copies: Mapping[str, int] = field(default_factory=dict[str, int])
+    lists: int = 0
+    probes: int = 0
+
+
+class MilvusEngine:
+    """One collection, one row an entry; a write is one request."""
+
+    def __init__(self, address: str, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
+        self._connection = Connection(address, read_only)
+        self.client = self._connection.client
+        try:
+            with failures(f"{address} cannot be opened"):
+                if not self.client.has_collection(_STORE):
+                    if read_only or dim is None:
+                        how = "there is nothing to read" if read_only else "give dim, the width of an embedding"
+                        raise NotAStore(f"there is no store at milvus:{address}: {how}")
+                    self._create(Record(dim, num_thresholds or 0))
+                self.record = self._recorded()
+            metadata.check_widths(f"milvus:{address}", self.record, dim, num_thresholds)
+        except BaseException:
+            self.close()
+            raise
+        self.dim, self.num_thresholds = self.record.dim, self.record.num_thresholds
+
+    @property
+    def next_id(self) -> int:
+        """On record before a row of that id is written."""
+        return self.record.next_id
+
+    @property
+    def live(self) -> str:
+        """The collection of the present entries."""
+        return _entries(self.record.live)
+
+    def write(self, rows: Rows) -> None:
+        """One request of whole rows."""
+        data = _to_dicts(rows)
+        with failures("the entries were not written"):
+            self.save(next_id=max(self.next_id, int(rows.ids.max()) + 1))
+            self.client.upsert(self.live, data)
+
+    def delete(self, ids: IntArray) -> None:
+        """One request."""
+        if len(ids) * 20 > _REQUEST:
+            raise ValueError(f"{len(ids):,} ids are too many for one request to Milvus: delete fewer at a time")
+        with failures("the entries were not deleted"):
+            self.client.delete(self.live, ids=ids.tolist())
+
+    def read(self, ids: IntArray) -> Rows:
+        """By id."""
+        return _to_rows(list(self._among(ids, _FIELDS)), self.dim + self.num_thresholds)
+
+    def stamps(self) -> tuple[IntArray, IntArray]:
+        """A pass over all rows."""
+        rows = list(self._all(self.live, ("id", "updated")))
+        return _column(rows, "id"), _column(rows, "updated")
+
+    def load(self, ids: IntArray | None = None) -> Stamped:
+        """A pass over all rows, or rows by id."""
+        fields = ("id", "updated", "vector")
+        rows = list(self._all(self.live, fields) if ids is None else self._among(ids, fields))
+        vectors = np.array([row["vector"] for row in rows], dtype=np.float32)
+        return Stamped(
+            _column(rows, "id"), _column(rows, "updated"), vectors.reshape(len(rows), self.dim + self.num_thresholds)
+        )
+
+    def snapshot(self, name: str) -> None:
+        """A copy in a collection of its own, which counts once it is on record; O(rows) through this process."""
+        with failures("the snapshot was not made"):
+            number = self._copy(self.live)
+            self.save(copies={**self.record.copies, name: number})
+
+    def snapshots(self) -> list[str]:
+        """On record."""
+        return list(self.record.copies)
+
+    def restore(self, name: str) -> None:
+        """A copy of the snapshot, which is present once it is on record; O(rows) through this process."""
+        with failures("the snapshot was not restored"):
+            number, before = self._copy(_entries(self.record.copies[name])), self.live
+            self.save(live=number)
+            self.client.drop_collection(before)
+
+    def drop_snapshot(self, name: str) -> None:
+        """First from the record, then the collection."""
+        with failures("the snapshot was not dropped"):
+            number = self.record.copies[name]
+            self.save(copies={other: n for other, n in self.record.copies.items() if other != name})
+            self.client.drop_collection(_entries(number))
+
+    def refresh(self) -> None:
+        """Another process may have restored a snapshot; single rows are read anew anyway."""
+        with failures("the store cannot be refreshed"):
+            self.record = self._recorded()
+
+    def summary(self) -> Summary:
+        """A pass over all rows."""
+        rows = list(self._all(self.live, ("version", "encoder")))
+        versions, encoders = (dict(Counter(row[name] for row in rows)) for name in ("version", "encoder"))
+        file = self._connection.file
+        size = None if file is None else sum(path.stat().st_size for path in Path(file).rglob("*") if path.is_file())
+        return Summary(versions, encoders, size)
+
+    def count(self) -> int:
+        """Rows at present."""
+        with failures("entries cannot be counted"):
+            return int(self.client.query(self.live, filter="", output_fields=["count(*)"])[0]["count(*)"])
+
+    def existing(self, ids: IntArray) -> IntArray:
+        """Those of the ids that there are."""
+        return _column(list(self._among(ids, ("id",))), "id")
+
+    def build_index(self, lists: int) -> None:
+        """An exact index (0 lists), or an approximate one, instead of the present one."""
+        with failures("the index was not built"):
+            self.client.release_collection(self.live)
+            for name in self.client.list_indexes(self.live):
+                self.client.drop_index(self.live, index_name=name)
+            self.save(lists=lists, probes=lists)
+            self.client.create_index(self.live, index_params=self._index())
+            self.client.load_collection(self.live)
+
+    def save(self, **changes: Any) -> None:
+        """Change the record: one row, written as a whole."""
+        changed = replace(self.record, **changes)
+        if changed != self.record:
+            self._put(changed)
+            self.record = changed
+
+    def close(self) -> None:
+        """Leave the server, or stop serving the file."""
+        self._connection.close()
+
+    def _create(self, record: Record) -> None:
+        """The entries first: there is a store once the record is written."""
+        self.record = replace(record, live=self._unused())
+        self.dim, self.num_thresholds = record.dim, record.num_thresholds
+        self._new_collection(self.record.live)
+        kind = self._connection.types
+        schema = self.client.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("id", kind.INT64, is_primary=True)
+        schema.add_field("record", kind.VARCHAR, max_length=_CHARACTERS)
+        schema.add_field("vector", kind.FLOAT_VECTOR, dim=2)  # a collection must have one
+        index = self.client.prepare_index_params()
+        index.add_index(field_name="vector", index_type="FLAT", metric_type="IP")
+        self.client.create_collection(_STORE, schema=schema, index_params=index, consistency_level="Strong")
+        self._put(self.record)
+
+    def _put(self, record: Record) -> None:
+        self.client.upsert(_STORE, [{"id": 0, "record": metadata.encode(record), "vector": [0.0, 0.0]}])
+
+    def _recorded(self) -> Record:
+        rows = self.client.query(_STORE, filter="id == 0", output_fields=["record"])
+        if not rows:
+            raise NotAStore(f"the collection {_STORE} is empty: the store was not made to the end; drop the collection")
+        return metadata.decode(_STORE, rows[0]["record"], Record)
+
+    def _new_collection(self, number: int) -> None:
+        kind = self._connection.types
+        schema = self.client.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("id", kind.INT64, is_primary=True)
+        for name in ("text", "source", "encoder"):
+            schema.add_field(name, kind.VARCHAR, max_length=_CHARACTERS, nullable=True)
+        for name in ("version", "created", "updated"):
+            schema.add_field(name, kind.INT64)
+        schema.add_field("vector", kind.FLOAT_VECTOR, dim=self.dim + self.num_thresholds)
+        options = {"index_params": self._index(), "consistency_level": "Strong", "num_shards": 1}
+        self.client.create_collection(_entries(number), schema=schema, **options)
+
+    def _index(self) -> Any:
+        index = self.client.prepare_index_params()
+        kind = {"index_type": "IVF_FLAT", "params": {"nlist": self.record.lists}} if self.record.lists else {}
+        index.add_index(field_name="vector", metric_type="IP", **({"index_type": "FLAT"} | kind))
+        return index
+
+    def _copy(self, source: str) -> int:
+        number = self._unused()
+        self._new_collection(number)
+        part: list[dict[str, Any]] = []
+        for row in self._all(source, _FIELDS):
+            part.append(row)
+            if len(part) == 1000:
+                self.client.upsert(_entries(number), part)
+                part = []
+        if part:
+            self.client.upsert(_entries(number), part)
+        return number
+
+    def _unused(self) -> int:
+        """A number above those of all collections, whoever made them."""
+        present = [name.removeprefix(_entries("")) for name in self.client.list_collections()]
+        return max((int(name) for name in present if name.isdecimal()), default=0) + 1
+
+    def _among(self, ids: IntArray, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+        with failures("entries cannot be read"):
+            for start in range(0, len(ids), _READ):
+                wanted = ids[start : start + _READ].tolist()
+                yield from self.client.query(self.live, filter=f"id in {wanted}", output_fields=list(fields))
+
+    def _all(self, collection: str, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+        with failures("entries cannot be read"):
+            pages = self.client.query_iterator(collection, batch_size=_READ, output_fields=list(fields))
+            while page := pages.next():
+                yield from ({name: row[name] for name in fields} for row in page)
+            pages.close()
+
+
+def _entries(number: int | str) -> str:
+    return f"attnflow_entries_{number}"
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> IntArray:
+    return np.array([row[name] for row in rows], dtype=np.int64)
+
+
+def _to_dicts(rows: Rows) -> list[dict[str, Any]]:
+    """Rows as Milvus takes them, unless they are too large for it."""
+    size = rows.vectors.nbytes + 100 * len(rows)
+    for name, values in (("text", rows.texts), ("source", rows.sources), ("encoder", rows.encoders)):
+        for i, value in enumerate(values):
+            length = 0 if value is None else len(value.encode())
+            size += length
+            if length > _CHARACTERS:
+                raise ValueError(f"the {name} of row {i} has {length:,} bytes, and Milvus keeps up to {_CHARACTERS:,}")
+    if size > _REQUEST:
+        raise ValueError(
+            f"{len(rows):,} entries are {size >> 20} MB, and Milvus takes up to {_REQUEST >> 20} MB in one request: "
+            f"give about {len(rows) * _REQUEST // size:,} at a time"
+        )
+    columns: dict[str, Iterable[Any]] = {
+        "id": rows.ids.tolist(),
+        "text": rows.texts,
+        "source": rows.sources,
+        "encoder": rows.encoders,
+        "version": rows.versions.tolist(),
+        "created": rows.created.tolist(),
+        "updated": rows.updated.tolist(),
+        "vector": rows.vectors,
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _to_rows(found: list[dict[str, Any]], width: int) -> Rows:
+    texts, sources, encoders = (np.full(len(found), None, dtype=object) for _ in range(3))
+    for name, column in (("text", texts), ("source", sources), ("encoder", encoders)):
+        column[:] = [row[name] for row in found]
+    return Rows(
+        ids=_column(found, "id"),
+        vectors=np.array([row["vector"] for row in found], dtype=np.float32).reshape(len(found), width),
+        texts=texts,
+        sources=sources,
+        encoders=encoders,
+        versions=_column(found, "version"),
+        created=_column(found, "created"),
+        updated=_column(found, "updated"),
+    )
