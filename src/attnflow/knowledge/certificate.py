@@ -86,7 +86,8 @@ class Certificate:
         With ReLU: (active - k) * last * value_norm, and 0 where last <= 0. GELU and SiLU are not zero below zero:
         the active entries that were left out weigh at most act(last) each, and every other one at most the supremum
         of |act| over scores <= min(last, 0), which is |act(last)| below the minimum of the activation (GELU -0.170
-        at -0.752, SiLU -0.278 at -1.278) and the depth of the minimum above it.
+        at -0.752, SiLU -0.278 at -1.278) and the depth of the minimum above it. Where active entries were not counted,
+        each that was left out weighs the larger of the two.
 
         Args:
             value_norm: the largest ||value|| of an entry.
@@ -113,11 +114,13 @@ class Certificate:
         last = self.last.double()
         if self.approximate:
             return torch.full_like(last, math.inf)
+        above, below = last.clamp(min=0), last.clamp(min=torch.finfo(last.dtype).min, max=0)
+        weight = above if activation == "relu" else _SMOOTH[activation](above)
+        depth = torch.zeros_like(last) if activation == "relu" else _depth(activation, below)
+        if self.active is None:
+            return self.left_out * torch.maximum(weight, depth) * norm
         active = self._left_out_active()
-        above, below = last.clamp(min=0), last.clamp(max=0)
-        if activation == "relu":
-            return active * above * norm
-        return (active * _SMOOTH[activation](above) + (self.left_out - active) * _depth(activation, below)) * norm
+        return (active * weight + (self.left_out - active) * depth) * norm
 
     def _kept(self) -> Int[Tensor, "*queries"]:
         return torch.as_tensor(self.k, device=self.last.device).expand(self.last.shape)
@@ -160,5 +163,10 @@ def _minima() -> dict[str, tuple[float, float]]:
     return {"gelu": (gelu, -gelu * math.erfc(-gelu / math.sqrt(2)) / 2), "silu": (silu, -(silu + 1))}
 
 
-_SMOOTH: Final = {"gelu": functional.gelu, "silu": functional.silu}
+def _gelu(scores: Tensor) -> Tensor:
+    """By erfc, which keeps its digits far below zero, where 1 + erf has none."""
+    return scores * torch.special.erfc(scores / -math.sqrt(2)) / 2
+
+
+_SMOOTH: Final = {"gelu": _gelu, "silu": functional.silu}
 _MINIMA: Final = _minima()

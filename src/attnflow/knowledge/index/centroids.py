@@ -39,14 +39,25 @@ class Centroids:
             wanted = min(len(own), max(1, round(count * len(own) / len(points))))
             if wanted:
                 self._groups.append(_k_means(own, _spaced(own, wanted, draw), draw))
-        self._top = np.stack([group.mean(axis=0) for group in self._groups])
-        self._starts = np.cumsum([0, *(len(group) for group in self._groups)])
-        centred = np.concatenate(self._groups)
-        self.positions = centred + self._origin
+        self._number()
+        self._drop_empty(points)
         lists, nearness = self._find(points)
         squares = np.maximum(np.square(points).sum(axis=1) - 2 * nearness, 0)
-        sizes = np.maximum(np.bincount(lists, minlength=len(centred)), 1)
-        self.spread = np.sqrt(np.bincount(lists, squares, minlength=len(centred)) / sizes).astype(np.float32)
+        sizes = np.maximum(np.bincount(lists, minlength=len(self)), 1)
+        self.spread = np.sqrt(np.bincount(lists, squares, minlength=len(self)) / sizes).astype(np.float32)
+
+    def _number(self) -> None:
+        """Number the centroids group by group."""
+        self._top = np.stack([group.mean(axis=0) for group in self._groups])
+        self._starts = np.cumsum([0, *(len(group) for group in self._groups)])
+        self.positions = np.concatenate(self._groups) + self._origin
+
+    def _drop_empty(self, points: Floats) -> None:
+        """A centroid that no point is nearest to would be read for nothing; equal points leave many such."""
+        filled = np.bincount(self._find(points)[0], minlength=len(self)) > 0
+        kept = [group[own] for group, own in zip(self._groups, np.split(filled, self._starts[1:-1]), strict=True)]
+        self._groups = [group for group in kept if len(group)]
+        self._number()
 
     def __len__(self) -> int:
         return len(self.positions)

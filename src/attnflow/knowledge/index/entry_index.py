@@ -119,7 +119,7 @@ class EntryIndex:
                 self._partition.add(checked.numpy(), slots.numpy())
         return slots
 
-    def replace(self, slots: Int[Tensor, " slots"], rows: Float[Tensor, "slots width"]) -> None:
+    def replace(self, slots: Int[Tensor, " slots"], rows: Float[Tensor, "rows width"]) -> None:
         """Overwrite rows."""
         checked, where = self._checked(rows), self._existing(slots)
         if len(checked) != len(where):

@@ -1,0 +1,144 @@
+"""What a certificate says holds against all entries, in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import ndtr
+from torch.nn import functional
+
+from attnflow.knowledge.certificate import _MINIMA, Certificate
+from attnflow.knowledge.index import EntryIndex
+
+ACTIVATIONS = {
+    "relu": functional.relu,
+    "gelu": lambda scores: scores * torch.from_numpy(ndtr(scores.numpy())),
+    "silu": functional.silu,
+}
+
+
+def residual(scores, kept, values, activation):
+    """The norm of what the entries that were not kept would have added, for each query."""
+    left = ACTIVATIONS[activation](scores).scatter(1, kept, 0.0)
+    return (left @ values).norm(dim=1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@given(
+    seed=st.integers(0, 10_000),
+    entries=st.integers(1, 30),
+    k=st.integers(1, 33),
+    shift=st.sampled_from([-8.0, -2.0, -0.9, 0.0, 0.3, 4.0]),
+    counted=st.booleans(),
+)
+def test_the_bound_holds_and_completeness_is_exact(activation, seed, entries, k, shift, counted):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, entries, generator=generator, dtype=torch.float64) + shift
+    scores[:, ::5] = scores[:, :1].clone()  # ties
+    values = torch.randn(entries, 4, generator=generator, dtype=torch.float64)
+    best = scores.topk(min(k, entries))
+    active = (scores > 0).sum(dim=1) if counted else None
+    certificate = Certificate(False, k, entries, best.values[:, -1], active)
+    left = residual(scores, best.indices, values, activation)
+    norm = float(values.norm(dim=1).max())
+    assert bool((left <= certificate.error_bound(norm, activation) * (1 + 1e-12)).all())
+    if counted:
+        below = scores.scatter(1, best.indices, -1.0)
+        assert torch.equal(certificate.complete, (below <= 0).all(dim=1))
+    if activation == "relu":
+        assert not bool(left[certificate.complete].any())
+
+
+def test_relu_bound_is_that_of_the_design():
+    certificate = Certificate(False, 4, 100, torch.tensor([0.5, -1.0]), torch.tensor([10, 3]))
+    assert certificate.error_bound(3.0).tolist() == [(10 - 4) * 0.5 * 3.0, 0.0]
+    assert certificate.left_out.tolist() == [96, 96]
+    assert certificate.label == "exact"
+
+
+@pytest.mark.parametrize(("activation", "place", "depth"), [("gelu", -0.7518, 0.17), ("silu", -1.2785, 0.2785)])
+def test_bounds_of_smooth_activations_are_suprema(activation, place, depth):
+    found = _MINIMA[activation]
+    assert found[0] == pytest.approx(place, abs=1e-4)
+    assert found[1] == pytest.approx(depth, abs=1e-4)
+    grid = torch.linspace(-30, 0, 300_001, dtype=torch.float64)
+    sizes = ACTIVATIONS[activation](grid).abs()
+    largest = sizes.cummax(dim=0).values
+    bound = Certificate(False, 1, 2, grid, torch.zeros(len(grid), dtype=torch.int64)).error_bound(1.0, activation)
+    torch.testing.assert_close(bound, largest, rtol=1e-8, atol=1e-15)
+    assert bool((bound >= largest * (1 - 1e-12)).all())
+
+
+def test_approximate_searches_certify_nothing():
+    certificate = Certificate(True, 4, 100, torch.tensor([-1.0]))
+    assert certificate.label == "approximate"
+    assert not certificate.complete.any()
+    assert certificate.error_bound(1.0).tolist() == [math.inf]
+
+
+def test_without_entries_or_with_all_of_them_nothing_is_left_out():
+    nothing = Certificate(False, 4, 0, torch.tensor([-math.inf]), torch.tensor([0]))
+    everything = Certificate(False, 4, 4, torch.tensor([2.0]), torch.tensor([4]))
+    for certificate in (nothing, everything):
+        assert certificate.complete.all()
+        assert [float(certificate.error_bound(5.0, name)) for name in ACTIVATIONS] == [0.0] * 3
+
+
+def test_range_searches_count_what_each_query_kept():
+    scores = torch.tensor([[3.0, 1.0, 0.5, -1.0], [2.0, 0.7, 0.2, 0.1]])
+    certificate = Certificate(False, torch.tensor([2, 1]), 4, torch.tensor([0.8, 0.8]), (scores > 0).sum(dim=1))
+    assert certificate.error_bound(1.0).tolist() == pytest.approx([1 * 0.8, 3 * 0.8])
+    assert certificate[1].error_bound(1.0) == certificate.error_bound(1.0)[1]
+    assert certificate[1].k == 1
+
+
+def test_joined_certificates_go_query_by_query():
+    parts = [Certificate(False, 2, 9, torch.tensor([1.0, 2.0]) + i, torch.tensor([3, 4]) + i) for i in (0, 10)]
+    whole = Certificate.joined(parts)
+    assert whole.last.tolist() == [1.0, 11.0, 2.0, 12.0]
+    assert whole.active.tolist() == [3, 13, 4, 14]
+    assert whole.k == 2
+    assert not whole.approximate
+    mixed = Certificate.joined([parts[0], Certificate(True, 3, 9, torch.tensor([1.0, 2.0]))])
+    assert mixed.approximate
+    assert mixed.active is None
+    assert mixed.k.tolist() == [2, 3, 2, 3]
+    with pytest.raises(ValueError, match="of the same entries"):
+        Certificate.joined([parts[0], Certificate(False, 2, 8, torch.zeros(2), torch.zeros(2, dtype=torch.int64))])
+    with pytest.raises(ValueError, match="of the same entries"):
+        Certificate.joined([])
+
+
+def test_what_has_no_bound_says_so():
+    certificate = Certificate(False, 1, 2, torch.tensor([1.0]), torch.tensor([1]))
+    for name in ("sparsemax", "tanh"):
+        with pytest.raises(ValueError, match="others have no bound from the k-th"):
+            certificate.error_bound(1.0, name)
+    for norm in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="value_norm must be the largest norm"):
+            certificate.error_bound(norm)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@given(seed=st.integers(0, 10_000), shift=st.sampled_from([-3.0, 0.0, 1.0]), k=st.integers(1, 60))
+def test_bounds_of_an_exact_search_hold_in_float64_up_to_rounding(activation, seed, shift, k):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(50, 7, generator=generator)
+    rows[:, 6] += shift
+    queries, values = torch.randn(4, 6, generator=generator), torch.randn(50, 3, generator=generator).double()
+    index = EntryIndex(6, 1, search="exact")
+    index.build(rows)
+    hits = index.search(queries, k, threshold_column=0)
+    scores = queries.double() @ rows[:, :6].double().T + rows[:, 6].double()
+    norm = float(values.norm(dim=1).max())
+    # Each of the entries left out may score more by what float32 lost of its inner product; |act'| is below 1.13.
+    lengths = queries.double().norm(dim=1) * rows[:, :6].double().norm(dim=1).max() + rows[:, 6].abs().max()
+    rounding = 50 * 1.13 * 8 * torch.finfo(torch.float32).eps * lengths * norm
+    left = residual(scores, hits.slots.masked_fill(hits.slots < 0, 0), values, activation)
+    if k >= 50:
+        left = torch.zeros(4, dtype=torch.float64)
+    assert bool((left <= hits.certificate.error_bound(norm, activation) + rounding).all())
+    complete = hits.certificate.complete
+    assert bool((residual(scores, hits.slots.clamp(min=0), values, "relu")[complete] <= rounding[complete]).all())
