@@ -255,7 +255,9 @@ def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
     scores, weights = reading.scores[0].detach().flatten(0, -2).double(), reading.weights.detach().flatten(0, -2)
     if certificate.approximate:
         return torch.full_like(certificate.last, math.inf, dtype=torch.float64)
-    # The lowest weight that is not 0 has score - weight = tau; gated weights have been multiplied since.
+    if not scores.shape[-1]:
+        return torch.where(certificate.left_out == 0, 0.0, 1.0).double().to(weights.device)
+    # Every weight that is not 0 is score - tau; those of a gated layer have been multiplied since.
     kept = cast(Tensor, reading.ids).flatten(0, -2) >= 0
     again = ACTIVATIONS["sparsemax"](scores.masked_fill(~kept, torch.finfo(torch.float32).min))
     tau = (scores - again).masked_fill(again <= 0, -math.inf).amax(dim=-1)
@@ -263,7 +265,7 @@ def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
     return torch.where(exact, 0.0, 2.0).to(weights.device)
 
 
-def _padded(values: Tensor, width: int, fill: float) -> Tensor:
+def _padded(values: Tensor, width: int, fill: int) -> Tensor:
     """Values [queries, k, ...] with k made `width`."""
     missing = width - values.shape[1]
     return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], dim=1)

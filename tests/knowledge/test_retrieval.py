@@ -1,0 +1,209 @@
+"""Which entries are kept, what that promises, and that sums of few rows are products with all."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from attnflow.knowledge import EntryLayout, EntryValues, LayeredKnowledge, Retrieval
+from attnflow.knowledge.retrieval import best, certify, chosen, straight_through, sum_of_chosen, sum_of_rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give k or threshold, one of them; got k=None"),
+        ({"k": 3, "threshold": 0.0}, "give k or threshold"),
+        ({"k": 0}, "k must be at least 1"),
+        ({"threshold": math.nan}, "threshold must be a number, got NaN"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Retrieval(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("retrieval", "total", "queries", "training", "expected"),
+    [
+        (Retrieval(k=10, search="dense"), 99, 1, False, True),
+        (Retrieval(k=10, search="dense"), 99, 1, True, True),
+        (Retrieval(threshold=0.0, search="dense"), 99, 1, True, True),
+        (Retrieval(k=99, search="exact"), 99, 1, True, True),
+        (Retrieval(k=98, search="exact"), 99, 1, False, False),
+        (Retrieval(k=24), 99, 1, False, False),
+        (Retrieval(k=25), 99, 1, False, True),
+        (Retrieval(k=25), 99, 1, True, False),  # what is trained is the function of k entries
+        (Retrieval(k=6), 99, 128, False, False),
+        (Retrieval(k=7), 99, 128, False, True),
+        (Retrieval(threshold=0.0), 99, 128, False, False),
+    ],
+)
+def test_when_all_entries_are_read(retrieval, total, queries, training, expected):
+    assert retrieval.reads_all(total, queries, training) is expected
+
+
+@st.composite
+def scored(draw):
+    queries, entries = draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    values = st.integers(-3, 3) if draw(st.booleans()) else st.floats(-3, 3)  # with ties, and without
+    rows = draw(st.lists(st.lists(values, min_size=entries, max_size=entries), min_size=queries, max_size=queries))
+    if draw(st.booleans()):
+        retrieval = Retrieval(k=draw(st.integers(1, 25)), search="exact")
+    else:
+        retrieval = Retrieval(threshold=draw(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 4.0])))
+    return torch.tensor(rows, dtype=torch.float64), retrieval
+
+
+@given(scored())
+def test_the_best_are_kept_and_the_certificate_says_what_was_left(case):
+    scores, retrieval = case
+    rows, mask = best(scores, retrieval), chosen(scores, retrieval)
+    certificate = certify(scores, rows, retrieval)
+    for query, row in enumerate(scores):
+        kept = rows[query][rows[query] >= 0]
+        assert len(kept.unique()) == len(kept) == int(mask[query].sum())
+        left = row[~torch.zeros(len(row), dtype=torch.bool).scatter(0, kept, True)]
+        if retrieval.k is not None:
+            assert len(kept) == min(retrieval.k, len(row))
+        else:
+            assert sorted(kept.tolist()) == (row > retrieval.threshold).nonzero()[:, 0].tolist()
+        one = certificate[query]
+        assert bool((left <= one.last).all())
+        assert int(one.left_out) == len(left)
+        assert int(one.active) == int((row > 0).sum())
+        assert bool(one.complete) == (not bool((left > 0).any())) or not bool(one.complete)
+        for name, function in (("relu", functional.relu), ("gelu", functional.gelu), ("silu", functional.silu)):
+            assert function(left).abs().sum() <= one.error_bound(1.0, name) + 1e-12
+
+
+@given(scored(), st.integers(0, 999))
+def test_sums_of_rows_are_products_with_the_whole_table(case, seed):
+    scores, retrieval = case
+    table = torch.randn(scores.shape[1], 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    mask = chosen(scores, retrieval)
+    expected = scores.masked_fill(~mask, 0) @ table
+    torch.testing.assert_close(sum_of_chosen(scores.masked_fill(~mask, 0), mask, table), expected)
+    rows = best(scores, retrieval)
+    weights = scores.gather(-1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
+    torch.testing.assert_close(sum_of_rows(weights, rows, table), expected)
+
+
+def test_few_rows_of_many_are_summed_one_by_one():
+    """The way by rows, which the small cases above take seldom; with queries that keep none."""
+    scores = torch.randn(2, 5, 400, dtype=torch.float64)
+    table = torch.randn(400, 3, dtype=torch.float64, requires_grad=True)
+    scores[0, 2] = -9
+    mask = scores > 2.2
+    assert 0 < int(mask.sum()) < mask.numel() / 16
+    weights = scores.masked_fill(~mask, 0).requires_grad_()
+    found = sum_of_chosen(weights, mask, table)
+    torch.testing.assert_close(found, weights @ table)
+    assert not found[0, 2].any()
+    ours = torch.autograd.grad(found.square().sum(), [weights, table])
+    expected = torch.autograd.grad((weights @ table).square().sum(), [weights, table])
+    torch.testing.assert_close(ours[0][mask], expected[0][mask])
+    torch.testing.assert_close(ours[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sums_in_other_precisions(dtype):
+    table, weights, rows = torch.randn(50, 8), torch.randn(3, 6), torch.randint(-1, 50, (3, 6))
+    weights[rows < 0] = 0
+    exact = (weights.to(dtype).double()[:, None] @ table.to(dtype).double()[rows.clamp(min=0)])[:, 0]
+    found = sum_of_rows(weights.to(dtype), rows, table.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+    mixed = sum_of_rows(weights.to(dtype), rows, table)  # as under autocast
+    assert mixed.dtype == dtype
+
+
+def test_no_queries_and_no_entries():
+    for shape in ((0, 5), (3, 0)):
+        scores = torch.zeros(shape)
+        for retrieval in (Retrieval(k=2, search="exact"), Retrieval(threshold=0.0)):
+            rows, mask = best(scores, retrieval), chosen(scores, retrieval)
+            assert sum_of_rows(torch.zeros(rows.shape), rows, torch.zeros(shape[1], 4)).shape == (shape[0], 4)
+            assert sum_of_chosen(scores, mask, torch.zeros(shape[1], 4)).shape == (shape[0], 4)
+
+
+def test_straight_through_is_bitwise_the_value_with_the_other_gradient():
+    value, other = torch.randn(50, requires_grad=True), torch.randn(50, requires_grad=True)
+    made = straight_through(value, other)
+    assert torch.equal(made, value)
+    made.sum().backward()
+    assert value.grad is None
+    assert torch.equal(other.grad, torch.ones(50))
+
+
+def converted(retrieval, dtype=torch.float64, bias=True):
+    """Values of the second layer of a base, with retrieval, and weights for them."""
+    torch.manual_seed(0)
+    base = LayeredKnowledge(torch.randn(4 + 40, 7, dtype=dtype), [4, 40], EntryLayout(3, gated=False))
+    made = EntryValues(base, 1, torch.randn(3, dtype=dtype) if bias else None)
+    made.retrieval = retrieval
+    return made, torch.randn(2, 5, 40, dtype=dtype)
+
+
+RETRIEVALS = [Retrieval(k=6, search="exact"), Retrieval(k=1), Retrieval(threshold=0.8), Retrieval(threshold=9.0)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("retrieval", RETRIEVALS, ids=str)
+def test_a_converted_layer_reads_its_largest_weights(retrieval, bias):
+    layer, weights = converted(retrieval, bias=bias)
+    sizes = weights.abs()
+    if retrieval.k:
+        last = sizes.sort(descending=True).values[..., retrieval.k - 1 : retrieval.k]
+        sparse = weights * (sizes >= last)
+    else:
+        sparse = weights * (sizes > retrieval.threshold)
+    expected = functional.linear(sparse, layer.weight, layer.bias)
+    for training in (False, True):
+        torch.testing.assert_close(layer.train(training)(weights), expected)
+    rows, certificate = layer.keep(weights)
+    assert rows.shape[:-1] == weights.shape[:-1]
+    dense = functional.linear(weights, layer.weight, layer.bias)
+    bound = certificate.error_bound(layer.weight.detach().norm(dim=0).max())
+    assert bool(((dense - expected).norm(dim=-1).flatten() <= bound + 1e-12).all())
+
+
+@pytest.mark.parametrize("retrieval", RETRIEVALS, ids=str)
+def test_gradients_of_a_converted_layer(retrieval):
+    layer, weights = converted(retrieval)
+    base, direction = layer.__dict__["base"], torch.randn(2, 5, 3, dtype=torch.float64)
+    mask = chosen(weights.abs(), retrieval).double()
+    for training in (False, True):
+        base.entries.grad, given = None, weights.clone().requires_grad_()
+        (layer.train(training)(given) * direction).sum().backward()
+        through = direction @ layer.weight  # of the product with all values
+        torch.testing.assert_close(given.grad, through if training else through * mask)
+        value = torch.einsum("ijn,ijd->nd", weights * mask, direction)
+        torch.testing.assert_close(base.entries.grad[4:, 3:6], value)
+        assert not base.entries.grad[:4].any()
+
+
+def test_a_converted_layer_falls_back_to_all_where_that_is_no_slower():
+    layer, weights = converted(Retrieval(k=6))
+    dense = functional.linear(weights, layer.weight, layer.bias)
+    assert torch.equal(layer.eval()(weights), dense)  # 6 x 16 >= 40
+    assert layer.reads_all(weights)
+    few = weights[0, :1]
+    assert not torch.allclose(layer(few), dense[0, :1])  # 6 x 4 < 40
+    layer.retrieval = Retrieval(k=6, search="approximate")
+    with pytest.raises(ValueError, match='search must be "exact" or "auto", got "approximate"'):
+        layer(weights)
+    layer.retrieval = None
+    with pytest.raises(ValueError, match=r"reads all of its entries: set \.retrieval"):
+        layer.keep(weights)
+
+
+def test_a_converted_layer_under_autocast():
+    layer, weights = converted(Retrieval(k=6, search="exact"), torch.float32)
+    expected = layer.eval()(weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(weights.bfloat16())
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.1)
