@@ -33,7 +33,7 @@ class FileLock:
             holder = path.read_text().strip()
             os.close(self._file)
             raise StoreLocked(
-                f"{path.parent} is being written by process {holder or '(unknown)'}, and there is one writer at a time: "
+                f"{path.parent} is being written by process {holder or '(unknown)'}, and one may write at a time: "
                 "open it with read_only=True, or close the other one first"
             ) from None
         with contextlib.suppress(OSError):  # the number is for the message alone; a full disk must not keep us out

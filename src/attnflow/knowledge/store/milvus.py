@@ -28,6 +28,7 @@ _FIELDS: Final = ("id", "text", "source", "encoder", "version", "created", "upda
 _CHARACTERS: Final = 65_535  # Milvus' limit on a string, in bytes
 _REQUEST: Final = 48 << 20  # bytes: Milvus takes messages of up to 64 MB
 _READ: Final = 5_000  # rows in a response
+_COPIED: Final = 1_000  # rows in a request of a snapshot
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class MilvusEngine:
                         how = "there is nothing to read" if read_only else "give dim, the width of an embedding"
                         raise NotAStore(f"there is no store at milvus:{address}: {how}")
                     self._create(Record(dim, num_thresholds or 0))
-                self.record = self._recorded()
+                self.refresh()
             metadata.check_widths(f"milvus:{address}", self.record, dim, num_thresholds)
         except BaseException:
             self.close()
@@ -113,6 +114,7 @@ class MilvusEngine:
         """A copy in a collection of its own, which counts once it is on record; O(rows) through this process."""
         with failures("the snapshot was not made"):
             number = self._copy(self.live)
+            self.client.release_collection(_entries(number))  # it need not be in the server's memory
             self.save(copies={**self.record.copies, name: number})
 
     def snapshots(self) -> list[str]:
@@ -122,8 +124,10 @@ class MilvusEngine:
     def restore(self, name: str) -> None:
         """A copy of the snapshot, which is present once it is on record; O(rows) through this process."""
         with failures("the snapshot was not restored"):
-            number, before = self._copy(_entries(self.record.copies[name])), self.live
+            copy, before = _entries(self.record.copies[name]), self.live
+            number = self._copy(copy)
             self.save(live=number)
+            self.client.release_collection(copy)
             self.client.drop_collection(before)
 
     def drop_snapshot(self, name: str) -> None:
@@ -136,7 +140,9 @@ class MilvusEngine:
     def refresh(self) -> None:
         """Another process may have restored a snapshot; single rows are read anew anyway."""
         with failures("the store cannot be refreshed"):
+            self.client.load_collection(_STORE)
             self.record = self._recorded()
+            self.client.load_collection(self.live)
 
     def summary(self) -> Summary:
         """A pass over all rows."""
@@ -162,8 +168,7 @@ class MilvusEngine:
             for name in self.client.list_indexes(self.live):
                 self.client.drop_index(self.live, index_name=name)
             self.save(lists=lists, probes=lists)
-            self.client.create_index(self.live, index_params=self._index())
-            self.client.load_collection(self.live)
+            self._load(self.live)
 
     def save(self, **changes: Any) -> None:
         """Change the record: one row, written as a whole."""
@@ -180,15 +185,13 @@ class MilvusEngine:
         """The entries first: there is a store once the record is written."""
         self.record = replace(record, live=self._unused())
         self.dim, self.num_thresholds = record.dim, record.num_thresholds
-        self._new_collection(self.record.live)
+        self._new_entries(self.record.live)
         kind = self._connection.types
         schema = self.client.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("id", kind.INT64, is_primary=True)
         schema.add_field("record", kind.VARCHAR, max_length=_CHARACTERS)
         schema.add_field("vector", kind.FLOAT_VECTOR, dim=2)  # a collection must have one
-        index = self.client.prepare_index_params()
-        index.add_index(field_name="vector", index_type="FLAT", metric_type="IP")
-        self.client.create_collection(_STORE, schema=schema, index_params=index, consistency_level="Strong")
+        self._new_collection(_STORE, schema)
         self._put(self.record)
 
     def _put(self, record: Record) -> None:
@@ -200,7 +203,7 @@ class MilvusEngine:
             raise NotAStore(f"the collection {_STORE} is empty: the store was not made to the end; drop the collection")
         return metadata.decode(_STORE, rows[0]["record"], Record)
 
-    def _new_collection(self, number: int) -> None:
+    def _new_entries(self, number: int) -> None:
         kind = self._connection.types
         schema = self.client.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("id", kind.INT64, is_primary=True)
@@ -209,22 +212,31 @@ class MilvusEngine:
         for name in ("version", "created", "updated"):
             schema.add_field(name, kind.INT64)
         schema.add_field("vector", kind.FLOAT_VECTOR, dim=self.dim + self.num_thresholds)
-        options = {"index_params": self._index(), "consistency_level": "Strong", "num_shards": 1}
-        self.client.create_collection(_entries(number), schema=schema, **options)
+        self._new_collection(_entries(number), schema)
 
-    def _index(self) -> Any:
-        index = self.client.prepare_index_params()
-        kind = {"index_type": "IVF_FLAT", "params": {"nlist": self.record.lists}} if self.record.lists else {}
-        index.add_index(field_name="vector", metric_type="IP", **({"index_type": "FLAT"} | kind))
-        return index
+    def _new_collection(self, name: str, schema: Any) -> None:
+        """Read as it was last written (Strong), and in one shard, so that a batch is one message."""
+        self.client.create_collection(name, schema=schema, consistency_level="Strong", num_shards=1)
+        self._load(name)
+
+    def _load(self, name: str) -> None:
+        """Index a collection, and serve it."""
+        index, lists = self.client.prepare_index_params(), self.record.lists
+        if lists and name != _STORE:
+            index.add_index(field_name="vector", metric_type="IP", index_type="IVF_FLAT", params={"nlist": lists})
+        else:
+            index.add_index(field_name="vector", metric_type="IP", index_type="FLAT")
+        self.client.create_index(name, index_params=index, sync=False)
+        self.client.load_collection(name)  # waits for the index
 
     def _copy(self, source: str) -> int:
         number = self._unused()
-        self._new_collection(number)
+        self._new_entries(number)
+        self.client.load_collection(source)
         part: list[dict[str, Any]] = []
         for row in self._all(source, _FIELDS):
             part.append(row)
-            if len(part) == 1000:
+            if len(part) == _COPIED:
                 self.client.upsert(_entries(number), part)
                 part = []
         if part:

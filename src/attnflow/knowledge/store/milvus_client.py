@@ -37,7 +37,8 @@ class Connection:
             self.client: Any = pymilvus.MilvusClient(uri=address)
         except Exception as error:
             self.close()
-            raise StoreError(f"no connection to Milvus at {address}: {str(error).splitlines()[0]}") from error
+            hint = " (milvus-lite serves a file to one process at a time)" if self.file else ""
+            raise StoreError(f"no connection to Milvus at {address}{hint}: {str(error).splitlines()[0]}") from error
         if self.file is not None:
             _SERVED[self.file] += 1
 
