@@ -157,6 +157,9 @@ def test_unread_entries_are_not_kept():
     assert all(one.ids.shape == (6, 16) for one in found)
     assert all(int((one.ids >= 0).sum(dim=1).max()) <= 5 for one in found)
     assert all(bool((one.active <= 5).all()) for one in found)
+    for reader in readers(none := modular("relu")):
+        reader.retrieval = af.knowledge.Retrieval(threshold=1e9)
+    assert all(bool((one.ids == -1).all()) for one in trace(none, tokens(1, 6)))
     silent = modular("relu")
     with torch.no_grad():
         for reader in silent.readers():
@@ -259,6 +262,31 @@ def test_texts_from_a_store():
     found = trace(made("Llama"), [5, 6], texts=Texts(), top=48)
     assert found.texts
     assert all(entry % 4 == 2 and text == f"text of {entry}" for entry, text in found.texts.items())
+
+
+@pytest.mark.parametrize("k", [None, 4])
+def test_entries_of_a_connected_store(k):
+    model = modular("gated").float()
+    base = model.knowledge.entries.detach()
+    ids = torch.arange(40).flip(0) * 3 + 7  # neither in order nor without gaps
+    own, text = trace(model, [5, 6, 7], top=40), [f"entry {i}" for i in range(40)]
+    with af.knowledge.Store.open("memory", dim=32, num_thresholds=af.knowledge.threshold_columns(model)) as store:
+        af.knowledge.connect(model, store).insert(embeddings=base, ids=ids, texts=text)
+        for reader in readers(model):
+            reader.retrieval = None if k is None else af.knowledge.Retrieval(k=k, search="exact")
+        found = trace(model, [5, 6, 7], top=40)
+        if k is None:
+            for one, other in zip(found, own, strict=True):
+                assert torch.equal(one.ids, ids[other.ids])
+                for name in ("scores", "thresholds", "weights", "norms", "effects"):
+                    torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=1e-4)
+        first, expected = found.layer(0), own.layer(0)
+        torch.testing.assert_close(total_effect(found), found.logits, rtol=1e-4, atol=1e-4)
+        for row in range(3):
+            kept = first.ids[row][first.ids[row] >= 0]
+            best = expected.ids[row][expected.scores[0, row].topk(k or 40).indices]
+            assert set(kept.tolist()) == set(ids[best].tolist())
+        assert all(one.text == f"entry {(ids == one.entry).nonzero().item()}" for one in found.fired())
 
 
 def test_the_model_is_left_as_it_was():

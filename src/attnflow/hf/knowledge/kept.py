@@ -72,13 +72,13 @@ class Kept:
     def see(self, reading: Reading) -> None:
         """Keep what is asked for of a reading."""
         sequence, batch = self._stream.sequence, self._stream.batch
-        tokens = reading.scores.shape[-2:]
-        scores = reading.scores.reshape(len(reading.scores), batch, -1, *tokens)[:, sequence]
-        weights = reading.weights.reshape(batch, -1, *tokens)[sequence]
-        ids = None if reading.ids is None else reading.ids.reshape(batch, -1, *tokens)[sequence]
-        self._heads = tokens[0]
+        read = reading.scores.shape[-2:]  # heads, entries
+        scores = reading.scores.reshape(len(reading.scores), batch, -1, *read)[:, sequence]
+        weights = reading.weights.reshape(batch, -1, *read)[sequence]
+        ids = None if reading.ids is None else reading.ids.reshape(batch, -1, *read)[sequence]
+        self._heads = read[0]
         self._pieces = []  # of one call: a second one replaces it
-        step = max(1, _WEIGHTS // tokens.numel())
+        step = max(1, _WEIGHTS // read.numel())
         for start in range(0, len(self._stream.positions), step):
             rows = self._stream.positions[start : start + step]
             block = None if self._known is None else self._known.rows[start : start + step]
@@ -89,8 +89,10 @@ class Kept:
     def _tabled(self, scores: Tensor, weights: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and weights with a column for each entry that any of the tokens read, and the places of these."""
         if ids is None:
-            return scores, weights, torch.arange(scores.shape[-1], device=scores.device)
-        places, column = ids.clamp(min=0).unique(return_inverse=True)
+            return scores, weights, self.reader.every().to(scores.device)
+        places, column = _distinct(ids)
+        if not len(places):  # nobody read anything: a column for some entry, with weight 0
+            places = self.reader.every()[:1].to(ids.device)
         shape = (*ids.shape[:-1], len(places))
         spread = torch.where(ids >= 0, weights, 0)
         table = spread.new_zeros(shape).scatter_add(-1, column, spread)
@@ -146,9 +148,11 @@ class Kept:
             raise ValueError(f"layer {self.reader.layer} did not read its entries in the forward pass")
         places, heads, layer = self.joined("places"), self.joined("heads"), self.reader.layer
         absent = places < 0
-        distinct, column = places.clamp(min=0).unique(return_inverse=True)
-        table = self.reader.thresholds(distinct).detach()
-        thresholds = table[:, heads.clamp(min=0), column].to(self.joined("scores"))
+        distinct, column = _distinct(places)
+        scores = self.joined("scores", -2)
+        thresholds = torch.zeros_like(scores)
+        if len(distinct):
+            thresholds = self.reader.thresholds(distinct).detach()[:, heads.clamp(min=0), column].to(scores)
         hide = partial(torch.masked_fill, mask=absent, value=0)
         return LayerTrace(
             layer,
@@ -156,7 +160,7 @@ class Kept:
             self.reader.num_entries * self._heads,
             self.reader.ids(places).masked_fill(absent, -1).cpu(),
             heads.cpu(),
-            hide(self.joined("scores", -2)).cpu(),
+            hide(scores).cpu(),
             hide(thresholds).cpu(),
             hide(self.joined("weights")).cpu(),
             hide(self.joined("norms")).cpu(),
@@ -184,6 +188,12 @@ def unobserved(readers: Sequence[LayerReader]) -> Generator[None]:
     finally:
         for reader, observer in zip(readers, before, strict=True):
             reader.observer = observer
+
+
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids that occur, without -1, and for each place which of them it holds (any, for -1)."""
+    found = ids[ids >= 0].unique()
+    return found, torch.searchsorted(found, ids).clamp(max=max(len(found) - 1, 0))
 
 
 def _pick(table: Tensor, order: Tensor) -> Tensor:

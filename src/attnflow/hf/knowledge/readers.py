@@ -15,6 +15,8 @@ from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.layered import EntryScores, EntryValues, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
 from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.source import Source
+from attnflow.knowledge.stored import StoredKnowledge
 
 
 class LayerReader(ABC):
@@ -48,6 +50,10 @@ class LayerReader(ABC):
     @abstractmethod
     def num_entries(self) -> int:
         """How many entries this layer may read."""
+
+    def every(self) -> Int[Tensor, " entries"]:
+        """What `Reading.ids` would hold if it listed all entries, in order."""
+        return torch.arange(self.num_entries)
 
     @abstractmethod
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
@@ -191,6 +197,43 @@ class ModularReader(LayerReader):
         return self._reader.attention.output_bias
 
 
+class SourceReader(ModularReader):
+    """A block of a modular model that reads a store, or an index; `Reading.ids` are ids of the store.
+
+    Attributes:
+        source: what it reads.
+    """
+
+    def __init__(self, reader: KnowledgeReader, base: KnowledgeBase, source: Source) -> None:
+        super().__init__(reader, base)
+        self.source = source
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the source."""
+        return self.source.num_entries
+
+    def every(self) -> Int[Tensor, " entries"]:
+        """All ids."""
+        return self.source.store.ids() if isinstance(self.source, StoredKnowledge) else super().every()
+
+    def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
+        """E W_V of each head."""
+        attention = self._reader.attention
+        return torch.einsum("ne,hed->hnd", self._rows(positions)[:, : attention.entry_dim], attention.value)
+
+    def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
+        """Those that are stored beside the entries."""
+        attention, width = self._reader.attention, self._reader.columns
+        columns = self._rows(positions)[:, attention.entry_dim :][:, self.layer * width :][:, :width]
+        return columns.T.reshape(attention.parts, attention.num_heads, len(positions))
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        source, wanted = self.source, positions.cpu()
+        rows = source.store._columns(wanted) if isinstance(source, StoredKnowledge) else source.rows()[wanted]
+        return rows.to(self._reader.attention.value)
+
+
 def readers(model: nn.Module) -> list[LayerReader]:
     """What reads entries in a model, in the order of layers.
 
@@ -203,6 +246,9 @@ def readers(model: nn.Module) -> list[LayerReader]:
     modular = next((m for m in model.modules() if isinstance(m, ModularModel)), None)
     if modular is not None:
         found = [module for module in modular.modules() if isinstance(module, KnowledgeReader)]
+        source = modular.source
+        if source is not None:
+            return [SourceReader(reader, modular.knowledge, source) for reader in found]
         return [ModularReader(reader, modular.knowledge) for reader in found]
     values = [module for module in model.modules() if isinstance(module, EntryValues)]
     if not values:

@@ -16,9 +16,10 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.hf.inputs import Text, evaluating, model_inputs, model_name, sparing
 from attnflow.hf.knowledge.direct_effect import Directions, Stream, directions
 from attnflow.hf.knowledge.kept import Effects, Kept, unobserved
-from attnflow.hf.knowledge.readers import LayerReader, readers
+from attnflow.hf.knowledge.readers import LayerReader, SourceReader, readers
 from attnflow.hf.loader import Loaded
 from attnflow.knowledge.provenance import By, LayerTrace, Trace
+from attnflow.knowledge.stored import StoredKnowledge
 
 _PROMOTED: Final = 5  # tokens named for an entry
 
@@ -27,7 +28,7 @@ _PROMOTED: Final = 5  # tokens named for an entry
 class Entries(Protocol):
     """What has a text for an id, such as `af.knowledge.Store`."""
 
-    def __contains__(self, entry: object) -> bool: ...
+    def __contains__(self, key: object) -> bool: ...
 
     def get(self, ids: Sequence[int]) -> Iterable[Any]:
         """Entries with `.id` and `.text`."""
@@ -60,7 +61,7 @@ def trace(
         by: which: those with the largest contribution ("norm"), or with the largest direct "effect".
         targets: tokens whose logits the effects are about, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model deems most likely.
-        texts: id -> text of entries, or a store.
+        texts: id -> text of entries, or a store; by default the store that the model is connected to.
         promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
         tokenizer: needed for a text unless `model` brings one; else it names the tokens.
         sequence: which one of a batch.
@@ -113,7 +114,9 @@ def trace(
         traced = tuple(one.finish(effects) for one in kept)
         words = {} if known is None else _promoted(kept, known, promoted, tokenizer)
     made = Trace(model_name(model), _names(tokenizer, ids), tuple(rows), traced, promoted=words)
-    made = replace(made, texts={} if texts is None else _texts(texts, traced))
+    source = found[0].source if isinstance(found[0], SourceReader) else None
+    known_texts = source.store if texts is None and isinstance(source, StoredKnowledge) else texts
+    made = replace(made, texts={} if known_texts is None else _texts(known_texts, traced))
     if known is None:
         return replace(made, without=cast(str, towards))
     named = known.targets.tolist()
