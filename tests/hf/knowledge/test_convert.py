@@ -104,8 +104,13 @@ def test_what_cannot_be_converted_says_why():
         af.knowledge.from_ffn(tiny("Mixtral", torch.float32))
     with pytest.raises(ValueError, match=r"not exact: .* has rank .* entries have width d_E = 32"):
         af.knowledge.from_ffn(tiny("GPT2", torch.float32), entry_dim=32)
-    with pytest.raises(ValueError, match="no cross-attention of the paper's form"):
-        af.knowledge.from_ffn(tiny("Llama", torch.float32), entry_dim=32)
+    for name in ("Llama", "Phi3"):  # separate maps, and one for both keys
+        with pytest.raises(
+            ValueError, match=r"first gated layer is not exact: \[W_gate\^T \| W_up\^T \| W_2\] has rank"
+        ):
+            af.knowledge.from_ffn(tiny(name, torch.float32), entry_dim=32)
+        with pytest.raises(ValueError, match=r"W_gate has rank \d+, but keys have width d_k = 3; W_up has rank"):
+            af.knowledge.from_ffn(tiny(name, torch.float32), key_dim=3)
     converted = af.knowledge.from_ffn(tiny("Llama", torch.float32))
     with pytest.raises(ValueError, match="reads a knowledge base already"):
         af.knowledge.from_ffn(converted)

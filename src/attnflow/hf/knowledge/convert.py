@@ -138,17 +138,13 @@ def _check_widths(
     if (entry_dim is None or entry_dim >= layout.entry_dim) and (key_dim is None or key_dim >= layout.model_dim):
         return
     parent = model.get_submodule(site.name)
-    first = torch.cat([stored(parent.get_submodule(path)) for path in site.first]).detach()
+    keys = torch.cat([stored(parent.get_submodule(path)) for path in site.first]).detach().T
     second = stored(parent.get_submodule(site.last)).detach().T
-    if site.gated:
-        raise ValueError(
-            f"gated layers need d_k = {layout.model_dim} and d_E = {layout.entry_dim}, got d_k = {key_dim} and d_E = "
-            f"{entry_dim}: they are no cross-attention of the paper's form at any finite number of entries"
-        )
-    found = conditions(first.T, second, key_dim or layout.model_dim, entry_dim or layout.entry_dim)
+    gate, first = keys.chunk(2, dim=1) if site.gated else (None, keys)
+    found = conditions(first, second, key_dim or layout.model_dim, entry_dim or layout.entry_dim, gate)
     raise ValueError(
-        f"the first layer is {found}. This conversion keeps weights bit for bit, with d_k = {layout.model_dim} and "
-        f"d_E = {layout.entry_dim}"
+        f"the first {'gated ' if site.gated else ''}layer is {found}. This conversion keeps weights bit for bit, with "
+        f"d_k = {layout.model_dim} and d_E = {layout.entry_dim}"
     )
 
 

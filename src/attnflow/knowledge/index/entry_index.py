@@ -121,10 +121,11 @@ class EntryIndex:
 
     def replace(self, slots: Int[Tensor, " slots"], rows: Float[Tensor, "rows width"]) -> None:
         """Overwrite rows."""
-        checked, where = self._checked(rows), self._existing(slots)
-        if len(checked) != len(where):
-            raise ValueError(f"{len(where)} slots were given {len(checked)} rows")
+        checked = self._checked(rows)
         with self._lock.writing():
+            where = self._existing(slots)
+            if len(checked) != len(where):
+                raise ValueError(f"{len(where)} slots were given {len(checked)} rows")
             self._rows.used[where] = checked
             if not self._grown(len(where)) and self._partition is not None:
                 self._partition.remove(where.numpy())
