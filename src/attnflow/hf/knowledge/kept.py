@@ -73,12 +73,13 @@ class Kept:
         """Keep what is asked for of a reading."""
         sequence, batch = self._stream.sequence, self._stream.batch
         read = reading.scores.shape[-2:]  # heads, entries
-        scores = reading.scores.reshape(len(reading.scores), batch, -1, *read)[:, sequence]
-        weights = reading.weights.reshape(batch, -1, *read)[sequence]
-        ids = None if reading.ids is None else reading.ids.reshape(batch, -1, *read)[sequence]
+        shape = (batch, reading.weights.shape[:-2].numel() // batch, *read)  # some families flatten a batch
+        scores = reading.scores.reshape(len(reading.scores), *shape)[:, sequence]
+        weights = reading.weights.reshape(shape)[sequence]
+        ids = None if reading.ids is None else reading.ids.reshape(shape)[sequence]
         self._heads = read[0]
         self._pieces = []  # of one call: a second one replaces it
-        step = max(1, _WEIGHTS // read.numel())
+        step = max(1, _WEIGHTS // max(1, read.numel()))
         for start in range(0, len(self._stream.positions), step):
             rows = self._stream.positions[start : start + step]
             block = None if self._known is None else self._known.rows[start : start + step]
