@@ -7,14 +7,10 @@ share the work by taking arms each (`--arms`).
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,6 +25,7 @@ from attnflow.hf.bias.training import TrainingConfig, trainer
 from attnflow.study.bias_arms import Arm, arms_of, count_trained, fitted
 from attnflow.study.bias_shuffle import shuffled
 from attnflow.study.bias_text import Split, split_text
+from attnflow.study.records import describe, read, write
 
 ARMS: Final = ("guidance", "key", "lowrank", "lora")
 SHUFFLED: Final = ("guidance",)  # kinds whose trained bias is measured shuffled, too
@@ -176,19 +173,20 @@ def compare(config: Comparison, folder: Path, names: Sequence[str] = ARMS) -> No
     model, tokenizer = load_model(config.model, dtype=config.dtype)
     split = split_text(tokenizer, config.length, config.rows_per_work)
     arms = arms_of(model, config.hidden_dim, config.layers)
-    _describe(config, folder, arms)
+    about = {"config": config.to_dict(), "arms": {name: arm.to_dict() for name, arm in arms.items()}}
+    describe(folder / "comparison.json", about, ("torch", "transformers", "peft", "attnflow"))
     if not (runs / "base.json").is_file():
         base = {"test": row_losses(model, split.test), "validation": row_losses(model, split.validation)}
-        _write(runs / "base.json", base)
+        write(runs / "base.json", base)
 
     def once(name: str, rate: float, seed: int) -> Mapping[str, Any]:
         path = runs / f"{name}-{rate:g}-{seed}.json"
         if not path.is_file():
             done = run_one(model, arms[name], rate, seed, config, split, folder / "scratch")
-            _write(path, done.to_dict())
+            write(path, done.to_dict())
             final = sum(done.curve[config.training.steps]) / len(split.test)
             print(f"{path.stem}: held-out loss {final:.4f}, {done.seconds:.0f} s", file=sys.stderr, flush=True)
-        return cast(Mapping[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        return cast(Mapping[str, Any], read(path))
 
     for name in names:
         for rate in config.rates:
@@ -197,28 +195,6 @@ def compare(config: Comparison, folder: Path, names: Sequence[str] = ARMS) -> No
         for name in names:
             tried = {rate: sum(once(name, rate, config.seeds[0])["validation"]) for rate in config.rates}
             once(name, min(tried, key=tried.__getitem__), seed)
-
-
-def _describe(config: Comparison, folder: Path, arms: Mapping[str, Arm]) -> None:
-    """The settings; a folder with other settings is refused, so that runs are never mixed."""
-    about: dict[str, Any] = {"config": config.to_dict(), "arms": {name: arm.to_dict() for name, arm in arms.items()}}
-    about = json.loads(json.dumps(about))
-    path = folder / "comparison.json"
-    if path.is_file():
-        if {key: json.loads(path.read_text(encoding="utf-8"))[key] for key in about} != about:
-            raise ValueError(f"{folder} holds a comparison with other settings: choose another folder")
-        return
-    packages = ("torch", "transformers", "peft", "attnflow")
-    about["versions"] = {name: metadata.version(name) for name in packages} | {"python": platform.python_version()}
-    about["device"] = f"{platform.machine()}, {torch.get_num_threads()} threads a process"
-    _write(path, about)
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

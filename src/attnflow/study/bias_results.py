@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.errors import MissingExtra
+from attnflow.study.records import read
 
 Array = npt.NDArray[np.float64]
 
@@ -101,14 +102,14 @@ def read_results(folder: Path) -> tuple[float, list[Result]]:
     Raises:
         FileNotFoundError: no comparison in the folder.
     """
-    about = _read(folder / "comparison.json")
-    base = _read(folder / "runs" / "base.json")
+    about = read(folder / "comparison.json")
+    base = read(folder / "runs" / "base.json")
     test = np.array(base["test"])
     rates, seeds = about["config"]["rates"], about["config"]["seeds"]
     results: list[Result] = []
     for name in about["arms"]:
         paths = {(rate, seed): folder / "runs" / f"{name}-{rate:g}-{seed}.json" for rate in rates for seed in seeds}
-        runs = {key: _read(path) for key, path in paths.items() if path.is_file()}
+        runs = {key: read(path) for key, path in paths.items() if path.is_file()}
         if all((rate, seeds[0]) in runs for rate in rates):
             tried = {rate: float(np.mean(runs[rate, seeds[0]]["validation"])) for rate in rates}
             best = min(tried, key=tried.__getitem__)
@@ -227,7 +228,3 @@ def _json(base: float, results: Sequence[Result]) -> dict[str, object]:
             for one in results
         ],
     }
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
