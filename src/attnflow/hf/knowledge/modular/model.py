@@ -99,7 +99,9 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         self.source: Source | None = None
         self.post_init()
 
-    def forward(self, *args: Any, entries: Entries | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+    def forward(
+        self, *args: Any, entries: Entries | None = None, **kwargs: Any
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """As `LlamaModel`; `entries` are read instead of E (or of the source) in this call."""
         if entries is None:
             entries = self.knowledge() if self.source is None else self.source
@@ -155,7 +157,7 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         logits_to_keep: int | Tensor = 0,
         entries: Entries | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """As `LlamaForCausalLM`; `entries` (a tensor or a source) are read instead of E in this call."""
         kwargs.update(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels)
