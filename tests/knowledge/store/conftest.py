@@ -9,12 +9,14 @@ from attnflow.knowledge.store import Store
 BACKENDS = ["memory", "lancedb", "milvus"]
 
 
+def place_of(backend, directory):
+    """Where a store of this backend goes."""
+    return {"memory": "memory", "lancedb": str(directory / "store"), "milvus": f"milvus:{directory}/store.db"}[backend]
+
+
 @pytest.fixture(params=BACKENDS)
 def place(request, tmp_path):
-    """Where a store of this backend goes."""
-    return {"memory": "memory", "lancedb": str(tmp_path / "store"), "milvus": f"milvus:{tmp_path}/store.db"}[
-        request.param
-    ]
+    return place_of(request.param, tmp_path)
 
 
 @pytest.fixture

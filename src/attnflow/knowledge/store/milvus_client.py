@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +34,8 @@ class Connection:
         self._lock: FileLock | None = None
         if self.file is not None:
             address = self._serve(self.file, read_only)
+            # milvus-lite keeps no time stamps, which the iterator says at every pass over a collection
+            logging.getLogger("pymilvus.client.iterator.query_iterator").setLevel(logging.ERROR)
         try:
             self.client: Any = pymilvus.MilvusClient(uri=address)
         except Exception as error:
