@@ -20,7 +20,16 @@ _TITLED: Final = 2500  # cells up to which each says what it is
 _TEXT: Final[dict[str, Any]] = {"font_size": 11.5, "fill": "currentColor", "fill_opacity": 0.8}
 
 
-def map_chart(table: Array, allowed: Truth, rows: Sequence[str], keys: Sequence[str], limit: float, side: str) -> str:
+def map_chart(
+    table: Array,
+    allowed: Truth,
+    rows: Sequence[str],
+    keys: Sequence[str],
+    limit: float,
+    side: str,
+    across: str = "key",
+    what: str = "Row-centred bias",
+) -> str:
     """A table of biases, rows downwards, keys to the right; pairs that do not exist are left out.
 
     Args:
@@ -30,6 +39,8 @@ def map_chart(table: Array, allowed: Truth, rows: Sequence[str], keys: Sequence[
         keys: a name for each key.
         limit: bias of the full colour.
         side: what a row is.
+        across: what a column is.
+        what: what the numbers are.
     """
     cell = min(26.0, max(4.0, 900.0 / max(len(keys), 1)))
     tall = min(24.0, max(4.0, 700.0 / max(len(rows), 1)))
@@ -48,12 +59,12 @@ def map_chart(table: Array, allowed: Truth, rows: Sequence[str], keys: Sequence[
             place = _rectangle(key * cell, row * tall, cell, tall)
             parts.append(element("path", words, d=place, fill="transparent"))
     parts += _row_names(rows, tall) + _key_names(keys, cell, -7.0)
-    axis = element("text", "key →", x=0, y=10 - top, font_weight=600, **_TEXT)
+    axis = element("text", f"{across} →", x=0, y=10 - top, font_weight=600, **_TEXT)
     turned = f"translate({number(12 - left)},{number(tall * len(rows))}) rotate(-90)"
     axis += element("text", f"← {side}", transform=turned, font_weight=600, **_TEXT)
     body = element("g", "".join(parts) + axis, transform=f"translate({number(left)},{number(top)})")
     width, height = left + cell * len(keys) + 12, top + tall * len(rows) + 8
-    return _svg(f"Row-centred bias, {side} by key", body, max(width, left + 60), max(height, top + 8))
+    return _svg(f"{what}, {side} by {across}", body, max(width, left + 60), max(height, top + 8))
 
 
 def weight_chart(

@@ -1,4 +1,4 @@
-"""`mask_report`, `model_report`, `geometry_report`, `bias_report`: results in, one self-contained HTML page out."""
+"""`mask_report`, `model_report` and the reports of each concept: results in, one self-contained HTML page out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from attnflow.order.flow import Flow
 from attnflow.report.facts import CostModel
 from attnflow.report.files import write_atomically
 from attnflow.report.page import render
-from attnflow.report.sections import BIAS_SECTIONS, GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS
+from attnflow.report.sections import BIAS_SECTIONS, GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS, TRACE_SECTIONS
 from attnflow.report.subject import Section, SectionFunction, Subject, order_of
 
 if TYPE_CHECKING:
     from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
+    from attnflow.knowledge.provenance import Trace
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Task, Verification
@@ -216,6 +217,30 @@ def bias_report(
         title=title if title is not None else f"Attention bias of {bias_map.model}",
         model=bias_map.model,
         bias=bias_map,
+        details=dict(details or {}),
+    )
+    return build(subject, sections)
+
+
+def trace_report(
+    trace: Trace,
+    *,
+    title: str | None = None,
+    details: Mapping[str, str] | None = None,
+    sections: Sequence[SectionFunction] = TRACE_SECTIONS,
+) -> Report:
+    """A report on the entries that fired for a text: those of the last token, what each layer did, layer by layer.
+
+    Args:
+        trace: the result of `af.knowledge.trace`.
+        title: heading; by default the model.
+        details: more rows for the provenance, such as the store.
+        sections: what to show.
+    """
+    subject = Subject(
+        title=title if title is not None else f"Entries that fired in {trace.model}",
+        model=trace.model,
+        trace=trace,
         details=dict(details or {}),
     )
     return build(subject, sections)

@@ -19,6 +19,7 @@ from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.sections.bias import bias_numbers, bias_reading
 from attnflow.report.sections.geometry import geometry_numbers, geometry_reading
+from attnflow.report.sections.knowledge import trace_numbers, trace_reading
 from attnflow.report.subject import Section, Subject
 
 _REPORTED: Final = ("torch", "numpy", "transformers")
@@ -88,6 +89,8 @@ def reading(subject: Subject) -> list[Content]:
         sentences += geometry_reading(subject.geometry)
     if subject.bias is not None:
         sentences += bias_reading(subject.bias)
+    if subject.trace is not None:
+        sentences += trace_reading(subject.trace)
     return sentences
 
 
@@ -186,6 +189,8 @@ def _key_numbers(subject: Subject) -> list[tuple[str, Content]]:
         rows += geometry_numbers(subject.geometry[0])
     if subject.bias is not None:
         rows += bias_numbers(subject.bias)
+    if subject.trace is not None:
+        rows += trace_numbers(subject.trace)
     return rows
 
 

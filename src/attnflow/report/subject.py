@@ -15,6 +15,7 @@ from attnflow.report.html import Html
 if TYPE_CHECKING:
     from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
+    from attnflow.knowledge.provenance import Trace
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Verification
@@ -40,6 +41,7 @@ class Subject:
         geometry: scores of models.
         unscored: models that could not be scored, with the reason.
         bias: what `af.bias.capture` found.
+        trace: what `af.knowledge.trace` found.
         details: more rows for the provenance.
     """
 
@@ -56,6 +58,7 @@ class Subject:
     geometry: tuple[GeometryScores, ...] = ()
     unscored: Mapping[str, str] = field(default_factory=dict[str, str])
     bias: BiasMap | None = None
+    trace: Trace | None = None
     details: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property

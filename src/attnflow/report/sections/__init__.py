@@ -3,6 +3,7 @@
 from attnflow.report.sections.bias import bias_graph, bias_layers, bias_maps, bias_weights
 from attnflow.report.sections.findings import audit, idle, leaks, verification
 from attnflow.report.sections.geometry import by_head, by_layer, scores
+from attnflow.report.sections.knowledge import trace_entries, trace_layers, trace_maps
 from attnflow.report.sections.mask import blocks, cost, picture
 from attnflow.report.sections.order import growth_by_layer, order
 from attnflow.report.subject import SectionFunction
@@ -24,6 +25,7 @@ MODEL_SECTIONS: tuple[SectionFunction, ...] = (
     *(function for function in SECTIONS if function is not audit),
     *BIAS_SECTIONS,
 )
+TRACE_SECTIONS: tuple[SectionFunction, ...] = (trace_entries, trace_maps, trace_layers)
 GEOMETRY_SECTIONS: tuple[SectionFunction, ...] = (scores, by_layer, by_head)
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "GEOMETRY_SECTIONS",
     "MODEL_SECTIONS",
     "SECTIONS",
+    "TRACE_SECTIONS",
     "audit",
     "bias_graph",
     "bias_layers",
@@ -46,5 +49,8 @@ __all__ = [
     "order",
     "picture",
     "scores",
+    "trace_entries",
+    "trace_layers",
+    "trace_maps",
     "verification",
 ]
