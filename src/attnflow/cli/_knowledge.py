@@ -7,18 +7,23 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from attnflow._core.checks import preview
 from attnflow._core.markup import plural, shorten
 from attnflow.cli import _models, _stores
 from attnflow.cli._output import BadUsage, Spinner
 from attnflow.cli._stores import Record
+from attnflow.knowledge.tables import aligned
 
 if TYPE_CHECKING:
     from attnflow.hf.knowledge.encode import TextEncoder
     from attnflow.knowledge.duplicates import Duplicates
     from attnflow.knowledge.reembed import Drift, Reembedded
     from attnflow.knowledge.store import Store, StoreStats
+
+
+_GROUPS: Final = 20  # of duplicates that are shown
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,9 @@ def build_from_model(uri: str, name: str, spinner: Spinner) -> Built:
 
     with _stores.opened(uri, **widths, read_only=False, search="exact") as store:
         stats, encoder = store.stats(), f"from_ffn:{name}"
-        if stats.count and (set(stats.encoders) != {encoder} or set(stats.versions) != {1} or stats.count >= len(base)):
+        if stats.count and (
+            set(stats.encoders) != {encoder} or set(stats.versions) != {1} or stats.count >= base.num_entries
+        ):
             raise BadUsage(_taken(uri, stats.count))
         changes = save_entries(model, store, name=name, progress=progress)
         seconds = time.monotonic() - began
@@ -136,12 +143,10 @@ class Search:
 
     def lines(self) -> list[str]:
         """For the terminal."""
-        from attnflow.knowledge.tables import aligned
-
         about = f"{plural(len(self.results), 'entry', 'entries')} of {self.total:,}, {self.label} search"
         said = [f"{about} in {1000 * self.seconds:.1f} ms, scores by {self.encoder}"]
         rows = [
-            [str(hit.id), f"{hit.score:.3f}", shorten(_shown(hit.text), 100), shorten(hit.source or "", 40)]
+            [str(hit.id), f"{hit.score:.3f}", shorten(_stores.shown(hit.text), 100), shorten(hit.source or "", 40)]
             for hit in self.results
         ]
         return [*said, *([aligned([["id", "score", "text", "source"], *rows], left=[2, 3])] if rows else [])]
@@ -203,16 +208,24 @@ def delete(uri: str, ids: Sequence[int]) -> int:
     if not _stores.exists(uri):
         raise BadUsage(f"there is no store at {uri}")
     with _stores.opened(uri, read_only=False, search="exact") as store:
-        store.delete(list(dict.fromkeys(ids)))
+        store.delete(ids)
         return len(store)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """A store in numbers, with what was asked for besides."""
+    """A store in numbers, with what was asked for besides.
+
+    Attributes:
+        store: the numbers.
+        duplicates: groups of entries that say the same, or None.
+        texts: of the first entry of each of the first groups.
+        drift: or None.
+    """
 
     store: StoreStats
     duplicates: Duplicates | None
+    texts: tuple[str | None, ...]
     drift: Drift | None
 
     @property
@@ -229,7 +242,7 @@ class Stats:
     def lines(self) -> list[str]:
         """For the terminal."""
         one = self.store
-        size = "" if one.bytes_on_disk is None else f", {one.bytes_on_disk / 2**20:,.1f} MiB"
+        size = "" if one.bytes_on_disk is None else f", {one.bytes_on_disk / 2**10:,.0f} KiB"
         columns = f" and {plural(one.num_thresholds, 'threshold column')}" if one.num_thresholds else ""
         said = [
             f"{one.uri} ({one.backend}): {plural(one.count, 'entry', 'entries')} of width {one.dim}{columns}{size}",
@@ -239,7 +252,14 @@ class Stats:
             "snapshots  " + (", ".join(one.snapshots) or "none"),
         ]
         if self.duplicates is not None:
-            said += ["", f"duplicates: {self.duplicates}"]
+            said += ["", f"duplicates {self.duplicates.summary}"]
+            rows = [
+                [str(len(group)), preview(group, 6), shorten(_stores.shown(text), 60)]
+                for group, text in zip(self.duplicates.groups, self.texts, strict=False)
+            ]
+            more = len(self.duplicates.groups) - len(rows)
+            said += [aligned([["entries", "ids", "text of the first"], *rows], left=[1, 2])] if rows else []
+            said += [f"and {plural(more, 'more group')}"] if more else []
         if self.drift is not None:
             said += ["", f"drift {self.drift}"]
         return said
@@ -268,7 +288,9 @@ def stats(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
                 moved = drift(store, maker, sample)
-        return Stats(store.stats(), same, moved)
+        first = [group[0] for group in same.groups[:_GROUPS]] if same else []
+        texts = tuple(entry.text for entry in store.get(first))
+        return Stats(store.stats(), same, texts, moved)
 
 
 def reembed(uri: str, encoder: str | None, spinner: Spinner) -> Reembedded:
@@ -323,7 +345,3 @@ def _with_keys(store: Store, maker: TextEncoder) -> TextEncoder:
             "a store from a .jsonl file with keys and values"
         )
     return _stores.load_encoder(maker.name, _stores.SEPARATOR)
-
-
-def _shown(text: str | None) -> str:
-    return (text or "(no text)").replace(_stores.SEPARATOR, " -> ")

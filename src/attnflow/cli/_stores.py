@@ -180,6 +180,11 @@ def keyed(key: str, value: str | None, place: str = "--text") -> str:
     return f"{key}{SEPARATOR}{value}"
 
 
+def shown(text: str | None) -> str:
+    """The text of an entry for the terminal."""
+    return (text or "(no text)").replace(SEPARATOR, " -> ")
+
+
 def add(
     store: Store, encoder: TextEncoder, new: Sequence[Record], spinner: Spinner, ids: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from attnflow.cli._output import JsonFlag, console, print_json, say, working
 
 def knowledge_delete(
     store: Annotated[str, typer.Argument(metavar="STORE", help="A store.")],
-    ids: Annotated[list[int], typer.Argument(metavar="ID...", min=0, help="Ids of entries.")],
+    ids: Annotated[list[int], typer.Argument(metavar="ID...", min=0, max=2**63 - 1, help="Ids of entries.")],
     json_output: JsonFlag = False,
 ) -> None:
     """Delete entries of a store.
@@ -20,9 +20,10 @@ def knowledge_delete(
     """
     from attnflow.cli import _knowledge
 
+    unique = list(dict.fromkeys(ids))
     with working(f"opening {store}"):
-        left = _knowledge.delete(store, ids)
+        left = _knowledge.delete(store, unique)
     if json_output:
-        print_json("attnflow.knowledge.delete/1", {"store": store, "ids": ids, "entries": left})
+        print_json("attnflow.knowledge.delete/1", {"store": store, "ids": unique, "entries": left})
         return
     say(console(), f"{store} holds {left:,} entries")

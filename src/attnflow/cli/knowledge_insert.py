@@ -22,7 +22,9 @@ def knowledge_insert(
     source: Annotated[str | None, typer.Option("--source", metavar="TEXT", help="Where they come from.")] = None,
     ids: Annotated[
         list[int] | None,
-        typer.Option("--id", metavar="ID", min=0, help="Correct the entry with this id; once for each text."),
+        typer.Option(
+            "--id", metavar="ID", min=0, max=2**63 - 1, help="Correct the entry with this id; once for each text."
+        ),
     ] = None,
     encoder: Annotated[
         str | None, typer.Option("--encoder", metavar="MODEL", help="Default: the one that made the entries.")
@@ -44,5 +46,5 @@ def knowledge_insert(
         return
     screen = console()
     for key, record in zip(written, new, strict=True):
-        say(screen, f"{key}  {record.text}")
+        say(screen, f"{key}  {_stores.shown(record.text)}")
     say(screen, f"{store} holds {total:,} entries")

@@ -59,14 +59,18 @@ class Duplicates:
         """As JSON text, `attnflow.knowledge.duplicates/1`."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n"
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """In one line."""
         how = "found by an approximate search, which may miss some" if self.approximate else "all pairs compared"
-        about = (
-            f"{len(self.groups):,} groups with {self.surplus:,} surplus entries of {self.total:,} "
-            f"({self.pairs:,} pairs with a cosine of at least {self.threshold:g}; {how})"
+        return (
+            f"{len(self.groups):,} groups of {self.total:,} entries, {self.surplus:,} of which say nothing new "
+            f"({self.pairs:,} pairs with a cosine of {self.threshold:g} or more; {how})"
         )
+
+    def __str__(self) -> str:
         rows = [[f"{len(group):,}", preview(group)] for group in self.groups[:20]]
-        said = [about, *([aligned([["entries", "ids"], *rows], left=[1])] if rows else [])]
+        said = [self.summary, *([aligned([["entries", "ids"], *rows], left=[1])] if rows else [])]
         if len(self.groups) > len(rows):
             said.append(f"and {len(self.groups) - len(rows):,} more groups")
         return "\n".join(said)

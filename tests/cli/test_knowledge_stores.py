@@ -1,0 +1,302 @@
+"""`attnflow knowledge build, search, insert, delete, stats, reembed` with a tiny encoder."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from attnflow.hf.knowledge.encode import TextEncoder
+from attnflow.hf.packages import MODELS
+from attnflow.knowledge.store import Store
+
+pytest.importorskip("lancedb")
+
+LINES = ["the cat sat on the mat", "", "a dog ran", "  the cat sat  ", "rain and wind", "a dog ran in rain"]
+TEXTS = [line.strip() for line in LINES if line.strip()]
+
+
+def save_encoder(folder, seed=0):
+    words = sorted({word for line in LINES for word in line.split()} | {"capital", "of", "France", "Italy", "Spain"})
+    words = ["[PAD]", "[UNK]", *words]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(seed)
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=8, **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    return save_encoder(tmp_path / "encoder")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(LINES) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def store(run, tmp_path, encoder, file):
+    place = str(tmp_path / "store")
+    assert run("knowledge", "build", place, file, "--encoder", encoder).code == 0
+    return place
+
+
+def entries(place):
+    with Store.open(place, read_only=True) as store:
+        return store.get(store.ids())
+
+
+def test_build_from_lines(run, tmp_path, encoder, file):
+    place = str(tmp_path / "store")
+    code, out, err = run("knowledge", "build", place, file, "--encoder", encoder)
+    version = TextEncoder(encoder).version
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{place}: 5 entries of width 16 by {version}, in ")
+    found = entries(place)
+    assert [(e.id, e.text, e.version, e.encoder) for e in found] == [(i, t, 1, version) for i, t in enumerate(TEXTS)]
+    assert [e.source for e in found] == [f"lines.txt:{line}" for line in (1, 3, 4, 5, 6)]
+    torch.testing.assert_close(torch.stack([e.embedding for e in found]), TextEncoder(encoder)(TEXTS))
+
+
+def test_build_from_paragraphs_and_json_lines(run, tmp_path, encoder, file):
+    place = str(tmp_path / "paragraphs")
+    found = json.loads(
+        run("knowledge", "build", place, file, "--encoder", encoder, "--split", "paragraph", "--json").out
+    )
+    assert found["schema"] == "attnflow.knowledge.build/1"
+    assert (found["entries"], found["written"], found["dim"], found["backend"]) == (2, 2, 16, "lancedb")
+    assert next((e.text, e.source) for e in entries(place)) == ("the cat sat on the mat", "lines.txt:1")
+    assert found["truncated"] == ["lines.txt:3"]
+    path = tmp_path / "facts.jsonl"
+    path.write_text(
+        '{"key": "capital of France", "value": "Paris", "source": "atlas"}\n\n{"text": "a dog ran"}\n'
+        '{"key": "capital of Italy", "text": "Rome"}\n'
+    )
+    place = str(tmp_path / "facts")
+    assert run("knowledge", "build", place, str(path), "--encoder", encoder).code == 0
+    held = entries(place)
+    assert [e.text for e in held] == ["capital of France\tParis", "a dog ran", "capital of Italy\tRome"]
+    assert [e.source for e in held] == ["atlas", "facts.jsonl:3", "facts.jsonl:4"]
+    keys = TextEncoder(encoder)(["capital of France", "a dog ran", "capital of Italy"])
+    torch.testing.assert_close(torch.stack([e.embedding for e in held]), keys)
+    out = run("knowledge", "search", place, "capital of Italy", "-k", "1").out
+    assert "capital of Italy -> Rome" in out
+    code, out, _ = run("knowledge", "insert", place, "--text", "capital of Spain", "--value", "Madrid")
+    assert (code, out.splitlines()[0]) == (0, "3  capital of Spain -> Madrid")
+    assert entries(place)[3].text == "capital of Spain\tMadrid"
+
+
+def test_what_is_cut_is_said(run, tmp_path, encoder):
+    path = tmp_path / "long.txt"
+    path.write_text("a dog\n" + "the cat sat on the mat " * 3)
+    code, _, err = run("knowledge", "build", str(tmp_path / "store"), str(path), "--encoder", encoder)
+    assert code == 0
+    assert "1 of 2 texts have more than 8 tokens, and their ends are not embedded: long.txt:2" in err
+
+
+def test_an_interrupted_build_goes_on(run, tmp_path, encoder, file, monkeypatch):
+    place = str(tmp_path / "store")
+    monkeypatch.setattr("attnflow.cli._stores._WINDOW", 2)
+    encode, calls = TextEncoder.encode, []
+
+    def stop(self, texts, progress=None):
+        calls.append(texts)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return encode(self, texts, progress)
+
+    monkeypatch.setattr(TextEncoder, "encode", stop)
+    assert run("knowledge", "build", place, file, "--encoder", encoder).code == 130
+    assert len(entries(place)) == 4
+    found = json.loads(run("knowledge", "build", place, file, "--encoder", encoder, "--json").out)
+    assert (found["entries"], found["written"]) == (5, 1)
+    assert [e.text for e in entries(place)] == TEXTS
+    code, _, err = run("knowledge", "build", place, file, "--encoder", encoder)
+    assert code == 2
+    assert "holds 5 entries already: `attnflow knowledge insert` adds to it" in err
+
+
+def test_search(run, encoder, store):
+    code, out, err = run("knowledge", "search", store, "the cat sat", "-k", "2")
+    version = TextEncoder(encoder).version
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("2 entries of 5, exact search in ")
+    assert lines[0].endswith(f"scores by {version}")
+    assert lines[1].split() == ["id", "score", "text", "source"]
+    assert lines[2].split() == ["2", "1.000", "the", "cat", "sat", "lines.txt:4"]
+    found = json.loads(run("knowledge", "search", store, "the cat sat", "-k", "9", "--json").out)
+    assert found["schema"] == "attnflow.knowledge.search/1"
+    assert (found["label"], found["total"], found["other_encoders"]) == ("exact", 5, 0)
+    scores = TextEncoder(encoder)(TEXTS) @ TextEncoder(encoder)(["the cat sat"])[0]
+    assert [hit["id"] for hit in found["results"]] == scores.argsort(descending=True).tolist()
+    assert [hit["score"] for hit in found["results"]] == pytest.approx(scores.sort(descending=True).values.tolist())
+    least = str(found["results"][1]["score"] + 1e-4)
+    above = json.loads(run("knowledge", "search", store, "the cat sat", "--above", least, "--json").out)
+    assert [hit["id"] for hit in above["results"]] == [2]
+
+
+def test_insert_correct_and_delete(run, encoder, store, file):
+    code, out, err = run("knowledge", "insert", store, "--text", "rain", "--text", "wind", "--source", "me")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == ["5  rain", "6  wind", f"{store} holds 7 entries"]
+    found = json.loads(run("knowledge", "insert", store, "--text", "a cat", "--id", "0", "--json").out)
+    assert found == {
+        "schema": "attnflow.knowledge.insert/1",
+        "store": store,
+        "ids": [0],
+        "encoder": TextEncoder(encoder).version,
+        "entries": 7,
+    }
+    corrected = entries(store)[0]
+    assert (corrected.text, corrected.version, corrected.source) == ("a cat", 2, "lines.txt:1")
+    assert json.loads(run("knowledge", "insert", store, "--file", file, "--json").out)["ids"] == [7, 8, 9, 10, 11]
+    found = json.loads(run("knowledge", "delete", store, "0", "6", "0", "--json").out)
+    assert (found["schema"], found["ids"], found["entries"]) == ("attnflow.knowledge.delete/1", [0, 6], 10)
+    code, _, err = run("knowledge", "delete", store, "1", "77")
+    assert code == 2
+    assert "no entries with ids [77]" in err
+    assert len(entries(store)) == 10
+    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--json").out)["ids"] == [12]
+
+
+def test_stats(run, encoder, store):
+    code, out, _ = run("knowledge", "stats", store)
+    assert code == 0
+    assert out.splitlines()[0].startswith(f"{store} (lancedb): 5 entries of width 16, ")
+    assert f"made by    {TextEncoder(encoder).version}: 5" in out
+    assert "duplicates" not in out
+    assert run("knowledge", "stats", store, "--duplicates", "--threshold", "1", "--drift").code == 0
+    run("knowledge", "insert", store, "--text", "rain and wind")
+    code, out, _ = run("knowledge", "stats", store, "--duplicates", "--threshold", "0.9999")
+    assert code == 1
+    assert "duplicates 1 groups of 6 entries, 1 of which say nothing new" in out
+    assert out.splitlines()[-1].split() == ["2", "[3,", "5]", "rain", "and", "wind"]
+    found = json.loads(run("knowledge", "stats", store, "--duplicates", "--drift", "--json").out)
+    assert found["schema"] == "attnflow.knowledge.stats/1"
+    assert (found["count"], found["versions"], found["drift"]["versions"][0]["compared"]) == (6, {"1": 6}, 6)
+
+
+def test_an_encoder_that_has_changed(run, tmp_path, encoder, store):
+    old = TextEncoder(encoder).version
+    save_encoder(tmp_path / "encoder", seed=1)
+    new = TextEncoder(encoder).version
+    code, out, err = run("knowledge", "search", store, "a dog")
+    assert (code, out) == (2, "")
+    assert f"the entries were made by {old}, and {encoder} is now {new}: their scores mean nothing" in err
+    code, _, err = run("knowledge", "search", store, "a dog", "--encoder", encoder)
+    assert code == 0
+    assert "5 of 5 entries were made by another encoder" in err
+    code, out, _ = run("knowledge", "stats", store, "--drift")
+    assert code == 1
+    assert f"drift against {new}" in out
+    assert out.splitlines()[-1].endswith("drifted")
+    found = json.loads(run("knowledge", "reembed", store, "--json").out)
+    assert found["schema"] == "attnflow.knowledge.reembed/1"
+    assert (found["encoder"], found["done"], found["current"]) == (new, 5, 0)
+    assert run("knowledge", "search", store, "a dog").code == 0
+    assert run("knowledge", "stats", store, "--drift").code == 0
+    assert "0 of 5 entries embedded anew" in run("knowledge", "reembed", store).out
+
+
+def test_a_changed_encoder_of_keys_embeds_keys_again(run, tmp_path, encoder):
+    path, place = tmp_path / "facts.tsv", str(tmp_path / "facts")
+    path.write_text("capital of France\ta cat\ncapital of Italy\ta dog\n")
+    run("knowledge", "build", place, str(path), "--encoder", encoder)
+    save_encoder(tmp_path / "encoder", seed=1)
+    assert run("knowledge", "reembed", place).code == 0
+    vectors = torch.stack([entry.embedding for entry in entries(place)])
+    torch.testing.assert_close(vectors, TextEncoder(encoder)(["capital of France", "capital of Italy"]))
+
+
+def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
+    place = str(tmp_path / "entries")
+    code, out, err = run("knowledge", "build", place, "--from-model", tiny_model)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{place}: 96 entries of width 98 by from_ffn:{tiny_model}, in ")
+    assert [entry.source for entry in entries(place)] == ["layer 0"] * 48 + ["layer 1"] * 48
+    assert "96 entries of width 98 and 2 threshold columns" in run("knowledge", "stats", place).out
+    code, _, err = run("knowledge", "search", place, "a dog")
+    assert code == 2
+    assert f"holds feed-forward entries of {tiny_model}, not of texts" in err
+    code, _, err = run("knowledge", "build", place, "--from-model", tiny_model)
+    assert code == 2
+    assert "holds 96 entries already" in err
+    assert run("knowledge", "build", store, "--from-model", tiny_model).code == 2
+    assert len(entries(store)) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "new"], "give a FILE or --from-model, one of them"),
+        (["build", "memory", "FILE"], "a store in memory is gone when the command ends"),
+        (["build", "new", "nothing.txt"], "nothing.txt: No such file"),
+        (["build", "FILE", "FILE", "--encoder", "ENCODER"], "is not a store"),
+        (["build", "new", "FILE", "--encoder", "./nothing"], "no file or folder './nothing'"),
+        (["search", "nothing", "a dog"], "no store at"),
+        (["search", "STORE", " "], "the query is empty"),
+        (["search", "STORE", "a dog", "-k", "0"], "Invalid value for '-k'"),
+        (["insert", "nothing", "--text", "a dog"], "there is no store at nothing"),
+        (["insert", "STORE"], "give --text or --file, one of them"),
+        (["insert", "STORE", "--text", " "], "--text is empty"),
+        (["insert", "STORE", "--text", "a", "--id", "1", "--id", "2"], "one --id for each text: got 2 and 1 text"),
+        (
+            ["insert", "STORE", "--text", "a", "--value", "b", "--value", "c"],
+            "one --value for each --text: got 2 and 1",
+        ),
+        (["insert", "STORE", "--text", "a", "--value", "b"], "are embedded whole, without values"),
+        (["delete", "nothing", "1"], "there is no store at nothing"),
+        (["delete", "STORE", "-1"], "-1"),
+        (["stats", "STORE", "--duplicates", "--threshold", "2"], "a cosine in (0, 1], got 2.0"),
+        (["reembed", "nothing"], "there is no store at nothing"),
+    ],
+)
+def test_bad_usage(run, tmp_path, monkeypatch, encoder, file, store, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    names = {"STORE": store, "FILE": file, "ENCODER": encoder}
+    before = [(e.id, e.text, e.version) for e in entries(store)]
+    code, out, err = run("knowledge", *(names.get(argument, argument) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "defect" not in err
+    assert [(e.id, e.text, e.version) for e in entries(store)] == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no text"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"{", "bad.jsonl:1 is no JSON"),
+        (b'{"text": "a"}\n{"value": "b"}', 'bad.jsonl:2 must be an object with "text"'),
+        (b'{"key": "a", "value": 3}', "all strings"),
+        (b'{"key": "a\\tb", "value": "c"}', "a key cannot hold a tab"),
+    ],
+)
+def test_bad_files(run, tmp_path, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    code, out, err = run("knowledge", "build", str(tmp_path / "store"), str(path))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_minilm_is_the_default(run, tmp_path, file):
+    if MODELS["minilm"].find() is None:
+        pytest.skip("the package of minilm is not installed")
+    place = str(tmp_path / "store")
+    assert " by minilm@" in run("knowledge", "build", place, file).out
+    found = json.loads(run("knowledge", "search", place, "bad weather", "-k", "1", "--json").out)
+    assert found["results"][0]["text"] == "rain and wind"
