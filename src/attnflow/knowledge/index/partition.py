@@ -17,6 +17,7 @@ from attnflow.knowledge.index.exact import Floats, Ints
 
 _LISTS: Final = 4.0  # lists for sqrt(rows)
 _SAMPLE: Final = 48  # rows a list to learn the centroids from
+_CUT: Final = 4.0  # lengths of an entry
 _DEVIATIONS: Final = 3.0  # about the largest of a few hundred draws of a normal distribution
 _PROMISES: Final = 1 << 21  # held at once
 _ROWS: Final = 1 << 14  # whose lists are looked for at once
@@ -25,10 +26,15 @@ _ROWS: Final = 1 << 14  # whose lists are looked for at once
 class Partition:
     """Rows [entry | thresholds] in lists of rows that lie near to each other.
 
-    Lists are k-means clusters of [entry | thresholds cut to the typical length of an entry]: uncut, a penalty of 1e4 in
-    one column leaves the distances between entries below rounding. A query of a threshold column reads the lists with
-    the largest q . centroid + (largest threshold of the list in that column), so that one entry with a large threshold
-    is not hidden by its neighbours, and lists of entries with a large penalty are read last.
+    Lists are k-means clusters of [entry | thresholds / sqrt(their number)]: a query sees one of the thresholds, so
+    that together they are to weigh as much as one. They are cut at four times the typical length of an entry: uncut, a
+    penalty of 1e4 in one column leaves the distances between entries below rounding. A query of a threshold column
+    reads the lists with the largest promise,
+
+        q . centroid + 3 ||q|| spread / sqrt(dim) + (largest threshold of the list in that column),
+
+    about the largest score in the list: one entry with a large threshold is not hidden by its neighbours, wide lists
+    are not taken for their centroids, and lists of entries with a large penalty are read last.
 
     Attributes:
         num_lists: how many.
@@ -41,7 +47,7 @@ class Partition:
     Raises:
         MissingExtra: faiss is not installed.
 
-    Cost: about 2 sqrt(n) lists, O(n^1.5 x width) time, and a copy of the rows.
+    Cost: about 4 sqrt(n) lists, O(n^1.25 x width) time, and a copy of the rows.
     """
 
     def __init__(self, rows: Floats, dim: int) -> None:
@@ -50,7 +56,7 @@ class Partition:
         draw = np.random.default_rng(0)
         lists = min(len(rows), max(1, round(_LISTS * len(rows) ** 0.5)))
         sample = rows[_some(draw, len(rows), _SAMPLE * lists)]
-        self._cut = float(np.sqrt(np.square(sample[:, :dim]).sum(axis=1).mean()))
+        self._cut = _CUT * float(np.sqrt(np.square(sample[:, :dim]).sum(axis=1).mean()))
         self._centroids = Centroids(self._points(sample), lists, draw)
         self._entries = self._centroids.positions[:, :dim].copy()
         self.num_lists = len(self._centroids)
@@ -139,8 +145,8 @@ class Partition:
     def _points(self, rows: Floats) -> Floats:
         if rows.shape[1] == self._dim:
             return rows
-        cut = np.clip(rows[:, self._dim :], -self._cut, self._cut)
-        return np.concatenate([rows[:, : self._dim], cut], axis=1)
+        thresholds = np.clip(rows[:, self._dim :], -self._cut, self._cut)
+        return np.concatenate([rows[:, : self._dim], thresholds / np.float32(thresholds.shape[1] ** 0.5)], axis=1)
 
     def _promise(self, queries: Floats, column: int | None) -> Floats:
         promise = queries @ self._entries.T
