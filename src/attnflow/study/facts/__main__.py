@@ -63,8 +63,8 @@ def small() -> FactStudy:
 SCALES: Final = {"tiny": tiny, "small": small}
 
 
-def run(study: FactStudy, folder: Path, names: Sequence[str]) -> None:
-    """Train and ask what is not there yet.
+def run(study: FactStudy, folder: Path, names: Sequence[str], seeds: Sequence[int]) -> None:
+    """Train and ask what is not there yet; several processes can share the work by taking arms or seeds each.
 
     Raises:
         ValueError: an unknown arm, or a folder that holds a study with other settings.
@@ -76,7 +76,7 @@ def run(study: FactStudy, folder: Path, names: Sequence[str]) -> None:
     packages = ("torch", "transformers", "lancedb", "attnflow")
     describe(folder / "study.json", {"config": study.to_dict()}, packages)
     for name in names:
-        for seed in study.seeds if name == "main" else study.seeds[:1]:
+        for seed in seeds if name == "main" else study.seeds[:1]:
             stem = f"{name.replace(' ', '-')}-{seed}"
             path = folder / "runs" / f"{stem}.json"
             if path.is_file():
@@ -96,10 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", type=Path, help="folder for the runs, the results and the figure")
     parser.add_argument("--scale", choices=SCALES, default="tiny")
     parser.add_argument("--arms", default="main", help="which: main, answers alone, sparsemax, coordinate")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the main arm, only these")
     parser.add_argument("--summary", action="store_true", help="only summarise the runs that are there")
     given = parser.parse_args(arguments)
     if not given.summary:
-        run(SCALES[given.scale](), given.output, given.arms.split(","))
+        study = SCALES[given.scale]()
+        run(study, given.output, given.arms.split(","), given.seeds or study.seeds)
     print(summarise(given.output))
 
 

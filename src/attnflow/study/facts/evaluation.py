@@ -35,9 +35,9 @@ class FactEvaluation:
     """
 
     sizes: tuple[int, ...] = (64, 256, 1024, 4096)
-    group: int = 128
+    group: int = 64
     near: float = 0.6
-    timed: int = 40
+    timed: int = 20
 
     def to_dict(self) -> dict[str, object]:
         """As JSON holds it."""
