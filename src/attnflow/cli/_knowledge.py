@@ -18,8 +18,8 @@ from attnflow.knowledge.tables import aligned
 
 if TYPE_CHECKING:
     from attnflow.hf.knowledge.encode import TextEncoder
-    from attnflow.knowledge.duplicates import Duplicates
-    from attnflow.knowledge.reembed import Drift, Reembedded
+    from attnflow.knowledge.duplication import Duplicates
+    from attnflow.knowledge.reembedding import Drift, Reembedded
     from attnflow.knowledge.store import Store, StoreStats
 
 
@@ -273,8 +273,8 @@ def stats(
     Raises:
         BadUsage: no such store or encoder.
     """
-    from attnflow.knowledge.duplicates import duplicates
-    from attnflow.knowledge.reembed import drift
+    from attnflow.knowledge.duplication import duplicates
+    from attnflow.knowledge.reembedding import drift
 
     def progress(done: int, total: int) -> None:
         spinner(f"comparing {done:,} of {total:,}")
@@ -299,7 +299,7 @@ def reembed(uri: str, encoder: str | None, spinner: Spinner) -> Reembedded:
     Raises:
         BadUsage: no such store or encoder.
     """
-    from attnflow.knowledge.reembed import reembed as embed
+    from attnflow.knowledge.reembedding import reembed as embed
 
     if not _stores.exists(uri):
         raise BadUsage(f"there is no store at {uri}")

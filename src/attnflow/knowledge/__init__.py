@@ -11,8 +11,10 @@ from attnflow.knowledge.attention import Folded, GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.conditions import Conditions, conditions
+from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.index import EntryIndex, Hits
 from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
+from attnflow.knowledge.provenance import Fired, LayerTrace, Trace
 from attnflow.knowledge.reader import KnowledgeReader, Reading
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import IndexedEntries, Retrieved, Source
@@ -20,35 +22,69 @@ from attnflow.knowledge.store import Entry, Found, Store, StoreError, StoreStats
 from attnflow.knowledge.stored import StoredKnowledge
 
 if TYPE_CHECKING:
+    from attnflow.hf.knowledge.activity import activity
     from attnflow.hf.knowledge.connect import connect, disconnect, threshold_columns
     from attnflow.hf.knowledge.convert import from_ffn, to_ffn
+    from attnflow.hf.knowledge.encode import Encoded, TextEncoder, TruncatedText
+    from attnflow.hf.knowledge.entries import EntryChanges, layer_thresholds, load_entries, save_entries
     from attnflow.hf.knowledge.modular.config import ModularConfig
     from attnflow.hf.knowledge.modular.model import ModularForCausalLM, ModularModel
     from attnflow.hf.knowledge.readers import LayerReader, readers
+    from attnflow.hf.knowledge.trace import trace
+    from attnflow.knowledge.duplication import Duplicates, duplicates
+    from attnflow.knowledge.monitor import Activity, ActivityReport, LayerActivity
+    from attnflow.knowledge.reembedding import Drift, Reembedded, VersionDrift, drift, reembed
 
-# Imported on first use: what needs transformers.
+# Imported on first use: what needs transformers, or SciPy.
 _ELSEWHERE = {
+    "Activity": "knowledge.monitor",
+    "ActivityReport": "knowledge.monitor",
+    "Drift": "knowledge.reembedding",
+    "Duplicates": "knowledge.duplication",
+    "Encoded": "hf.knowledge.encode",
+    "EntryChanges": "hf.knowledge.entries",
+    "LayerActivity": "knowledge.monitor",
     "LayerReader": "hf.knowledge.readers",
     "ModularConfig": "hf.knowledge.modular.model",  # not .config: the model's module registers it
     "ModularForCausalLM": "hf.knowledge.modular.model",
     "ModularModel": "hf.knowledge.modular.model",
+    "Reembedded": "knowledge.reembedding",
+    "TextEncoder": "hf.knowledge.encode",
+    "TruncatedText": "hf.knowledge.encode",
+    "VersionDrift": "knowledge.reembedding",
+    "activity": "hf.knowledge.activity",
     "connect": "hf.knowledge.connect",
     "disconnect": "hf.knowledge.connect",
+    "drift": "knowledge.reembedding",
+    "duplicates": "knowledge.duplication",
     "from_ffn": "hf.knowledge.convert",
+    "layer_thresholds": "hf.knowledge.entries",
+    "load_entries": "hf.knowledge.entries",
     "readers": "hf.knowledge.readers",
+    "reembed": "knowledge.reembedding",
+    "save_entries": "hf.knowledge.entries",
     "threshold_columns": "hf.knowledge.connect",
     "to_ffn": "hf.knowledge.convert",
+    "trace": "hf.knowledge.trace",
 }
 
 __all__ = [
     "ACTIVATIONS",
+    "Activity",
+    "ActivityReport",
     "Certificate",
     "Conditions",
+    "Drift",
+    "Duplicates",
+    "Encoded",
+    "Encoder",
     "Entry",
+    "EntryChanges",
     "EntryIndex",
     "EntryLayout",
     "EntryScores",
     "EntryValues",
+    "Fired",
     "Folded",
     "Found",
     "GeneralizedCrossAttention",
@@ -56,12 +92,15 @@ __all__ = [
     "IndexedEntries",
     "KnowledgeBase",
     "KnowledgeReader",
+    "LayerActivity",
     "LayerReader",
+    "LayerTrace",
     "LayeredKnowledge",
     "ModularConfig",
     "ModularForCausalLM",
     "ModularModel",
     "Reading",
+    "Reembedded",
     "Retrieval",
     "Retrieved",
     "Source",
@@ -69,19 +108,31 @@ __all__ = [
     "StoreError",
     "StoreStats",
     "StoredKnowledge",
+    "TextEncoder",
+    "Trace",
+    "TruncatedText",
+    "VersionDrift",
+    "activity",
     "conditions",
     "connect",
     "disconnect",
+    "drift",
+    "duplicates",
     "from_ffn",
+    "layer_thresholds",
+    "load_entries",
     "readers",
+    "reembed",
+    "save_entries",
     "sparsemax",
     "threshold_columns",
     "to_ffn",
+    "trace",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """What needs transformers, on first use."""
+    """What needs transformers, or SciPy, on first use."""
     if name in _ELSEWHERE:
         return getattr(import_module(f"attnflow.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module 'attnflow.knowledge' has no attribute {name!r}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.encoder import Encoder
-from attnflow.knowledge.reembed import drift, reembed
+from attnflow.knowledge.reembedding import drift, reembed
 from attnflow.knowledge.store import Store
 
 TEXTS = [f"line {number} of the text" for number in range(40)]
@@ -140,9 +140,9 @@ def test_an_encoder_of_another_width_is_refused():
 
 CHILD = """
 import sys
-from attnflow.knowledge.reembed import reembed
+from attnflow.knowledge.reembedding import reembed
 from attnflow.knowledge.store import Store
-from tests.knowledge.test_reembed import Letters
+from tests.knowledge.test_reembedding import Letters
 
 with Store.open(sys.argv[1]) as store:
     reembed(store, Letters(0.3), batch_size=1, progress=lambda done, total: print(done, flush=True))
