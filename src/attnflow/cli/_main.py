@@ -27,6 +27,7 @@ from attnflow.cli import (
     knowledge_reembed,
     knowledge_search,
     knowledge_stats,
+    knowledge_trace,
     mask_check,
     mask_list,
     mask_merge,
@@ -68,6 +69,7 @@ knowledge.command("search")(knowledge_search.knowledge_search)
 knowledge.command("insert")(knowledge_insert.knowledge_insert)
 knowledge.command("delete")(knowledge_delete.knowledge_delete)
 knowledge.command("stats")(knowledge_stats.knowledge_stats)
+knowledge.command("trace")(knowledge_trace.knowledge_trace)
 knowledge.command("reembed")(knowledge_reembed.knowledge_reembed)
 app.command("audit")(audit.audit)
 app.command("geometry")(geometry.geometry)
