@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaForCausalLM,
@@ -99,9 +98,7 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         self.source: Source | None = None
         self.post_init()
 
-    def forward(
-        self, *args: Any, entries: Entries | None = None, **kwargs: Any
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    def forward(self, *args: Any, entries: Entries | None = None, **kwargs: Any) -> Any:
         """As `LlamaModel`; `entries` are read instead of E (or of the source) in this call."""
         if entries is None:
             entries = self.knowledge() if self.source is None else self.source
@@ -121,7 +118,8 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
     holds weights and a config, no code; `trust_remote_code` changes nothing.
 
     Fine-tuning by PEFT: E and the readers' projections are parameters, not linear maps. LoRA finds `q_proj`, `k_proj`,
-    `v_proj`, `o_proj` by `target_modules`; `modules_to_save=["knowledge"]` trains E itself beside it.
+    `v_proj`, `o_proj` by `target_modules`, a reader's by `target_parameters=["reader.attention.value"]`;
+    `modules_to_save=["knowledge"]` trains E itself beside it.
 
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     >>> config = ModularConfig(num_entries=24, **sizes)
@@ -157,7 +155,7 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         logits_to_keep: int | Tensor = 0,
         entries: Entries | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> Any:
         """As `LlamaForCausalLM`; `entries` (a tensor or a source) are read instead of E in this call."""
         kwargs.update(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels)
