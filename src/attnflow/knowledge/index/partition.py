@@ -20,7 +20,7 @@ _SAMPLE: Final = 48  # rows a list to learn the centroids from
 _CUT: Final = 4.0  # lengths of an entry
 _DEVIATIONS: Final = 3.0  # about the largest of a few hundred draws of a normal distribution
 _PROMISES: Final = 1 << 21  # held at once
-_ROWS: Final = 1 << 14  # whose lists are looked for at once
+_ROWS: Final = 1 << 16  # whose lists are looked for at once
 
 
 class Partition:
