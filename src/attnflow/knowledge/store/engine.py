@@ -112,8 +112,12 @@ class Searcher(Protocol):
         """Which of these ids there are."""
         ...
 
-    def vectors(self, ids: IntArray) -> Floats:
-        """[embedding | thresholds] of rows that exist, in the order of `ids`."""
+    def vectors(self, ids: IntArray | None = None) -> Floats:
+        """[embedding | thresholds] of rows in the order of `ids`; of all at one moment, by ascending id.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
         ...
 
     def put(self, rows: Rows) -> None:

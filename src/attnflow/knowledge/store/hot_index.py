@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ class HotIndex:
         self._updated = np.zeros(0, dtype=np.int64)
         self._slots: dict[int, int] = {}
         self._lock = ReadersWriter()
+        self._whole = True  # not in the middle of a change
 
     @property
     def mode(self) -> Mode:
@@ -50,24 +54,25 @@ class HotIndex:
         """By the dictionary."""
         return np.fromiter((key in self._slots for key in ids.tolist()), dtype=np.bool_, count=len(ids))
 
-    def vectors(self, ids: IntArray) -> Floats:
+    def vectors(self, ids: IntArray | None = None) -> Floats:
         """A copy of rows."""
         with self._lock.reading():
-            return self._index.rows.numpy()[self._slots_of(ids)]
+            slots = self._ids[: len(self)].argsort() if ids is None else self._slots_of(ids)
+            return self._index.rows.numpy()[slots]
 
     def put(self, rows: Rows) -> None:
         """Rows that are new get slots at the end, the others keep theirs."""
-        with self._lock.writing():
+        with self._changing():
             self._put(Stamped(rows.ids, rows.updated, rows.vectors))
 
     def drop(self, ids: IntArray) -> None:
         """The last rows move into the holes."""
-        with self._lock.writing():
+        with self._changing():
             self._drop(ids)
 
     def synchronise(self) -> None:
         """Fetch what differs: an id with another time of update is another content."""
-        if not len(self):
+        if not len(self) or not self._whole:
             return self._build(self._engine.load())
         ids, updated = self._engine.stamps()
         held, shown = self._ids[: len(self)], self._updated[: len(self)]
@@ -76,7 +81,7 @@ class HotIndex:
         if len(changed) > len(ids) // 2:
             return self._build(self._engine.load())
         fresh = self._engine.load(changed)
-        with self._lock.writing():
+        with self._changing():
             self._drop(np.setdiff1d(held, common, assume_unique=True))
             self._put(fresh)
         return None
@@ -105,8 +110,16 @@ class HotIndex:
         """From the engine's rows."""
         self._build(self._engine.load())
 
-    def _build(self, loaded: Stamped) -> None:
+    @contextmanager
+    def _changing(self) -> Generator[None]:
+        """Alone; a change that was cut short, as by an interrupt, is known by `_whole`: only a new build repairs it."""
         with self._lock.writing():
+            self._whole = False
+            yield
+            self._whole = True
+
+    def _build(self, loaded: Stamped) -> None:
+        with self._changing():
             self._index.build(torch.from_numpy(loaded.vectors))
             self._ids, self._updated = loaded.ids.copy(), loaded.updated.copy()
             self._slots = dict(zip(loaded.ids.tolist(), range(len(loaded.ids)), strict=True))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
-import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
@@ -47,10 +48,12 @@ class LanceEngine:
         self.dim, self.num_thresholds = self._metadata.dim, self._metadata.num_thresholds
         self._lock = None if read_only else FileLock(directory / "writer.lock")
         try:
+            self._metadata = metadata.load(directory)  # whoever had the lock until now may have changed it
+            self.next_id = self._metadata.next_id
             with failures(f"{directory} cannot be opened"):
                 self._database: Any = lancedb.connect(directory)
                 self._table: Any = self._database.open_table(TABLE)
-                self.next_id = max(self._metadata.next_id, int(self.stamps()[0].max(initial=-1)) + 1)
+            self.refresh()
         except BaseException:
             self.close()
             raise
@@ -123,9 +126,10 @@ class LanceEngine:
             self._database.drop_table(_snapshot(name))
 
     def refresh(self) -> None:
-        """The newest version."""
+        """The newest version: of another process, or of a commit of this one that was taken for failed."""
         with failures(f"{self._directory} cannot be refreshed"):
             self._table.checkout_latest()
+        self.next_id = max(self.next_id, int(self.stamps()[0].max(initial=-1)) + 1)
 
     def summary(self) -> Summary:
         """Two columns, and the sizes of all files."""
@@ -149,8 +153,9 @@ class LanceEngine:
             self._record(next_id=self.next_id)
 
     def _record(self, **changes: Any) -> None:
-        self._metadata = replace(self._metadata, **changes)
-        metadata.save(self._directory, self._metadata)
+        changed = replace(self._metadata, **changes)
+        metadata.save(self._directory, changed)
+        self._metadata = changed
 
     @contextmanager
     def _committing(self, what: str) -> Generator[None]:
@@ -179,7 +184,7 @@ def _arrow() -> Any:
 
 def _create(directory: Path, made: Metadata) -> None:
     """A store appears at its place as a whole: it is made beside it and renamed."""
-    beside = directory.with_name(f".{directory.name}.{os.getpid()}.new")
+    beside = directory.with_name(f".{directory.name}.{uuid4().hex}.new")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
@@ -190,8 +195,11 @@ def _create(directory: Path, made: Metadata) -> None:
             lancedb = _package("lancedb")
             lancedb.connect(beside).create_table(TABLE, schema=_arrow().schema(made.dim, made.num_thresholds))
             metadata.save(beside, made)
-            with suppress(FileExistsError):  # another process was faster: then that store is opened
+            try:
                 beside.rename(directory)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise  # else another was faster: then that store is opened
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -9,7 +9,7 @@ import os
 import weakref
 from pathlib import Path
 
-from attnflow.knowledge.store.errors import ReadOnly, StoreLocked
+from attnflow.knowledge.store.errors import ReadOnly, StoreError, StoreLocked
 
 
 class FileLock:
@@ -20,32 +20,33 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise ReadOnly(
                     f"{path.parent} cannot be written ({error.strerror}): open it with read_only=True"
                 ) from None
             raise
+        self._close = weakref.finalize(self, os.close, file)  # a store that nobody holds any more is not locked
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = path.read_text().strip()
-            os.close(self._file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._close()
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise StoreError(f"{path.parent} cannot be locked against other writers: {error.strerror}") from None
+            holder = path.read_text().strip() or "(unknown)"
             raise StoreLocked(
-                f"{path.parent} is being written by process {holder or '(unknown)'}, and one may write at a time: "
-                "open it with read_only=True, or close the other one first"
+                f"{path.parent} is being written by process {holder}{' (this one)' * (holder == str(os.getpid()))}, "
+                "and one may write at a time: open it with read_only=True, or close the other one first"
             ) from None
         with contextlib.suppress(OSError):  # the number is for the message alone; a full disk must not keep us out
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, str(os.getpid()).encode(), 0)
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
         _HELD.add(self)
 
     def release(self) -> None:
         """Let others write."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._close()
 
 
 _HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()

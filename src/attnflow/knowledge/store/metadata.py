@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnflow._core.checks import integer
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore
 
 FILE = "store.json"
@@ -58,14 +59,17 @@ def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
     """
     try:
         values: dict[str, Any] = json.loads(text)
-        version = values.pop("attnflow_store")
+        version = integer("format", values.pop("attnflow_store"))
+        if version > FORMAT:
+            raise NewerFormat(
+                f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
+            )
+        found = kind(**values)
+        for name, least in (("dim", 1), ("num_thresholds", 0), ("next_id", 0)):
+            integer(name, getattr(found, name), least)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NotAStore(f"{place} does not describe a store of attnflow, or is damaged") from None
-    if version > FORMAT:
-        raise NewerFormat(
-            f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
-        )
-    return kind(**values)
+    return found
 
 
 def load(directory: Path) -> Metadata:

@@ -18,7 +18,7 @@ import numpy as np
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.engine import Summary
-from attnflow.knowledge.store.errors import NotAStore, failures
+from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.milvus_client import Connection
 from attnflow.knowledge.store.rows import Rows, Stamped
@@ -52,6 +52,7 @@ class MilvusEngine:
     """One collection, one row an entry; a write is one request."""
 
     def __init__(self, address: str, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
+        self._place, self._read_only = f"milvus:{address}", read_only
         self._connection = Connection(address, read_only)
         self.client = self._connection.client
         try:
@@ -142,6 +143,8 @@ class MilvusEngine:
         with failures("the store cannot be refreshed"):
             self.client.load_collection(_STORE)
             self.record = self._recorded()
+            if not self.client.list_indexes(self.live) and not self._read_only:
+                self._load(self.live)  # killed while the index was built anew
             self.client.load_collection(self.live)
 
     def summary(self) -> Summary:
@@ -163,6 +166,7 @@ class MilvusEngine:
 
     def build_index(self, lists: int) -> None:
         """An exact index (0 lists), or an approximate one, instead of the present one."""
+        self._may_write()
         with failures("the index was not built"):
             self.client.release_collection(self.live)
             for name in self.client.list_indexes(self.live):
@@ -174,12 +178,17 @@ class MilvusEngine:
         """Change the record: one row, written as a whole."""
         changed = replace(self.record, **changes)
         if changed != self.record:
+            self._may_write()
             self._put(changed)
             self.record = changed
 
     def close(self) -> None:
         """Leave the server, or stop serving the file."""
         self._connection.close()
+
+    def _may_write(self) -> None:
+        if self._read_only:
+            raise ReadOnly(f"the store {self._place} was opened with read_only=True, and its index is on the server")
 
     def _create(self, record: Record) -> None:
         """The entries first: there is a store once the record is written."""

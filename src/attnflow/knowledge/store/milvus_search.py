@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import IntArray
+from attnflow._core.checks import IntArray, preview
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.store.engine import Mode, SearchMode
 from attnflow.knowledge.store.entry import Found
@@ -55,10 +55,14 @@ class MilvusSearch:
         """A query by id."""
         return np.isin(ids, self._engine.existing(ids))
 
-    def vectors(self, ids: IntArray) -> Floats:
+    def vectors(self, ids: IntArray | None = None) -> Floats:
         """A query by id, or a pass over all rows."""
         loaded = self._engine.load(ids)
         order = np.argsort(loaded.ids)
+        if ids is None:
+            return loaded.vectors[order]
+        if len(loaded.ids) < len(ids):  # others may write to a server
+            raise KeyError(f"the store has no entries with ids {preview(np.setdiff1d(ids, loaded.ids).tolist())}")
         return loaded.vectors[order[np.searchsorted(loaded.ids, ids, sorter=order)]]
 
     def put(self, rows: Rows) -> None:

@@ -126,9 +126,9 @@ class StoreReader:
 
     def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
         """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""
-        searcher = self._reader()
         column = arguments.column(threshold_column, self.num_thresholds)
-        searcher.calibrate(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
+        with self._write_lock:
+            self._reader().calibrate(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
 
     def snapshots(self) -> list[str]:
         """Names of snapshots, oldest first."""
@@ -157,7 +157,6 @@ class StoreReader:
         """See what another process has written since this store was opened or refreshed."""
         self._reader()
         with self._write_lock:
-            self._engine.refresh()
             self._behind = True
             self._follow()
 
@@ -184,13 +183,13 @@ class StoreReader:
 
     def _follow(self) -> None:
         if self._behind:
+            self._engine.refresh()  # a write that was cut short may have been committed all the same
             self._searcher.synchronise()
             self._behind = False
 
     def _columns(self, ids: Indices | None) -> Tensor:
         searcher = self._reader()
-        keys = np.sort(searcher.ids()) if ids is None else self._known(searcher, ids)
-        return torch.from_numpy(searcher.vectors(keys))
+        return torch.from_numpy(searcher.vectors(None if ids is None else self._known(searcher, ids)))
 
     def _known(self, searcher: Searcher, ids: Indices) -> IntArray:
         keys = arguments.identifiers("ids", ids)

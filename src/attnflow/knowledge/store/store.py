@@ -184,7 +184,8 @@ class Store(StoreReader):
 
     def reindex(self) -> None:
         """Build the index anew from the stored entries, as after many edits."""
-        self._reader().reindex()
+        with self._write_lock:
+            self._reader().reindex()
 
     def snapshot(self, name: str | None = None) -> str:
         """Keep the present entries under a name, "snapshot-1" and so on by default; `restore` brings them back."""

@@ -1,0 +1,195 @@
+"""Calls that are cut short, and calls that cross each other: the index and the rows stay equal, no id is used twice."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import lancedb
+import pytest
+import torch
+
+from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata
+
+EYE = torch.eye(4)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "store"
+
+
+def whole(store):
+    """Rows, index and ids tell the same."""
+    ids = store.ids()
+    assert len(store) == len(ids) == len(store.get(ids)) == len(store._engine.stamps()[0])
+    for entry in store.get(ids):
+        found = store.search(entry.embedding, len(ids), mode="exact")
+        assert sorted(found.ids.tolist()) == ids.tolist()
+        place = found.ids.tolist().index(entry.id)
+        assert float(found.scores[place]) == pytest.approx(float(entry.embedding @ entry.embedding))
+
+
+@pytest.mark.parametrize("method", ["add", "replace", "remove"])
+def test_an_index_that_was_cut_short_is_built_anew(method, monkeypatch):
+    with Store.open("memory", dim=4) as store:
+        store.insert(embeddings=EYE)
+        real = getattr(store._searcher._index, method)
+
+        def interrupted(*arguments):
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._searcher._index, method, interrupted)
+        calls = {
+            "add": lambda: store.insert(embeddings=2 * EYE),
+            "replace": lambda: store.upsert(ids=[1], embeddings=3 * EYE[:1]),
+            "remove": lambda: store.delete([1]),
+        }
+        with pytest.raises(KeyboardInterrupt):
+            calls[method]()
+        monkeypatch.undo()
+        whole(store)
+        store.insert(embeddings=5 * EYE)
+        whole(store)
+
+
+def test_a_commit_after_an_interrupt_is_found(directory, monkeypatch):
+    """What LanceDB is doing when the interrupt comes may be committed all the same, unseen by the table at hand."""
+    with Store.open(directory, dim=4) as store:
+        store.insert(embeddings=EYE)
+        table = store._engine._table
+
+        class Interrupted:
+            def __getattr__(self, name):
+                return getattr(table, name)
+
+            def add(self, rows):
+                lancedb.connect(directory).open_table(lance.TABLE).add(rows)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._engine, "_table", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            store.insert(embeddings=2 * EYE)
+        monkeypatch.undo()
+        assert store.insert(embeddings=3 * EYE).tolist() == [8, 9, 10, 11]
+        whole(store)
+
+
+def test_an_id_is_not_forgotten_where_the_disk_was_full_for_a_moment(directory, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with Store.open(directory, dim=4) as store:
+        store.insert(embeddings=EYE)
+        monkeypatch.setattr(metadata, "save", full)
+        with pytest.raises(StoreError, match="No space left"):
+            store.delete([3])
+        monkeypatch.undo()
+        store.delete([3])
+    with Store.open(directory) as store:
+        assert store.insert(embeddings=EYE[:1]).tolist() == [4]
+
+
+def test_what_was_written_while_the_lock_was_waited_for_is_seen(directory, monkeypatch):
+    first = Store.open(directory, dim=4)
+    first.insert(embeddings=EYE)
+    real = lance.FileLock
+
+    def later(path):
+        first.delete([3])
+        first.close()
+        return real(path)
+
+    monkeypatch.setattr(lance, "FileLock", later)
+    with Store.open(directory) as store:
+        assert store.insert(embeddings=EYE[:1]).tolist() == [4]
+
+
+def test_two_may_make_the_same_store(directory, monkeypatch):
+    """The slower one opens what the faster one has made, and what it was making is gone."""
+    real = metadata.save
+
+    def slow(where, made):
+        real(where, made)
+        monkeypatch.undo()
+        Store.open(directory, dim=4).close()
+
+    monkeypatch.setattr(metadata, "save", slow)
+    with Store.open(directory, dim=4) as store:
+        assert store.insert(embeddings=EYE).tolist() == [0, 1, 2, 3]
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_a_store_that_was_dropped_without_closing_is_not_locked(directory):
+    store = Store.open(directory, dim=4)
+    with pytest.raises(StoreLocked, match=r"this one"):
+        Store.open(directory)
+    del store
+    gc.collect()
+    Store.open(directory).close()
+
+
+def test_building_the_index_anew_loses_no_insert(monkeypatch):
+    with Store.open("memory", dim=4) as store:
+        store.insert(embeddings=EYE)
+        real = store._engine.load
+        writers = []
+
+        def load(*arguments):
+            rows = real(*arguments)
+            writers.append(threading.Thread(target=store.insert, kwargs={"embeddings": 2 * EYE}))
+            writers[-1].start()
+            writers[-1].join(0.2)
+            return rows
+
+        monkeypatch.setattr(store._engine, "load", load)
+        store.reindex()
+        monkeypatch.undo()
+        writers[0].join()
+        assert len(store) == 8
+        whole(store)
+
+
+def test_all_vectors_are_of_one_moment():
+    with Store.open("memory", dim=4) as store:
+        store.insert(embeddings=torch.ones(600, 4))
+        stop = threading.Event()
+
+        def deleting():
+            for start in range(598):
+                store.delete([start])
+            stop.set()
+
+        writer = threading.Thread(target=deleting)
+        writer.start()
+        while not stop.is_set():
+            rows = store.vectors()
+            assert rows.shape[1] == 4
+            assert bool((rows == 1).all())
+        writer.join()
+        assert len(store.vectors()) == 2
+
+
+@pytest.mark.parametrize("text", ['{"attnflow_store": 1}', '{"attnflow_store": "1", "dim": 4, "num_thresholds": 0}'])
+def test_metadata_without_sense_are_named(directory, text):
+    Store.open(directory, dim=4).close()
+    (directory / metadata.FILE).write_text(text)
+    with pytest.raises(NotAStore, match="is damaged"):
+        Store.open(directory)
+
+
+def test_a_reader_does_not_change_the_index_of_a_milvus_store(tmp_path):
+    place = f"milvus:{tmp_path}/store.db"
+    with Store.open(place, dim=4) as store:
+        store.insert(embeddings=EYE)
+        engine = store._engine
+        engine.client.release_collection(engine.live)  # as where a process is killed while it builds the index anew
+        for name in engine.client.list_indexes(engine.live):
+            engine.client.drop_index(engine.live, index_name=name)
+    with Store.open(place) as store:
+        assert store.search(EYE, 1).ids[:, 0].tolist() == [0, 1, 2, 3]
+    with Store.open(place, read_only=True) as store:
+        with pytest.raises(ReadOnly):
+            store.reindex()
+        assert store.search(EYE, 1).ids[:, 0].tolist() == [0, 1, 2, 3]
