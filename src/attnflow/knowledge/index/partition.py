@@ -138,7 +138,7 @@ class Partition:
         chosen, others = (rows[_some(draw, len(rows), count)] for _ in range(2))
         others = others[: len(chosen)]
         away = others[:, : self._dim] - self._entries[self.lists_of(others)]
-        moved = chosen[:, : self._dim] + away / 2
+        moved = chosen[:, : self._dim] + away
         best = chosen[:, self._dim :].argmax(axis=1) if rows.shape[1] > self._dim else np.zeros(len(chosen), np.int64)
         return moved, best
 
