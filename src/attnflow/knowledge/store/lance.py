@@ -27,6 +27,7 @@ TABLE = "entries"
 
 _LOG = logging.getLogger(__name__)
 _COMPACT_AFTER = 100  # commits: each leaves a file of rows and a manifest that lists all files
+_ROWS_A_COMMIT = 1000  # and one commit for so many rows, since up to a million of them are written anew
 _KEEP = datetime.timedelta(minutes=10)  # versions that readers of other processes may still be looking at
 
 
@@ -162,7 +163,7 @@ class LanceEngine:
         with failures(what):
             yield
         self._commits += 1
-        if self._commits >= _COMPACT_AFTER:
+        if self._commits >= _COMPACT_AFTER and self._commits >= self._table.count_rows() // _ROWS_A_COMMIT:
             self._commits = 0
             try:
                 self._table.optimize(cleanup_older_than=_KEEP)
