@@ -105,9 +105,11 @@ def test_joined_certificates_go_query_by_query():
     assert mixed.approximate
     assert mixed.active is None
     assert mixed.k.tolist() == [2, 3, 2, 3]
-    with pytest.raises(ValueError, match="of the same entries"):
-        Certificate.joined([parts[0], Certificate(False, 2, 8, torch.zeros(2), torch.zeros(2, dtype=torch.int64))])
-    with pytest.raises(ValueError, match="of the same entries"):
+    grown = Certificate(False, 2, 11, torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))
+    later = Certificate.joined([parts[0], grown]).error_bound(1.0, "gelu").view(2, 2)
+    assert torch.equal(later[:, 1], grown.error_bound(1.0, "gelu"))
+    assert bool((later[:, 0] >= parts[0].error_bound(1.0, "gelu")).all())
+    with pytest.raises(ValueError, match="at least one certificate"):
         Certificate.joined([])
 
 

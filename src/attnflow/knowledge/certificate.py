@@ -40,19 +40,20 @@ class Certificate:
     def joined(cls, certificates: Sequence[Certificate]) -> Certificate:
         """One certificate of several searches for the same number of queries, flattened: query by query.
 
+        Where entries came or went between the searches, it counts the largest number: its bounds hold for each.
+
         Raises:
-            ValueError: none, or of different numbers of entries.
+            ValueError: there is none to join.
         """
-        totals = {one.total for one in certificates}
-        if len(totals) != 1:
-            raise ValueError(f"certificates to join must be of searches of the same entries, got totals {totals}")
+        if not certificates:
+            raise ValueError("there must be at least one certificate to join")
         counts = {one.k for one in certificates if isinstance(one.k, int)}
         alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
         active = [one.active for one in certificates if one.active is not None]
         return cls(
             any(one.approximate for one in certificates),
             counts.pop() if alike else _side_by_side([one._kept() for one in certificates]),
-            totals.pop(),
+            max(one.total for one in certificates),
             _side_by_side([one.last for one in certificates]),
             _side_by_side(active) if len(active) == len(certificates) else None,
         )
