@@ -12,8 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+import torch
+
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.study.facts.corpus import UNKNOWN
+from attnflow.study.facts.corpus import UNKNOWN, Corpus
 from attnflow.study.facts.model import FactReader
 from attnflow.study.facts.training import Trained
 from attnflow.study.facts.world import GROUPS, WORDINGS, World
@@ -83,14 +85,15 @@ class Size:
 Say = Callable[[Sequence[str]], list[str]]
 
 
-def ways(world: World) -> Mapping[str, Say]:
-    """How questions are answered.
+def ways(world: World, least: float) -> Mapping[str, Say]:
+    """How questions are answered; `least` is what "near enough" means, see `least_score`.
 
     - `entries`: the model reads all entries of the store.
     - `best entries`: each token and block reads only the 8 best, by an exact search in the store.
     - `context`: the encoder finds the 3 nearest facts in the store, which stand before the question as text; the model
       reads entries of its own.
     - `context, 1 fact`: the nearest alone.
+    - `context or unknown`: likewise, but "unknown" where the nearest is not near enough, without asking the model.
     - `oracle context`: the one fact that is asked for, in place of the nearest where it is in the store (a bound).
     - `shuffled entries`: as `entries`, after the values have been moved from entry to entry (a control).
     """
@@ -100,6 +103,11 @@ def ways(world: World) -> Mapping[str, Say]:
         with reading_best(reader, _BEST):
             return reader.say(questions, world.knowledge)
 
+    def sure(questions: Sequence[str]) -> list[str]:
+        said = reader.say(questions, None, world.nearest(questions, 1))
+        near = (world.scores(questions) >= least).tolist()
+        return [answer if enough else UNKNOWN for answer, enough in zip(said, near, strict=True)]
+
     def moved(questions: Sequence[str]) -> list[str]:
         return reader.say(questions, world.shuffled())
 
@@ -108,6 +116,7 @@ def ways(world: World) -> Mapping[str, Say]:
         "best entries": best,
         "context": lambda questions: reader.say(questions, None, world.nearest(questions, CONTEXT)),
         "context, 1 fact": lambda questions: reader.say(questions, None, world.nearest(questions, 1)),
+        "context or unknown": sure,
         "oracle context": lambda questions: reader.say(questions, None, world.oracle(questions)),
         "shuffled entries": moved,
     }
@@ -116,6 +125,7 @@ def ways(world: World) -> Mapping[str, Say]:
 def measure(trained: Trained, seed: int, settings: FactEvaluation) -> tuple[list[Told], list[Size]]:
     """Everything for one trained model. All chance follows from the seed and the size."""
     told, sizes = list[Told](), list[Size]()
+    least = least_score(trained, seed, settings.near)
     for size in settings.sizes:
         each = min(size // 4, settings.group)
         said: dict[tuple[str, str, str, str], str] = {}
@@ -125,19 +135,36 @@ def measure(trained: Trained, seed: int, settings: FactEvaluation) -> tuple[list
                 TemporaryDirectory() as folder,
                 World(trained, Path(folder) / "store", size, each, settings.near, draw) as world,
             ):
-                _ask(world, "before", said)
+                _ask(world, least, "before", said)
                 world.edit()
-                _ask(world, "after", said)
+                _ask(world, least, "after", said)
                 if number == 0:
-                    sizes.append(Size(size, _recall(world), _times(world, settings.timed)))
+                    sizes.append(Size(size, _recall(world), _times(world, least, settings.timed)))
         told += [Told(size, *names, letters) for names, letters in said.items()]
     return told, sizes
 
 
-def _ask(world: World, phase: str, said: dict[tuple[str, str, str, str], str]) -> None:
+def least_score(trained: Trained, seed: int, near: float, count: int = 256) -> float:
+    """The inner product of a question with the nearest key that best tells facts in a store from facts that are not.
+
+    Found on subjects of training: half of the questions ask for facts among `count`, half for others.
+    """
+    corpus = Corpus(random.Random(f"least score {seed}"))
+    facts = corpus.facts(count, near)
+    held = [fact.key for fact in facts]
+    questions = [corpus.question(key) for key in (*held, *corpus.keys(count, near, held))]
+    with torch.no_grad():
+        keys = trained.encoder.key([fact.text for fact in facts])
+        scores = (trained.encoder.key(questions) @ keys.T).amax(dim=1)
+    there, absent = scores[:count], scores[count:]
+    right = [int((there >= score).sum() + (absent < score).sum()) for score in scores]
+    return float(scores[max(range(len(right)), key=right.__getitem__)])
+
+
+def _ask(world: World, least: float, phase: str, said: dict[tuple[str, str, str, str], str]) -> None:
     """All questions in all ways; letters are added to those of other stores of the size."""
     truth, old = world.truth(phase), world.truth("before")
-    for way, say in ways(world).items():
+    for way, say in ways(world, least).items():
         for wording in WORDINGS:
             questions = world.questions[wording]
             answers = [
@@ -164,11 +191,11 @@ def _recall(world: World) -> dict[str, dict[str, float]]:
     return {wording: {str(count): world.recall(wording, count) for count in (1, CONTEXT)} for wording in WORDINGS}
 
 
-def _times(world: World, count: int) -> dict[str, float]:
+def _times(world: World, least: float, count: int) -> dict[str, float]:
     """Ways take turns, so that what else the machine does meets all of them."""
     taken: dict[str, list[float]] = {}
     for question in world.questions["trained"][:count]:
-        for way, say in ways(world).items():
+        for way, say in ways(world, least).items():
             began = time.perf_counter()
             say([question])
             taken.setdefault(way, []).append(1000 * (time.perf_counter() - began))

@@ -21,7 +21,8 @@ _LETTERS: Final = {"r": "right", "o": "old", "u": "unknown", "x": "other"}
 _STYLES: Final = {
     "entries": ("#1f5fa8", "o", "entries of the store"),
     "context": ("#c2571a", "s", "3 nearest facts in the context"),
-    "oracle context": ("#c2571a", "D", "the one right fact in the context"),
+    "context, 1 fact": ("#c79a2b", "v", "the nearest fact in the context"),
+    "context or unknown": ("#7a4fa3", "D", "the same, or unknown if not near"),
     "shuffled entries": ("0.6", "x", "entries, values shuffled"),
 }
 
@@ -42,6 +43,7 @@ class Share:
         seeds: how many.
         questions: of each seed.
         right: share of right answers, with its interval over seeds and questions.
+        right_by_seed: the same for each seed.
         old: share that said the value before the edit (of inserted facts: the one to come).
         unknown: share that said "unknown" where that was not right.
         other: share that said anything else.
@@ -56,6 +58,7 @@ class Share:
     seeds: int
     questions: int
     right: Interval
+    right_by_seed: list[float]
     old: float
     unknown: float
     other: float
@@ -76,7 +79,9 @@ def _share(names: Names, letters: Sequence[str]) -> Share:
     table = np.array([list(row) for row in letters])
     of = {name: (table == letter).astype(np.float64) for letter, name in _LETTERS.items()}
     others = [float(of[name].mean()) for name in ("old", "unknown", "other")]
-    return Share(*names, len(letters), len(letters[0]), interval(of["right"], _DRAWS), *others)
+    return Share(
+        *names, len(letters), len(letters[0]), interval(of["right"], _DRAWS), of["right"].mean(axis=1).tolist(), *others
+    )
 
 
 def costs(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
@@ -150,12 +155,11 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
             sizes = [one.size for one in rows]
             low, high = [one.right.low for one in rows], [one.right.high for one in rows]
             axes.fill_between(sizes, low, high, color=colour, alpha=0.13, linewidth=0)
-            dashes = "--" if way == "oracle context" else "-"
             middle = [one.right.mean for one in rows]
-            axes.plot(sizes, middle, dashes, color=colour, marker=mark, markersize=4.5, label=label)
+            axes.plot(sizes, middle, color=colour, marker=mark, markersize=4.5, label=label)
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(f"{group} facts: right after the edits", fontsize=9)
-    for way in ("entries", "best entries", "context"):
+    for way in ("entries", "best entries", "context", "context, 1 fact"):
         style = _STYLES.get(way, ("#3a8a4d", "^", "the 8 best entries, by search"))
         times = [spent[size]["milliseconds"][way] for size in spent]
         panels[-1].plot(list(spent), times, color=style[0], marker=style[1], markersize=4.5, label=style[2])
@@ -166,6 +170,7 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
     for axes in panels:
         axes.set_xscale("log", base=4)
         axes.set_xticks(list(spent), [str(size) for size in spent])
+        axes.minorticks_off()
         axes.set_xlabel("facts in the store", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     return drawn

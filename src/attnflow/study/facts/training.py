@@ -204,7 +204,7 @@ def train(settings: FactTraining, seed: int, path: Path, save_every: int = 250) 
         optimiser.step()
         since.append({name: value.item() for name, value in found.items()})
         if (step + 1) % save_every == 0 or step + 1 == settings.steps:
-            log.append({"step": step + 1, **_means(since)})
+            log.append({"step": float(step + 1), **_means(since)})
             since.clear()
             seconds = time.perf_counter() - began
             state = {"parts": parts.state_dict(), "optimiser": optimiser.state_dict()}

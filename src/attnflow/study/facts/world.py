@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 from jaxtyping import Float
@@ -58,7 +58,7 @@ class World:
         self._ids: dict[Key, int] = {}
         self._insert(facts)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> World:
         return self
 
     def __exit__(
@@ -86,6 +86,11 @@ class World:
     def nearest(self, questions: Sequence[str], count: int) -> list[list[str]]:
         """For each question the sentences of the facts whose keys the encoder places nearest, the nearest last."""
         return self._sentences(self._search(questions, count).flip(1))
+
+    def scores(self, questions: Sequence[str]) -> Float[Tensor, " questions"]:
+        """Inner product of each question with the nearest key."""
+        with torch.no_grad():
+            return self.store.search(self._encoder.query(questions), 1).scores[:, 0]
 
     def oracle(self, questions: Sequence[str]) -> list[list[str]]:
         """For each question the sentence of the fact that it asks for, if there is one, and else the nearest."""
