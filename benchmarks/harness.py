@@ -123,8 +123,9 @@ def _measure(case: Case) -> dict[str, object]:
         peak = peak or (sys.modules["torch"].cuda.max_memory_allocated() / 2**20 if on_gpu else _peak() - before)
         del result
     seconds.sort()
+    note = str(getattr(timed, "note", case.note))  # what is known only when it was prepared, such as quality
     p20, p50, p80 = (seconds[round(q * (len(seconds) - 1))] for q in (0.2, 0.5, 0.8))
-    return {"p20": f"{p20:.5f}", "p50": f"{p50:.5f}", "p80": f"{p80:.5f}", "peak_mb": f"{peak:.0f}", "note": case.note}
+    return {"p20": f"{p20:.5f}", "p50": f"{p50:.5f}", "p80": f"{p80:.5f}", "peak_mb": f"{peak:.0f}", "note": note}
 
 
 def _resident() -> float:

@@ -46,6 +46,13 @@ def test_when_all_entries_are_read(retrieval, total, queries, training, expected
     assert retrieval.reads_all(total, queries, training) is expected
 
 
+@pytest.mark.parametrize(("queries", "most"), [(1, 1024), (8, 64), (9, 16)])
+def test_a_source_that_copies_is_left_sooner(queries, most):
+    """`most` of 4,096 entries are as slow to copy as all are to read."""
+    assert Retrieval(k=most).reads_all(4096, queries, copied=True)
+    assert not Retrieval(k=most - 1).reads_all(4096, queries, copied=True)
+
+
 @st.composite
 def scored(draw):
     queries, entries = draw(st.integers(1, 4)), draw(st.integers(1, 20))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Final, Literal, SupportsFloat, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,12 +17,12 @@ from attnflow.knowledge.certificate import Certificate
 Search = Literal["auto", "dense", "exact", "approximate"]
 SEARCHES: Final = ("auto", "dense", "exact", "approximate")
 
-# Choosing k of the scores and summing their rows takes as long as the product with all rows at total / k of these, for
-# up to _FEW queries and for more. One thread, d = 512 and 576, 1,536 to 65,536 entries: 8 queries cross at 3 to 8, 128
-# at 8 to 26 (benchmarks/bench_retrieval.py); a single query gains at any k up to a quarter.
+# Reading k of `total` entries takes as long as reading all at total / k of these: for one query, up to _FEW, and more.
+# One thread, d = 512 and 576, 1,536 to 65,536 entries. In place: one query gains at any k up to a quarter, 8 cross at 3
+# to 8, 128 at 8 to 26. A source hands out copies of rows: 65,536 entries, 8 queries cross at about 64, 128 at 256.
 _FEW: Final = 8
-_SHARE_FEW: Final = 4
-_SHARE_MANY: Final = 16
+_SHARES: Final = (4, 4, 16)
+_SHARES_COPIED: Final = (4, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,25 @@ class Retrieval:
             raise ValueError(f"give k or threshold, one of them; got k={self.k}, threshold={self.threshold}")
         if self.k is not None:
             integer("k", self.k, minimum=1)
-        elif self.threshold != self.threshold:
-            raise ValueError("threshold must be a number, got NaN")
+        elif not isinstance(self.threshold, SupportsFloat) or math.isnan(self.threshold):
+            raise ValueError(f"threshold must be a number, got {self.threshold!r}")
         if self.search not in SEARCHES:
             raise ValueError(f"search must be one of {', '.join(map(repr, SEARCHES))}, got {self.search!r}")
 
-    def reads_all(self, total: int, queries: int = 1, training: bool = False) -> bool:
-        """Whether all of `total` entries are read: as was asked for, or because it is no slower for so many queries."""
+    def reads_all(self, total: int, queries: int = 1, training: bool = False, copied: bool = False) -> bool:
+        """Whether all of `total` entries are read, as was asked for, or because it is no slower.
+
+        Args:
+            total: entries.
+            queries: how many tokens and heads read at once.
+            training: whether the layer is being trained.
+            copied: whether the entries come from a source, which copies those it finds.
+        """
         if self.search == "dense" or (self.k is not None and self.k >= total):
             return True
         if self.search != "auto" or self.k is None or training:
             return False
-        return self.k * (_SHARE_FEW if queries <= _FEW else _SHARE_MANY) >= total
+        return self.k * (_SHARES_COPIED if copied else _SHARES)[(queries > 1) + (queries > _FEW)] >= total
 
 
 def best(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Int[Tensor, "*queries read"]:
@@ -125,7 +133,7 @@ def sum_of_chosen(
 
     Cost: at most the product.
     """
-    if int(mask.sum()) * _SHARE_MANY >= mask.numel():
+    if int(mask.sum()) * _SHARES[-1] >= mask.numel():
         return weights @ table
     flat = mask.flatten(0, -2)
     counts = flat.sum(dim=-1)
