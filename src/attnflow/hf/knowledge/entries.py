@@ -69,8 +69,8 @@ def save_entries(
 
     An entry is stored with the whole of its row as embedding, "layer 3" as source, and `layer_thresholds`. To ask which
     entries of a layer a hidden state h activates, search with [h | 0 | ... | 1 | 0] (1 at the threshold of the first
-    part, see `EntryLayout`), `threshold_column=layer` and `mode="exact"`: an approximate index knows nothing of layers.
-    Written in batches, each atomic: killed and called again, it goes on.
+    part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each atomic: killed and called again, it
+    goes on. A store that is opened for this alone, with `search="exact"`, need not build an index.
 
     Args:
         model: converted by `from_ffn`.
