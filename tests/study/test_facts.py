@@ -322,7 +322,7 @@ def test_a_summary_is_a_table_and_three_files(tmp_path: Path) -> None:
 
 
 def test_a_study_runs_what_is_missing_and_refuses_other_settings(tmp_path: Path) -> None:
-    study = FactStudy(SMALL, ASKED, seeds=(0, 1))
+    study = FactStudy(SMALL, replace(ASKED, sizes=(8,)), seeds=(0, 1))
     run(study, tmp_path, ["main"], [0])
     first = (tmp_path / "runs" / "main-0.json").read_text(encoding="utf-8")
     run(study, tmp_path, ["main", "sparsemax"], study.seeds)

@@ -143,7 +143,7 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
         raise MissingExtra("matplotlib", "report", "the figure")
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(14.0, 3.6), layout="constrained")
+    drawn = Figure(figsize=(14.0, 3.8), layout="constrained")
     panels: Any = drawn.subplots(1, len(GROUPS) + 1)
     for axes, group in zip(panels, GROUPS, strict=False):
         for way, (colour, mark, label) in _STYLES.items():
@@ -165,8 +165,10 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
         panels[-1].plot(list(spent), times, color=style[0], marker=style[1], markersize=4.5, label=style[2])
     panels[-1].set_ylim(bottom=0)
     panels[-1].set_title("milliseconds of one answer", fontsize=9)
-    panels[-1].legend(frameon=False, fontsize=7.5)
-    panels[1].legend(frameon=False, fontsize=7.5)
+    handles = {line.get_label(): line for axes in (panels[0], panels[-1]) for line in axes.get_lines()}
+    drawn.legend(
+        handles=list(handles.values()), loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
+    )
     for axes in panels:
         axes.set_xscale("log", base=4)
         axes.set_xticks(list(spent), [str(size) for size in spent])
