@@ -72,7 +72,9 @@ def test_recall_survives_growth_out_of_the_first_clusters():
     for seed in range(12):
         index.add(clustered(700, seed=seed) + 0.5 * seed)
     queries = torch.cat([clustered(30, seed=50 + seed) + 0.5 * seed for seed in range(12)])
-    assert index.recall(queries) > 0.97
+    assert index.recall(queries) > 0.95  # a third of the rows lie where none was when it was calibrated
+    index.build(index.rows)
+    assert index.recall(queries) > 0.98
 
 
 @pytest.mark.parametrize("penalty", [100.0, 1e4, 1e9])

@@ -81,9 +81,14 @@ class Centroids:
         return lists, nearest
 
 
+def products(points: Floats, others: Floats) -> Floats:
+    """points @ others.T; of one point by one thread: a second one saves 0.03 ms, and on a busy machine costs 20."""
+    return np.vecdot(others, points[0])[None] if len(points) == 1 else points @ others.T
+
+
 def _nearness(points: Floats, centroids: Floats) -> Floats:
     """Half of (|point|^2 - distance^2), for each point and centroid."""
-    return points @ centroids.T - np.square(centroids).sum(axis=1) / 2
+    return products(points, centroids) - np.square(centroids).sum(axis=1) / 2
 
 
 def _nearest(points: Floats, centroids: Floats) -> tuple[Ints, Floats]:
@@ -98,7 +103,7 @@ def _spaced(points: Floats, count: int, draw: np.random.Generator) -> Floats:
     distance = np.full(len(points), np.inf)
     while len(chosen) < count:
         last = points[chosen[-1]]
-        distance = np.minimum(distance, np.maximum(squares - 2 * (points @ last) + last @ last, 0))
+        distance = np.minimum(distance, np.maximum(squares - 2 * np.vecdot(points, last) + last @ last, 0))
         sums = distance.cumsum()
         chosen.append(min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(points) - 1))
     return points[chosen]

@@ -44,6 +44,7 @@ class EntryIndex:
     calibrated for the 32 best of entries moved at random, or by `calibrate` on queries of yours; larger k and queries
     unlike the entries need the latter. When as many rows were added or replaced as there were at the last partition,
     the rows are partitioned and calibrated anew: O(n^0.25 x width) a row on average, at once for the call that is hit.
+    Until then rows unlike all earlier ones may be found less often; `recall` measures, `build(rows)` starts afresh.
 
     Threads: any number may search while one changes rows; a search sees all of a change or nothing of it.
 
