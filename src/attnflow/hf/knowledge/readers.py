@@ -72,6 +72,13 @@ class LayerReader(ABC):
     def output_bias(self) -> Tensor | None:
         """b2, [model_dim], or None."""
 
+    @abstractmethod
+    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
+        """How far this layer's output of each token (flattened) can be from that of reading all entries.
+
+        In Euclidean norm; 0 where all were read, infinite after an approximate search.
+        """
+
 
 class ConvertedReader(LayerReader):
     """A feed-forward layer that `from_ffn` opened."""
@@ -130,6 +137,12 @@ class ConvertedReader(LayerReader):
     def output_bias(self) -> Tensor | None:
         """b2."""
         return self._values.bias
+
+    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
+        """The sum of the sizes of weights that were left out is bounded, whatever the activation, gated or not."""
+        if reading.certificate is None:
+            return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
+        return reading.certificate.error_bound(self._values.weight.detach().norm(dim=0).amax())
 
     def _scored(self, module: nn.Module, _: object, output: Tensor) -> None:
         parts = cast(EntryScores, module).parts
@@ -196,6 +209,10 @@ class ModularReader(LayerReader):
         """b2."""
         return self._reader.attention.output_bias
 
+    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
+        """See `KnowledgeReader.error_bound`."""
+        return self._reader.error_bound(reading, self._base.entries)
+
 
 class SourceReader(ModularReader):
     """A block of a modular model that reads a store, or an index; `Reading.ids` are ids of the store.
@@ -227,6 +244,10 @@ class SourceReader(ModularReader):
         attention, width = self._reader.attention, self._reader.columns
         columns = self._rows(positions)[:, attention.entry_dim :][:, self.layer * width :][:, :width]
         return columns.T.reshape(attention.parts, attention.num_heads, len(positions))
+
+    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
+        """See `KnowledgeReader.error_bound`."""
+        return self._reader.error_bound(reading, self.source)
 
     def _rows(self, positions: Tensor) -> Tensor:
         source, wanted = self.source, positions.cpu()
