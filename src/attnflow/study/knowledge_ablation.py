@@ -203,11 +203,10 @@ def _direction(model: nn.Module, ids: Sequence[int], answer: int, other: int) ->
     """What a contribution is multiplied by to have its direct effect on logit(other) - logit(answer)."""
     tokens = torch.tensor([list(ids)])
     run = partial(cast(Any, model), input_ids=tokens, use_cache=False)
-    found = [
-        directions(Stream(model, 1, 0, [len(ids) - 1]), run, lambda _, token=token: [token])
-        for token in (other, answer)
-    ]
-    rows = [cast(Directions, one).rows[0].detach() for one in found]
+    stream = Stream(model, 1, 0, [len(ids) - 1])
+    with torch.no_grad():
+        found = [directions(stream, run, lambda _, token=token: [token]) for token in (other, answer)]
+    rows = [cast(Directions, one).rows[0] for one in found]
     return rows[0] - rows[1]
 
 
@@ -227,16 +226,15 @@ def ablate(config: Ablation, folder: Path) -> None:
     )
     runs = folder / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    for name in RELATIONS:
-        mine = [fact for fact in known if fact.relation == name]
-        for place, fact in enumerate(mine[: config.facts]):
-            path = runs / f"{name}-{fact.subject}.json"
-            if path.is_file():
-                continue
-            began = time.perf_counter()
-            beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
-            write(path, run_fact(model, tokenizer, fact, config, beside[: config.others]))
-            print(f"{path.stem}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    grouped = {name: [fact for fact in known if fact.relation == name] for name in RELATIONS}
+    # Relations in turn, so that a run that is cut short has some facts of each.
+    for place, (name, mine) in ((place, pair) for place in range(config.facts) for pair in grouped.items()):
+        if place >= len(mine) or (path := runs / f"{name}-{mine[place].subject}.json").is_file():
+            continue
+        began, fact = time.perf_counter(), mine[place]
+        beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
+        write(path, run_fact(model, tokenizer, fact, config, beside[: config.others]))
+        print(f"{path.stem}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def read_runs(folder: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
