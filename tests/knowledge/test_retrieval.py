@@ -18,7 +18,7 @@ from attnflow.knowledge.retrieval import best, certify, chosen, straight_through
         ({}, "give k or threshold, one of them; got k=None"),
         ({"k": 3, "threshold": 0.0}, "give k or threshold"),
         ({"k": 0}, "k must be at least 1"),
-        ({"threshold": math.nan}, "threshold must be a number, got NaN"),
+        ({"threshold": math.nan}, "threshold must be a number, not NaN, got nan"),
     ],
 )
 def test_bad_arguments(arguments, message):

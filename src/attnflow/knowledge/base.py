@@ -38,8 +38,9 @@ class KnowledgeBase(nn.Module):
         Raises:
             ValueError: not a matrix, or NaN or infinity in it.
         """
-        if entries.ndim != 2:
-            raise ValueError(f"entries must be [num_entries, entry_dim], got shape {tuple(entries.shape)}")
+        if entries.ndim != 2 or not entries.is_floating_point():
+            got = f"{entries.dtype} of shape {tuple(entries.shape)}"
+            raise ValueError(f"entries must be floating-point numbers [num_entries, entry_dim], got {got}")
         if not bool(torch.isfinite(entries).all()):
             row = int((~torch.isfinite(entries).all(dim=1)).nonzero()[0])
             raise ValueError(f"entry {row} holds NaN or infinity")

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attnflow._core import checks
 from attnflow._core.markup import percent, plural, shorten, token_label, visible
 
 if TYPE_CHECKING:
@@ -196,6 +197,10 @@ class Trace:
             ValueError: a position or layer that was not traced, or effects that do not exist.
         """
         order = by or ("norm" if self.without else "effect")
+        if order not in ("norm", "effect"):
+            raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
+        if count is not None:
+            checks.integer("count", count, 1)
         if order == "effect" and self.without:
             raise ValueError(f"this trace has no direct effects: {self.without}")
         rows = range(len(self.positions)) if position is None else [self.row(position)]

@@ -58,7 +58,7 @@ class Retrieval:
         if self.k is not None:
             integer("k", self.k, minimum=1)
         elif not isinstance(self.threshold, SupportsFloat) or math.isnan(self.threshold):
-            raise ValueError(f"threshold must be a number, got {self.threshold!r}")
+            raise ValueError(f"threshold must be a number, not NaN, got {self.threshold!r}")
         if self.search not in SEARCHES:
             raise ValueError(f"search must be one of {', '.join(map(repr, SEARCHES))}, got {self.search!r}")
 

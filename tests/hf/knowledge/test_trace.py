@@ -5,7 +5,14 @@ import sys
 
 import pytest
 import torch
-from transformers import BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import (
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
@@ -355,3 +362,35 @@ def test_memory_is_far_below_tokens_times_entries_times_width():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     whole = 384 * 4096 * 256 * 4 / 2**20  # 1,536 MiB for one layer
     assert float(done.stdout) < whole / 8
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        (CohereForCausalLM, CohereConfig, {"logit_scale": 0.0625}),
+        (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
+    ],
+    ids=["Cohere", "Granite"],
+)
+def test_effects_are_on_the_logits_that_the_model_returns(model):
+    """Some families multiply what the unembedding gives."""
+    kind, config, scale = model
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    special = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    opened = af.knowledge.from_ffn(kind(config(**sizes, **special, **scale)).double().eval())
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        logits = opened(ids).logits[0]
+    found = trace(opened, ids, targets=7)
+    torch.testing.assert_close(found.logits, logits[:, 7] - logits.mean(dim=-1))
+    if not found.rest_effect.isnan().any():
+        parts = [one.effect + one.attention_effect for one in found]
+        total = sum(parts) + found.embedding_effect + found.constant_effect + found.rest_effect
+        torch.testing.assert_close(total, found.logits)

@@ -282,6 +282,9 @@ BAD = {
     "column": (lambda s: s.search(EYE[0], 1, threshold_column=2), ValueError, "at most 1"),
     "range column": (lambda s: s.range(EYE[0], 0.0, threshold_column=-1), ValueError, "at least 0"),
     "range NaN": (lambda s: s.range(EYE[0], float("nan")), ValueError, "NaN"),
+    "ragged rows": (lambda s: s.insert(embeddings=[[1, 2, 3, 4], [1, 2]]), ValueError, "rows of one length"),
+    "recall of nothing": (lambda s: s.recall(torch.empty(0, 4)), ValueError, "at least one query"),
+    "answer to one": (lambda s: s.search(EYE[0], 1)[0], TypeError, "what one query found"),
 }
 
 
@@ -295,6 +298,23 @@ def test_bad_input_is_refused_and_nothing_changes(store, name):
     assert contents(store) == before
     assert store.insert(embeddings=EYE[2:3]).tolist() == [2]
     assert found(store, EYE[2], 1) == ([2], [1.0])
+
+
+@pytest.mark.parametrize("key", [2, -1, 2**63, 2**70])
+def test_what_is_not_there_is_not_in_a_store(store, key):
+    store.insert(embeddings=EYE[:2])
+    assert key not in store
+    assert 1 in store
+    with pytest.raises(TypeError, match="must be an integer"):
+        "1" in store  # noqa: B015
+
+
+@pytest.mark.parametrize("uri", ["", "postgres://somewhere/store", "http://somewhere:19530", "s3://bucket/store"])
+def test_a_place_that_is_none_is_refused_and_nothing_is_made(uri, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="uri must be a directory"):
+        Store.open(uri, dim=4)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_without_thresholds(place):

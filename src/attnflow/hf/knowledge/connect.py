@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -32,6 +34,8 @@ def connect(model: nn.Module, store: Store, *, write_thresholds: bool = False) -
     Cost: the thresholds of all entries, once.
     """
     modular = _modular(model)
+    if not isinstance(cast(object, store), Store):
+        raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
     per_entry = modular.config.threshold == "per_entry"
     if per_entry or store.dim != modular.config.entry_dim:
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.hf.knowledge.feed_forward import FeedForward, find_feed_forward, stored
 from attnflow.knowledge.conditions import conditions
@@ -39,6 +40,7 @@ def from_ffn(model: Model, *, entry_dim: int | None = None, key_dim: int | None 
         The converted copy, with `model.knowledge`, a `LayeredKnowledge`, to be searched and edited.
 
     Raises:
+        TypeError: no model.
         UnsupportedArchitecture: no feed-forward layers that are known, or layers of different widths or forms.
         ValueError: converted already, or widths for which the conversion is not exact.
 
@@ -50,6 +52,11 @@ def from_ffn(model: Model, *, entry_dim: int | None = None, key_dim: int | None 
     >>> from_ffn(model).knowledge.num_entries
     48
     """
+    if not isinstance(cast(object, model), nn.Module):
+        raise TypeError(f"from_ffn takes a model, such as af.hf.load_model(name).model, got {type(model).__name__}")
+    for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
+        if width is not None:
+            integer(name, width, 1)
     if hasattr(model, _SITES):
         raise ValueError(f"{type(model).__name__} reads a knowledge base already; to_ffn(model) undoes that")
     sites = find_feed_forward(model)

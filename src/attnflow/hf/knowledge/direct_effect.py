@@ -145,7 +145,7 @@ def directions(
     added: list[Tensor] = []
     outside = [m for name, m in stream.model.named_modules() if not _ELEMENT.search(name) and _is_norm(m)]
     with stream.watching(lambda _kind, _layer, value: added.append(value)), _calls([*outside, head]) as calls:
-        run()
+        said = getattr(run(), "logits", None)
     _, entered, logits = next(one for one in calls if one[0] is head)
     last = entered[stream.sequence, -1]
     norms = [one for one in calls if one[0] is not head and torch.equal(one[2][stream.sequence, -1], last)]
@@ -160,13 +160,28 @@ def directions(
             "what its final norm reads is not the sum of the embedding and of what attention and entries add (off by "
             f"{100 * error:.2g} %): norms or scales lie between"
         )
+    factor = _factor(logits, said)
+    if factor is None:
+        return "the logits are not those of its unembedding, nor a multiple of them (they may be capped)"
     norm = _frozen(module, x, y, before)
     if norm is None:
         return f"its final norm, {type(module).__name__}, is neither a layer norm nor an RMS norm"
     ids = torch.tensor(targets(logits[stream.sequence, -1]), device=weight.device)
-    rows, biases = _towards(weight, ids), _towards(cast("Tensor | None", getattr(head, "bias", None)), ids)
+    bias = cast("Tensor | None", getattr(head, "bias", None))
+    rows, biases = factor * _towards(weight, ids), factor * _towards(bias, ids)
     constant = (rows @ norm.shift + biases).expand(len(ids))
     return Directions(norm.back(rows), ids, (rows * y).sum(dim=-1) + biases, constant, norm, weight)
+
+
+def _factor(read: Tensor, said: object) -> float | None:
+    """What a model multiplies the outputs of its unembedding by (Cohere, Granite); None where it does otherwise."""
+    if not isinstance(said, Tensor) or said.shape != read.shape or torch.equal(said, read):
+        return 1.0
+    kind = wide(read.dtype)
+    one, other = read.to(kind), said.to(kind)
+    factor = float((one * other).sum() / one.square().sum())
+    off = (other - factor * one).norm() / other.norm()
+    return factor if bool(off < 8 * torch.finfo(read.dtype).eps) else None
 
 
 @contextmanager

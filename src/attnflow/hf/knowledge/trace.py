@@ -94,6 +94,8 @@ def trace(
         raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
+    if by not in ("norm", "effect"):
+        raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
     found = readers(model)
     chosen = _chosen(found, layers)
     inputs = model_inputs(model, text_or_ids, tokenizer, sequence)

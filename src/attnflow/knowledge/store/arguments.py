@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,8 @@ def strings(name: str, values: Sequence[str | None] | None, rows: int) -> String
         return result
     if isinstance(values, str):
         raise TypeError(f"{name} must be a sequence of {rows} strings, got one string")
+    if not isinstance(cast(object, values), Sequence | np.ndarray):
+        raise TypeError(f"{name} must be a sequence of {rows} strings, got {type(values).__name__}: make it a list")
     if len(values) != rows:
         raise ValueError(f"{name} must hold {rows} strings, one for each row, got {len(values)}")
     for i, value in enumerate(values):
@@ -84,13 +86,23 @@ def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
         while f"snapshot-{number}" in taken:
             number += 1
         return f"snapshot-{number}"
-    if not _NAME.fullmatch(name):
+    if not isinstance(cast(object, name), str) or not _NAME.fullmatch(name):
         raise ValueError(f"a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
     if name.lower() in (other.lower() for other in taken):  # on some disks "A" and "a" are one file
         raise ValueError(
             f"there is a snapshot {name!r} already (case does not count): choose another name, or drop it first"
         )
     return name
+
+
+def score(name: str, value: object) -> float:
+    """A number, not NaN."""
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    number = float(value)
+    if np.isnan(number):
+        raise ValueError(f"{name} must be a number, got NaN")
+    return number
 
 
 def column(value: int | None, num_thresholds: int) -> int | None:
@@ -107,7 +119,10 @@ def _floats(name: str, values: Vectors) -> npt.NDArray[Any]:
         if values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} must hold real numbers, got dtype {values.dtype}")
         return values.detach().to("cpu", torch.float32).numpy()
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must be rows of one length") from None
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}")
     with np.errstate(over="ignore"):  # what does not fit float32 becomes infinity, which is refused with its row

@@ -16,6 +16,10 @@ def open_backend(
     uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, search: SearchMode, target_recall: float
 ) -> tuple[str, Engine, Searcher]:
     """The backend's name, its engine and its searcher."""
+    if not uri or ("://" in uri and not uri.startswith("milvus:")):
+        raise ValueError(
+            f'uri must be a directory, "memory", "milvus:FILE.db" or "milvus:http://HOST:19530", got {uri!r}'
+        )
     if uri == "memory":
         if dim is None:
             raise ValueError("give dim, the width of an embedding, to make a store in memory")

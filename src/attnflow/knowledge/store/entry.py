@@ -59,6 +59,8 @@ class Found:
         return len(self.ids)
 
     def __getitem__(self, query: int) -> Found:
+        if self.ids.ndim == 1:
+            raise TypeError("this is what one query found: read .ids and .scores, or search for queries [n, dim]")
         found = self.ids[query] >= 0
         return Found(self.ids[query][found], self.scores[query][found], self.certificate[query])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnflow._core.errors import MissingExtra
-from attnflow.knowledge.store.errors import NotAStore, StoreError
+from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreError
 from attnflow.knowledge.store.lock import FileLock
 
 _SERVED: Counter[Path] = Counter()  # files, by how many stores of this process use them
@@ -67,7 +67,10 @@ class Connection:
             raise ValueError(f"a file of Milvus ends with .db, got {file}")
         if read_only and not file.exists():
             raise NotAStore(f"there is no store at {file}: there is nothing to read")
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReadOnly(f"a store at {file} cannot be made: {error.strerror}") from None
         if not read_only:
             self._lock = FileLock(file.with_name(f"{file.name}.lock"))
         return str(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -48,8 +49,8 @@ class StoreReader:
         return len(self._reader())
 
     def __contains__(self, key: object) -> bool:
-        ids = arguments.identifiers("id", [integer("id", key)])
-        return bool(self._reader().holds(ids)[0])
+        number = integer("id", key, minimum=-sys.maxsize)
+        return 0 <= number < 2**63 and bool(self._reader().holds(np.array([number]))[0])
 
     def get(self, ids: Indices) -> list[Entry]:
         """Entries in the order of `ids`.
@@ -114,15 +115,16 @@ class StoreReader:
         searcher = self._reader()
         queries = arguments.queries(query, self.dim)
         column = arguments.column(threshold_column, self.num_thresholds)
-        if np.isnan(threshold):
-            raise ValueError("threshold must be a number, got NaN")
-        return searcher.range(queries, float(threshold), column, mode)
+        return searcher.range(queries, arguments.score("threshold", threshold), column, mode)
 
     def recall(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> float:
         """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
         searcher = self._reader()
         column = arguments.column(threshold_column, self.num_thresholds)
-        return searcher.recall(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
+        queries = arguments.queries(sample, self.dim)
+        if not queries.numel():
+            raise ValueError("recall is measured on at least one query, got none")
+        return searcher.recall(queries, integer("k", k, minimum=1), column)
 
     def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
         """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""

@@ -81,6 +81,8 @@ class Store(StoreReader):
         width = None if dim is None else integer("dim", dim, minimum=1)
         columns = None if num_thresholds is None else integer("num_thresholds", num_thresholds)
         place = os.fspath(uri)
+        if search not in ("auto", "exact", "approximate"):  # before anything is made
+            raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
         backend, engine, searcher = open_backend(place, width, columns, read_only, search, target_recall)
         store = cls(place, backend, engine, searcher, read_only)
         try:
