@@ -9,7 +9,7 @@ import lancedb
 import pytest
 import torch
 
-from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata
+from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata, milvus_client
 
 EYE = torch.eye(4)
 
@@ -193,3 +193,30 @@ def test_a_reader_does_not_change_the_index_of_a_milvus_store(tmp_path):
         with pytest.raises(ReadOnly):
             store.reindex()
         assert store.search(EYE, 1).ids[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_of_two_writers_of_a_server_the_later_one_may_write(tmp_path, monkeypatch):
+    """A server has no file to lock; without the lock, a file stands for it."""
+    monkeypatch.setattr(milvus_client.Connection, "_serve", lambda _, file, __: str(file))
+    place = f"milvus:{tmp_path}/store.db"
+    with Store.open(place, dim=4) as first:
+        first.insert(embeddings=EYE, texts=list("abcd"))
+        first.snapshot("early")
+        with Store.open(place) as second:
+            calls = [
+                lambda: first.insert(embeddings=EYE),
+                lambda: first.upsert(ids=[0], embeddings=EYE[:1]),
+                lambda: first.delete([0]),
+                lambda: first.snapshot(),
+                lambda: first.restore("early"),
+                lambda: first.drop_snapshot("early"),
+                lambda: first.reindex(),
+            ]
+            for call in calls:
+                with pytest.raises(StoreLocked, match="another one has opened"):
+                    call()
+            assert second.insert(embeddings=2 * EYE, texts=list("wxyz")).tolist() == [4, 5, 6, 7]
+        assert [entry.text for entry in first.get(first.ids())] == list("abcdwxyz")
+    with Store.open(place) as third:
+        assert third.snapshots() == ["early"]
+        assert third.insert(embeddings=EYE[:1]).tolist() == [8]

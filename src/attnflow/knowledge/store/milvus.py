@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 import numpy as np
 
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.engine import Summary
-from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
+from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreLocked, failures
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.milvus_client import Connection
 from attnflow.knowledge.store.rows import Rows, Stamped
@@ -40,12 +41,14 @@ class Record(Metadata):
         copies: numbers of the collections of snapshots, by name, oldest first.
         lists: lists of the approximate index (IVF_FLAT); 0 where the index is exact (FLAT).
         probes: lists that an approximate search reads.
+        writer: who may write: the one that was opened last, as a server knows no locks.
     """
 
     live: int = 1
     copies: Mapping[str, int] = field(default_factory=dict[str, int])
     lists: int = 0
     probes: int = 0
+    writer: str = ""
 
 
 class MilvusEngine:
@@ -53,6 +56,7 @@ class MilvusEngine:
 
     def __init__(self, address: str, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
         self._place, self._read_only = f"milvus:{address}", read_only
+        self._name = uuid4().hex
         self._connection = Connection(address, read_only)
         self.client = self._connection.client
         try:
@@ -64,6 +68,10 @@ class MilvusEngine:
                     self._create(Record(dim, num_thresholds or 0))
                 self.refresh()
             metadata.check_widths(f"milvus:{address}", self.record, dim, num_thresholds)
+            if not read_only:
+                with failures(f"{address} cannot be opened to be written"):
+                    self.record = replace(self.record, writer=self._name)
+                    self._put(self.record)
         except BaseException:
             self.close()
             raise
@@ -83,6 +91,7 @@ class MilvusEngine:
         """One request of whole rows."""
         data = _to_dicts(rows)
         with failures("the entries were not written"):
+            self._may_write()
             self.save(next_id=max(self.next_id, int(rows.ids.max()) + 1))
             self.client.upsert(self.live, data)
 
@@ -91,6 +100,7 @@ class MilvusEngine:
         if len(ids) * 20 > _REQUEST:
             raise ValueError(f"{len(ids):,} ids are too many for one request to Milvus: delete fewer at a time")
         with failures("the entries were not deleted"):
+            self._may_write()
             self.client.delete(self.live, ids=ids.tolist())
 
     def read(self, ids: IntArray) -> Rows:
@@ -114,6 +124,7 @@ class MilvusEngine:
     def snapshot(self, name: str) -> None:
         """A copy in a collection of its own, which counts once it is on record; O(rows) through this process."""
         with failures("the snapshot was not made"):
+            self._may_write()
             number = self._copy(self.live)
             self.client.release_collection(_entries(number))  # it need not be in the server's memory
             self.save(copies={**self.record.copies, name: number})
@@ -125,6 +136,7 @@ class MilvusEngine:
     def restore(self, name: str) -> None:
         """A copy of the snapshot, which is present once it is on record; O(rows) through this process."""
         with failures("the snapshot was not restored"):
+            self._may_write()
             copy, before = _entries(self.record.copies[name]), self.live
             number = self._copy(copy)
             self.save(live=number)
@@ -134,6 +146,7 @@ class MilvusEngine:
     def drop_snapshot(self, name: str) -> None:
         """First from the record, then the collection."""
         with failures("the snapshot was not dropped"):
+            self._may_write()
             number = self.record.copies[name]
             self.save(copies={other: n for other, n in self.record.copies.items() if other != name})
             self.client.drop_collection(_entries(number))
@@ -166,8 +179,8 @@ class MilvusEngine:
 
     def build_index(self, lists: int) -> None:
         """An exact index (0 lists), or an approximate one, instead of the present one."""
-        self._may_write()
         with failures("the index was not built"):
+            self._may_write()
             self.client.release_collection(self.live)
             for name in self.client.list_indexes(self.live):
                 self.client.drop_index(self.live, index_name=name)
@@ -189,6 +202,11 @@ class MilvusEngine:
     def _may_write(self) -> None:
         if self._read_only:
             raise ReadOnly(f"the store {self._place} was opened with read_only=True, and its index is on the server")
+        if self._recorded().writer != self._name:
+            raise StoreLocked(
+                f"another one has opened the store {self._place} to write since this one did, and one may write at a "
+                "time: open it again to go on, or with read_only=True"
+            )
 
     def _create(self, record: Record) -> None:
         """The entries first: there is a store once the record is written."""
