@@ -26,7 +26,7 @@ HERE = "benchmarks.bench_retrieval"
 MODEL = "SmolLM2-135M reads its entries"
 LAYER = "a layer reads 65,536 entries"
 CONTEXT, WINDOWS = 128, 4
-MODEL_K, LAYER_K = (16, 32, 64, 128, 256, 512, 1024), (16, 64, 256, 1024)
+MODEL_K, LAYER_K = (16, 32, 64, 128, 256, 512, 1024), (16, 64, 128, 256, 1024)
 LEVELS = (1e-1, 1e-2, 1e-3, 1e-4)
 _QUALITY = re.compile(r"(?:KL|error) ([\d.e+-]+)")
 
@@ -158,32 +158,43 @@ def verdicts(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def draw(path: Path) -> None:
+    """One panel for each model or layer and number of tokens; every point is labelled with its k."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     runs = newest()
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(4 * len(runs), 3.4), layout="constrained", squeeze=False)
-    for axis, ((what, tokens), points) in zip(axes[0], runs.items(), strict=True):
+    columns = (len(runs) + 1) // 2
+    figure, axes = pyplot.subplots(2, columns, figsize=(4.6 * columns, 7), layout="constrained", squeeze=False)
+    styles = {"the k best scores": ("o", "C0"), "exact index": ("s", "C2"), "approximate": ("^", "C1")}
+    for axis, ((what, tokens), points) in zip(axes.flat, runs.items(), strict=False):
         print(f"{what}, {tokens} tokens at once\n  " + "\n  ".join(verdicts(points)))
         dense = points.pop(OURS)[1] * 1e3
         axis.axhline(dense, color="black", linewidth=1, linestyle="--", label="all entries (error 0)")
-        for kind, marker in (("exact index", "s"), ("approximate", "^"), ("", "o")):
-            chosen = {name: p for name, p in points.items() if name.rpartition("k = ")[0].rstrip(", ") == kind}
+        for kind, (marker, color) in styles.items():
+            chosen = {k: p for name, p in points.items() if (k := _k(name, kind)) is not None}
             if chosen:
                 x, y = zip(*((max(q, 1e-7), seconds * 1e3) for q, seconds in chosen.values()), strict=True)
-                axis.plot(x, y, marker=marker, markersize=4, label=kind or "the k best scores")
-                for name, q, seconds in zip(chosen, x, y, strict=True):
-                    axis.annotate(
-                        name.rpartition("= ")[2], (q, seconds), fontsize=7, textcoords="offset points", xytext=(2, 4)
-                    )
+                axis.plot(x, y, marker=marker, color=color, markersize=4, label=kind)
+                for k, q, seconds in zip(chosen, x, y, strict=True):
+                    axis.annotate(k, (q, seconds), color=color, fontsize=7, textcoords="offset points", xytext=(3, 4))
         axis.set(xscale="log", yscale="log", ylabel="ms", title=f"{what}\n{tokens} token{'s' * (tokens > 1)} at once")
         axis.set_xlabel("KL divergence from all entries" if what == MODEL else "relative error of the output")
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+        for part in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            part(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.tick_params(axis="y", which="both", labelsize=7)
         axis.title.set_fontsize(9)
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=150)
     print(path)
+
+
+def _k(name: str, kind: str) -> str | None:
+    """The k of a provider, if it is of this kind."""
+    before, _, k = name.rpartition("k = ")
+    return k if (before.rstrip(", ") or "the k best scores") == kind else None
 
 
 if __name__ == "__main__":
