@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.markup import percent, plural, shorten, token_label, visible
+from attnflow.knowledge.tables import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -242,15 +243,7 @@ class Trace:
             ]
             for one in found
         ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        left = {1, 8}
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if index in left else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return aligned(lines, left=[1, 8])
 
     def figure(self, *, position: int = -1, count: int = 12, title: str | None = None) -> Figure:
         """Layers x tokens, and the strongest entries of one token; see `attnflow.knowledge.trace_figures`."""

@@ -98,7 +98,7 @@ def test_another_process_sees_whole_batches(tmp_path):
             started = child.stdout.readline()
             for generation in range(2, 61):
                 store.upsert(ids=range(BATCH), embeddings=batch(generation), texts=[str(generation)] * BATCH)
-            output, errors = child.communicate(timeout=60)
+            output, errors = child.communicate(timeout=600)
     assert started == "reading\n", errors
     assert child.returncode == 0, errors
     assert int(output) >= 1

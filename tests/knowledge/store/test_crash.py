@@ -79,7 +79,7 @@ def test_every_acknowledged_write_survives_a_kill(tmp_path):
             assert found == crashing.apply(state, dict(snapshots), pending)
             cut_short += 1
         state = found
-    assert acknowledged > 3 * ROUNDS
+    assert acknowledged >= 3 * ROUNDS
     print(f"{acknowledged} writes acknowledged, {cut_short} committed without it, {len(state)} entries at the end")
     with Store.open(tmp_path / "store") as store:  # snapshots are whole too
         for name, kept in snapshots.items():

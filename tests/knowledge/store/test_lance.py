@@ -316,6 +316,17 @@ def test_snapshots_survive_compaction(directory, monkeypatch):
         assert store.search(EYE, 1).ids[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_many_short_processes_are_compacted_too(directory, monkeypatch):
+    monkeypatch.setattr(lance, "_COMPACT_AFTER", 5)
+    monkeypatch.setattr(lance, "_KEEP", lance.datetime.timedelta(milliseconds=1))
+    for i in range(23):
+        with Store.open(directory, dim=4) as store:
+            store.insert(embeddings=EYE[:1], texts=[str(i)])
+    with Store.open(directory, read_only=True) as store:
+        assert len(store._engine._table.list_versions()) < 10
+        assert [entry.text for entry in store.get(store.ids())] == [str(i) for i in range(23)]
+
+
 def test_compaction_that_fails_is_said_and_the_write_stays(directory, monkeypatch, caplog):
     monkeypatch.setattr(lance, "_COMPACT_AFTER", 1)
 

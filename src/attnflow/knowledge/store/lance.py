@@ -58,7 +58,8 @@ class LanceEngine:
         except BaseException:
             self.close()
             raise
-        self._commits = 0
+        # Those of processes that ended before it was time to compact count, too.
+        self._commits = 0 if read_only else len(self._table.list_versions())
 
     def write(self, rows: Rows) -> None:
         """Append where all ids are new, merge otherwise; one commit."""
