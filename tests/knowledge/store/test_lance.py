@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,33 +170,39 @@ def test_a_reader_sees_the_writes_of_others_when_it_asks(directory):
                 call()
 
 
-def test_a_directory_that_cannot_be_written(directory):
-    """As a user who is not root, since root may write anywhere."""
-    with Store.open(directory, dim=4) as store:
-        store.insert(embeddings=EYE)
-    for path in (directory.parent, *directory.rglob("*"), directory):
-        path.chmod(0o755 if path.is_dir() and path == directory.parent else 0o555 if path.is_dir() else 0o444)
-    code = """
-        import os, sys
-        import lancedb, pyarrow, torch
-        import attnflow.knowledge.store.arrow
-        from attnflow.knowledge.store import ReadOnly, Store
-        if os.getuid() == 0:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-        for place in (sys.argv[1], sys.argv[1] + "-new"):
-            try:
-                Store.open(place, dim=4)
-            except ReadOnly as error:
-                print(error)
-        with Store.open(sys.argv[1], read_only=True) as store:
-            print(len(store), store.search([1.0, 0, 0, 0], 1).ids.tolist(), store.stats().count)
-        """
-    for above in directory.parents:  # another user has to get there
-        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest", "test")):
-            above.chmod(0o755)
-    cannot, cannot_make, answer = run(code, directory).splitlines()
+AS_NOBODY = """
+import os, sys
+import lancedb, pyarrow, torch
+import attnflow.knowledge.store.arrow
+from attnflow.knowledge.store import ReadOnly, Store
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+for place in (sys.argv[1], sys.argv[1] + "-new"):
+    try:
+        Store.open(place, dim=4)
+    except ReadOnly as error:
+        print(error)
+with Store.open(sys.argv[1], read_only=True) as store:
+    print(len(store), store.search([1.0, 0, 0, 0], 1).ids.tolist(), store.stats().count)
+"""
+
+
+def test_a_directory_that_cannot_be_written():
+    """As a user who is not root, since root may write anywhere; pytest's directories are closed to others."""
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made) / "store"
+        with Store.open(directory, dim=4) as store:
+            store.insert(embeddings=EYE)
+        for path in (directory, *directory.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        directory.parent.chmod(0o555)
+        try:
+            cannot, cannot_make, answer = run(AS_NOBODY, directory).splitlines()
+        finally:
+            for path in (directory.parent, directory, *directory.rglob("*")):
+                path.chmod(0o755)
     assert cannot.endswith("cannot be written (Permission denied): open it with read_only=True")
     assert "cannot be made: Permission denied" in cannot_make
     assert answer == "4 [0] 4"

@@ -79,7 +79,7 @@ def check(store, state):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_store_is_a_dictionary_that_can_be_searched(backend, tmp_path_factory):
-    @settings(max_examples={"memory": 60, "lancedb": 25, "milvus": 8}[backend])
+    @settings(max_examples={"memory": 30, "lancedb": 12, "milvus": 6}[backend])
     @given(calls)
     def run(sequence):
         place = place_of(backend, tmp_path_factory.mktemp("random"))

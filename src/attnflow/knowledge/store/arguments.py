@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
+from attnflow.knowledge.index.rows import LARGEST
 from attnflow.knowledge.store.rows import Floats, Strings
 
 Vectors = Tensor | npt.NDArray[Any] | Sequence[Any]  # numbers, or rows of numbers
@@ -25,9 +26,11 @@ def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> F
     if array.ndim != 2 or array.shape[1] != width or (rows is not None and len(array) != rows):
         expected = f"[{'n' if rows is None else rows}, {width}]"
         raise ValueError(f"{name} must have shape {expected} for this store, got {list(array.shape)}")
-    finite = np.isfinite(array).all(axis=1)
-    if not finite.all():
-        raise ValueError(f"row {int((~finite).argmax())} of {name} holds NaN or infinity (as float32)")
+    fits = (np.abs(array) <= LARGEST).all(axis=1)  # not so for NaN
+    if not fits.all():
+        raise ValueError(
+            f"row {int((~fits).argmax())} of {name} holds NaN or infinity (as float32), or numbers above {LARGEST:.0e}"
+        )
     return np.ascontiguousarray(array)
 
 

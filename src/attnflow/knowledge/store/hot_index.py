@@ -14,6 +14,7 @@ from attnflow.knowledge.index import EntryIndex, Hits
 from attnflow.knowledge.index.lock import ReadersWriter
 from attnflow.knowledge.store.engine import Engine, Mode, SearchMode
 from attnflow.knowledge.store.entry import Found
+from attnflow.knowledge.store.errors import StoreError
 from attnflow.knowledge.store.rows import Flags, Floats, Rows, Stamped
 
 
@@ -47,7 +48,7 @@ class HotIndex:
 
     def ids(self) -> IntArray:
         """In the order of slots."""
-        with self._lock.reading():
+        with self._reading():
             return self._ids[: len(self._slots)].copy()
 
     def holds(self, ids: IntArray) -> Flags:
@@ -56,7 +57,7 @@ class HotIndex:
 
     def vectors(self, ids: IntArray | None = None) -> Floats:
         """A copy of rows."""
-        with self._lock.reading():
+        with self._reading():
             slots = self._ids[: len(self)].argsort() if ids is None else self._slots_of(ids)
             return self._index.rows.numpy()[slots]
 
@@ -88,17 +89,17 @@ class HotIndex:
 
     def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Found:
         """By the index; slots become ids while nothing moves."""
-        with self._lock.reading():
+        with self._reading():
             return self._found(self._index.search(queries, k, threshold_column=threshold_column, mode=mode))
 
     def range(self, queries: Tensor, threshold: float, threshold_column: int | None, mode: Mode | None) -> Found:
         """Likewise."""
-        with self._lock.reading():
+        with self._reading():
             return self._found(self._index.range(queries, threshold, threshold_column=threshold_column, mode=mode))
 
     def recall(self, queries: Tensor, k: int, threshold_column: int | None) -> float:
         """Of the index."""
-        with self._lock.reading():
+        with self._reading():
             return self._index.recall(queries, k, threshold_column)
 
     def calibrate(self, queries: Tensor, k: int, threshold_column: int | None) -> None:
@@ -138,6 +139,13 @@ class HotIndex:
             self._reserve(len(self) + len(ids))
             self._ids[slots], self._updated[slots] = ids, rows.updated[~known]
             self._slots.update(zip(ids.tolist(), slots.tolist(), strict=True))
+
+    @contextmanager
+    def _reading(self) -> Generator[None]:
+        with self._lock.reading():
+            if not self._whole:
+                raise StoreError("a change of the index was interrupted a moment ago: call again")
+            yield
 
     def _drop(self, ids: IntArray) -> None:
         if not len(ids):

@@ -37,7 +37,9 @@ class LanceEngine:
     def __init__(self, directory: Path, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
         lancedb = _package("lancedb")
         self._arrow = _arrow()
-        if _absent(directory):
+        with failures(f"{directory} cannot be looked at"):
+            absent = _absent(directory)
+        if absent:
             if read_only or dim is None:
                 how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
                 raise NotAStore(f"there is no store at {directory}: {how}")
