@@ -18,7 +18,17 @@ from attnflow.knowledge.provenance import Fired, LayerTrace, Trace
 from attnflow.knowledge.reader import KnowledgeReader, Reading
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import IndexedEntries, Retrieved, Source
-from attnflow.knowledge.store import Entry, Found, Store, StoreError, StoreStats
+from attnflow.knowledge.store import (
+    Entry,
+    Found,
+    NewerFormat,
+    NotAStore,
+    ReadOnly,
+    Store,
+    StoreError,
+    StoreLocked,
+    StoreStats,
+)
 from attnflow.knowledge.stored import StoredKnowledge
 
 if TYPE_CHECKING:
@@ -99,6 +109,9 @@ __all__ = [
     "ModularConfig",
     "ModularForCausalLM",
     "ModularModel",
+    "NewerFormat",
+    "NotAStore",
+    "ReadOnly",
     "Reading",
     "Reembedded",
     "Retrieval",
@@ -106,6 +119,7 @@ __all__ = [
     "Source",
     "Store",
     "StoreError",
+    "StoreLocked",
     "StoreStats",
     "StoredKnowledge",
     "TextEncoder",

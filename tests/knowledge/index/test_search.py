@@ -126,6 +126,8 @@ def test_wrong_arguments_change_nothing():
         (lambda: index.search(torch.full((2, 4), torch.nan), 1), "query 0 holds NaN"),
         (lambda: index.search(torch.full((4,), 1e300, dtype=torch.float64), 1), "query 0 holds NaN or infinity"),
         (lambda: index.search(torch.ones(4), 0), "k must be at least 1, got 0"),
+        (lambda: index.search(torch.ones(4), 10**12), "k must be at most 1048576, got 1000000000000"),
+        (lambda: index.search(torch.full((4,), 1e30), 1), "query 0 holds NaN or infinity or numbers above 1e\\+16"),
         (lambda: index.search(torch.ones(4), 1, 1), "threshold_column must be at most 0, got 1"),
         (lambda: index.search(torch.ones(4), 1, -1), "threshold_column must be at least 0"),
         (lambda: EntryIndex(4).search(torch.ones(4), 1, 0), "the rows have no thresholds"),

@@ -19,11 +19,12 @@ from attnflow.knowledge.index.exact import Floats, above, best
 from attnflow.knowledge.index.hits import Hits
 from attnflow.knowledge.index.lock import ReadersWriter
 from attnflow.knowledge.index.partition import Partition, faiss
-from attnflow.knowledge.index.rows import Rows
+from attnflow.knowledge.index.rows import LARGEST, Rows
 
 Mode = Literal["exact", "approximate"]
 
 # Up to so many entries exact search takes a few tenths of a millisecond (width 128), and certifies.
+MOST: Final = 1 << 20  # entries asked for where there are fewer: results have room for all k
 FEWEST: Final = 20_000
 # The part of the entries in the lists that a query reads: in batches of 128, exact search reads 6 to 10 entries in the
 # time in which lists give one.
@@ -168,7 +169,7 @@ class EntryIndex:
             ValueError: another width, NaN or infinity, or approximate search of an index that is not partitioned.
         """
         flat, shape = self._flat(queries), queries.shape[:-1]
-        k, column = integer("k", k, minimum=1), self._column(threshold_column)
+        k, column = integer("k", k, minimum=1, maximum=max(len(self), MOST)), self._column(threshold_column)
         with self._lock.reading():
             total = len(self)
             approximate = self._is_approximate(mode)
@@ -345,12 +346,14 @@ class EntryIndex:
 
 
 def _floats(name: str, values: Tensor) -> Tensor:
-    """float32 on the CPU, all finite."""
+    """float32 on the CPU, all finite, with finite products."""
     found = values.detach().to("cpu", torch.float32).contiguous()
     for start, block in enumerate(found.split(_BLOCK)):
-        if not bool(torch.isfinite(block).all()):
-            bad = int((~torch.isfinite(block).all(dim=1)).nonzero()[0]) + start * _BLOCK
+        fits = block.abs() <= LARGEST  # not so for NaN
+        if not bool(fits.all()):
+            bad = int((~fits.all(dim=1)).nonzero()[0]) + start * _BLOCK
             raise ValueError(
-                f"{name} {bad} holds NaN or infinity (an entry is kept out of a column by a large finite penalty)"
+                f"{name} {bad} holds NaN or infinity or numbers above {LARGEST:.0e} (an entry is kept out of a column "
+                "by a large finite penalty, such as -1e9)"
             )
     return found
