@@ -100,9 +100,7 @@ def save_entries(
         batch, rows = ids[start : start + _BATCH], base.entries.detach()[start : start + _BATCH].float().cpu()
         known = np.isin(batch, held)
         changed = ~known
-        if known.any():
-            same = torch.as_tensor(store.vectors(batch[known])).eq(rows[torch.from_numpy(known)]).all(dim=1)
-            changed[known] = ~same.numpy()
+        changed[known] = store.vectors(batch[known]).ne(rows[torch.from_numpy(known)]).any(dim=1).numpy()
         place = np.flatnonzero(changed)
         if len(place):
             where: list[int] = layers[start + place].tolist()
