@@ -119,7 +119,7 @@ class KnowledgeReader(nn.Module):
         The sum over heads of the certificates' bounds times the largest norm of any value, and of gated layers times
         the largest possible up score; 0 where all were read, infinite after an approximate search. Sparsemax weights
         are exact where no entry left out can exceed their threshold tau; elsewhere the bound is that of two points of
-        the simplex, 2.
+        the simplex, 2. It is about the computed scores: rounding in float32 comes on top.
 
         Raises:
             ValueError: an activation that is a function of one's own.
