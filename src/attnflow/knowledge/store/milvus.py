@@ -2,7 +2,7 @@
 
 A store is a collection of one row, which says what there is (`attnflow_store`), and a collection of entries for the
 present and for each snapshot (`attnflow_entries_<number>`). Changing that one row is what makes a snapshot count and
-a restore happen.
+a restore happen. A call that writes is one request, and on a server it is as indivisible as Milvus makes a request.
 """
 
 from __future__ import annotations
