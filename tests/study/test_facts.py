@@ -318,7 +318,8 @@ def test_a_summary_is_a_table_and_three_files(tmp_path: Path) -> None:
     assert "| main | 64 | entries | 0.750 -> 0.750" in printed
     assert len((tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()) == 1 + 2 * 6 * 2 * 4 * 2
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    assert len(json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["shares"]) == 192
+    spent = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["recall_and_milliseconds"]
+    assert spent["main"]["256"]["milliseconds"]["context"] == 2.0
 
 
 def test_a_study_runs_what_is_missing_and_refuses_other_settings(tmp_path: Path) -> None:
@@ -346,7 +347,7 @@ def test_the_command_summarises(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 def test_facts_are_learned_edited_and_read(tmp_path: Path) -> None:
-    settings = FactTraining(steps=1000, facts=48, questions=64, contexts=4, near=0.0, rate=5e-3, nearest=1.0)
+    settings = FactTraining(steps=700, facts=96, contexts=0, near=0.3, rate=4e-3)
     trained = train(settings, 0, tmp_path / "state.pt", save_every=1000)
     told, _ = measure(trained, 0, FactEvaluation(sizes=(64,), group=32, near=0.0, timed=1))
     right = {
@@ -354,8 +355,8 @@ def test_facts_are_learned_edited_and_read(tmp_path: Path) -> None:
     }
     for phase in ("before", "after"):
         for group in GROUPS:
-            assert right["entries", phase, group] > 0.8, (phase, group)
-    assert right["shuffled entries", "after", "untouched"] < 0.2
+            assert right["entries", phase, group] > 0.7, (phase, group)
+    assert right["shuffled entries", "after", "untouched"] < 0.1
     old = [one for one in told if (one.way, one.phase, one.group) == ("entries", "after", "corrected")]
     assert all(one.said.count("o") == 0 for one in old)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
@@ -104,16 +104,20 @@ def summarise(folder: Path) -> str:
     every, spent = shares(folder), costs(folder)
     if not every:
         raise FileNotFoundError(f"{folder / 'runs'} holds no finished run")
-    interval_of = "mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions"
-    write(folder / "results.json", {"interval": interval_of, "shares": [asdict(one) for one in every], "costs": spent})
+    about = "right, low, high of results.csv: mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions"
+    write(folder / "results.json", {"about": about, "recall_and_milliseconds": spent})
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         names = ["arm", "size", "way", "phase", "group", "wording", "seeds", "questions"]
-        writer.writerow([*names, "right", "low", "high", "old", "unknown", "other"])
+        writer.writerow([*names, "right", "low", "high", "old", "unknown", "other", "right_by_seed"])
         for one in every:
             numbers = (one.right.mean, one.right.low, one.right.high, one.old, one.unknown, one.other)
-            writer.writerow([*(getattr(one, name) for name in names), *(f"{number:.4f}" for number in numbers)])
-    drawn = figure([one for one in every if one.arm == every[0].arm], spent[every[0].arm])
+            by_seed = " ".join(f"{number:.4f}" for number in one.right_by_seed)
+            writer.writerow(
+                [*(getattr(one, name) for name in names), *(f"{number:.4f}" for number in numbers), by_seed]
+            )
+    shown = "main" if "main" in spent else every[0].arm
+    drawn = figure([one for one in every if one.arm == shown], spent[shown])
     drawn.savefig(folder / "figure.png", dpi=130)
     return table(every)
 

@@ -36,7 +36,7 @@ class FactTraining:
         steps: of the optimiser; even ones ask from entries, odd ones from facts in the context.
         facts: in each step's pool, all new.
         questions: to be answered from entries in an even step.
-        contexts: questions to be answered from facts in the context, in an odd step.
+        contexts: questions to be answered from facts in the context, in an odd step; 0: odd steps are as even ones.
         near: fraction of a pool's keys that differ in one part from another key of it.
         unknown: fraction of questions whose fact is not in the pool.
         rate: peak learning rate.
@@ -155,7 +155,7 @@ def losses(reader: FactReader, encoder: FactEncoder, settings: FactTraining, see
     """
     shown = _Step(settings, seed, step)
     entries = encoder([fact.text for fact in shown.facts], [fact.value for fact in shown.facts])
-    if step % 2:
+    if settings.contexts and step % 2:
         questions, answers, which = shown.ask(settings.contexts)
         closeness = (encoder.query(questions) @ entries.T).detach()
         asked = reader.asked(questions, answers, shown.contexts(which, closeness))
