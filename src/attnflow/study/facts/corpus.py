@@ -119,7 +119,7 @@ class Corpus:
     >>> corpus = Corpus(random.Random(0), held_out=True)
     >>> fact = corpus.facts(1, near=0.0)[0]
     >>> fact.text, fact.value
-    ('the drink of Lelinin', 'bottle')
+    ('the drink of Lelinin', 'lamp')
     """
 
     draw: random.Random
