@@ -9,7 +9,7 @@ import pytest
 import attnflow as af
 from attnflow.hf import load_model
 from attnflow.hf.knowledge.entries import save_entries
-from attnflow.knowledge.provenance import Trace
+from attnflow.knowledge.provenance.trace import Trace
 
 TEXT = "I the of thou with thy"
 

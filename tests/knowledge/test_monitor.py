@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, KnowledgeReader, Retrieval
-from attnflow.knowledge.duplication import duplicates
-from attnflow.knowledge.monitor import Activity, active
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.monitor.activity import Activity, active
+from attnflow.knowledge.monitor.duplication import duplicates
+from attnflow.knowledge.reading.reader import Reading
 
 
 def reading(fires, layer=0, ids=None):
@@ -158,7 +158,7 @@ def test_duplicates_are_those_of_all_pairs(seed, threshold, count):
     rows = rows + 0.2 * torch.randn(count, 4, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
     rows[torch.rand(count, generator=generator) < 0.05] = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnflow.knowledge.duplication._BLOCK", 7)
+        patch.setattr("attnflow.knowledge.monitor.duplication._BLOCK", 7)
         found = duplicates(rows, threshold)
     pairs, groups = by_hand(rows, threshold)
     assert (found.pairs, set(found.groups)) == (pairs, groups)

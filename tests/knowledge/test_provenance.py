@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from attnflow.knowledge.provenance import LayerTrace, Trace
+from attnflow.knowledge.provenance.trace import LayerTrace, Trace
 
 
 def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torch.float32):

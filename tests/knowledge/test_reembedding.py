@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.encoder import Encoder
-from attnflow.knowledge.reembedding import drift, reembed
+from attnflow.knowledge.monitor.reembedding import drift, reembed
 from attnflow.knowledge.store import Store
 
 TEXTS = [f"line {number} of the text" for number in range(40)]
@@ -140,7 +140,7 @@ def test_an_encoder_of_another_width_is_refused():
 
 CHILD = """
 import sys
-from attnflow.knowledge.reembedding import reembed
+from attnflow.knowledge.monitor.reembedding import reembed
 from attnflow.knowledge.store import Store
 from tests.knowledge.test_reembedding import Letters
 

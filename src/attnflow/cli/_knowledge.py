@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import plural, shorten
+from attnflow._core.tables import aligned
 from attnflow.cli import _models, _stores
 from attnflow.cli._output import BadUsage, Spinner
 from attnflow.cli._stores import Record
-from attnflow.knowledge.tables import aligned
 
 if TYPE_CHECKING:
     from attnflow.hf.knowledge.encode import TextEncoder
-    from attnflow.knowledge.duplication import Duplicates
-    from attnflow.knowledge.reembedding import Drift, Reembedded
+    from attnflow.knowledge.monitor.duplication import Duplicates
+    from attnflow.knowledge.monitor.reembedding import Drift, Reembedded
     from attnflow.knowledge.store import Store, StoreStats
 
 
@@ -273,8 +273,8 @@ def stats(
     Raises:
         BadUsage: no such store or encoder.
     """
-    from attnflow.knowledge.duplication import duplicates
-    from attnflow.knowledge.reembedding import drift
+    from attnflow.knowledge.monitor.duplication import duplicates
+    from attnflow.knowledge.monitor.reembedding import drift
 
     def progress(done: int, total: int) -> None:
         spinner(f"comparing {done:,} of {total:,}")
@@ -299,7 +299,7 @@ def reembed(uri: str, encoder: str | None, spinner: Spinner) -> Reembedded:
     Raises:
         BadUsage: no such store or encoder.
     """
-    from attnflow.knowledge.reembedding import reembed as embed
+    from attnflow.knowledge.monitor.reembedding import reembed as embed
 
     if not _stores.exists(uri):
         raise BadUsage(f"there is no store at {uri}")

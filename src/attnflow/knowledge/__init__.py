@@ -1,6 +1,9 @@
 """From which store a model reads: feed-forward layers as cross-attention to an explicit knowledge base.
 
-What needs a transformers model lives in `attnflow.hf` and is reachable from here.
+The function itself is in `base`, `attention`, `layered` (feed-forward layers as entries) and `conditions`; `reading/` is what
+a model reads and by which search, `index/` finds the best entries, `certificate` says what that promises, `store/` keeps
+entries; `provenance/` shows what fired, `monitor/` how a base ages. What needs a transformers model lives in `attnflow.hf`
+and is reachable from here.
 """
 
 from importlib import import_module
@@ -14,10 +17,11 @@ from attnflow.knowledge.conditions import Conditions, conditions
 from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.index import EntryIndex, Hits
 from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
-from attnflow.knowledge.provenance import Fired, LayerTrace, Trace
-from attnflow.knowledge.reader import KnowledgeReader, Reading
-from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import IndexedEntries, Retrieved, Source
+from attnflow.knowledge.provenance.trace import Fired, LayerTrace, Trace
+from attnflow.knowledge.reading.reader import KnowledgeReader, Reading
+from attnflow.knowledge.reading.retrieval import Retrieval
+from attnflow.knowledge.reading.source import IndexedEntries, Retrieved, Source
+from attnflow.knowledge.reading.stored import StoredKnowledge
 from attnflow.knowledge.store import (
     Entry,
     Found,
@@ -29,7 +33,6 @@ from attnflow.knowledge.store import (
     StoreLocked,
     StoreStats,
 )
-from attnflow.knowledge.stored import StoredKnowledge
 
 if TYPE_CHECKING:
     from attnflow.hf.knowledge.activity import activity
@@ -41,37 +44,37 @@ if TYPE_CHECKING:
     from attnflow.hf.knowledge.modular.model import ModularForCausalLM, ModularModel
     from attnflow.hf.knowledge.readers import LayerReader, readers
     from attnflow.hf.knowledge.trace import trace
-    from attnflow.knowledge.duplication import Duplicates, duplicates
-    from attnflow.knowledge.monitor import Activity, ActivityReport, LayerActivity
-    from attnflow.knowledge.reembedding import Drift, Reembedded, VersionDrift, drift, reembed
+    from attnflow.knowledge.monitor.activity import Activity, ActivityReport, LayerActivity
+    from attnflow.knowledge.monitor.duplication import Duplicates, duplicates
+    from attnflow.knowledge.monitor.reembedding import Drift, Reembedded, VersionDrift, drift, reembed
 
 # Imported on first use: what needs transformers, or SciPy.
 _ELSEWHERE = {
-    "Activity": "knowledge.monitor",
-    "ActivityReport": "knowledge.monitor",
-    "Drift": "knowledge.reembedding",
-    "Duplicates": "knowledge.duplication",
+    "Activity": "knowledge.monitor.activity",
+    "ActivityReport": "knowledge.monitor.activity",
+    "Drift": "knowledge.monitor.reembedding",
+    "Duplicates": "knowledge.monitor.duplication",
     "Encoded": "hf.knowledge.encode",
     "EntryChanges": "hf.knowledge.entries",
-    "LayerActivity": "knowledge.monitor",
+    "LayerActivity": "knowledge.monitor.activity",
     "LayerReader": "hf.knowledge.readers",
     "ModularConfig": "hf.knowledge.modular.model",  # not .config: the model's module registers it
     "ModularForCausalLM": "hf.knowledge.modular.model",
     "ModularModel": "hf.knowledge.modular.model",
-    "Reembedded": "knowledge.reembedding",
+    "Reembedded": "knowledge.monitor.reembedding",
     "TextEncoder": "hf.knowledge.encode",
     "TruncatedText": "hf.knowledge.encode",
-    "VersionDrift": "knowledge.reembedding",
+    "VersionDrift": "knowledge.monitor.reembedding",
     "activity": "hf.knowledge.activity",
     "connect": "hf.knowledge.connect",
     "disconnect": "hf.knowledge.connect",
-    "drift": "knowledge.reembedding",
-    "duplicates": "knowledge.duplication",
+    "drift": "knowledge.monitor.reembedding",
+    "duplicates": "knowledge.monitor.duplication",
     "from_ffn": "hf.knowledge.convert",
     "layer_thresholds": "hf.knowledge.entries",
     "load_entries": "hf.knowledge.entries",
     "readers": "hf.knowledge.readers",
-    "reembed": "knowledge.reembedding",
+    "reembed": "knowledge.monitor.reembedding",
     "save_entries": "hf.knowledge.entries",
     "threshold_columns": "hf.knowledge.connect",
     "to_ffn": "hf.knowledge.convert",

@@ -19,7 +19,7 @@ from attnflow.report.subject import Section, SectionFunction, Subject, order_of
 if TYPE_CHECKING:
     from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
-    from attnflow.knowledge.provenance import Trace
+    from attnflow.knowledge.provenance.trace import Trace
     from attnflow.order.audit import AuditReport
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Task, Verification

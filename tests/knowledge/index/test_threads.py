@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.index import EntryIndex, entry_index
-from attnflow.knowledge.index.lock import ReadersWriter
+from attnflow.knowledge.index.readers_writer import ReadersWriter
 from tests.knowledge.index.data import MODES, built, clustered
 
 

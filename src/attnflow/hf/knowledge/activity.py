@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.hf.knowledge.readers import LayerReader, readers
-from attnflow.knowledge.monitor import Activity
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.monitor.activity import Activity
+from attnflow.knowledge.reading.reader import Reading
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow.hf.knowledge.modular.model import ModularModel
-from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.reading.reader import KnowledgeReader
+from attnflow.knowledge.reading.stored import StoredKnowledge
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.stored import StoredKnowledge
 
 
 def connect(model: nn.Module, store: Store, *, write_thresholds: bool = False) -> StoredKnowledge:

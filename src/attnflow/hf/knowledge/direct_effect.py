@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.knowledge.layered import EntryValues
-from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.reading.reader import KnowledgeReader
 
 Kind = Literal["embedding", "attention", "entries"]
 Add = Callable[[Kind, int, Tensor], None]

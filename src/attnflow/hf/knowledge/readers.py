@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from attnflow.hf.knowledge.modular.model import ModularModel
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.layered import EntryScores, EntryValues, LayeredKnowledge
-from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
-from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import Source
-from attnflow.knowledge.stored import StoredKnowledge
+from attnflow.knowledge.reading.reader import KnowledgeReader, Observer, Reading
+from attnflow.knowledge.reading.retrieval import Retrieval
+from attnflow.knowledge.reading.source import Source
+from attnflow.knowledge.reading.stored import StoredKnowledge
 
 
 class LayerReader(ABC):

@@ -18,8 +18,8 @@ from attnflow.hf.knowledge.direct_effect import Directions, Stream, directions
 from attnflow.hf.knowledge.kept import Effects, Kept, unobserved
 from attnflow.hf.knowledge.readers import LayerReader, SourceReader, readers
 from attnflow.hf.loader import Loaded
-from attnflow.knowledge.provenance import By, LayerTrace, Trace
-from attnflow.knowledge.stored import StoredKnowledge
+from attnflow.knowledge.provenance.trace import By, LayerTrace, Trace
+from attnflow.knowledge.reading.stored import StoredKnowledge
 
 _PROMOTED: Final = 5  # tokens named for an entry
 

@@ -17,8 +17,8 @@ from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.index.calibration import Sample, calibrate, imitated, share
 from attnflow.knowledge.index.exact import Floats, above, best
 from attnflow.knowledge.index.hits import Hits
-from attnflow.knowledge.index.lock import ReadersWriter
 from attnflow.knowledge.index.partition import Partition, faiss
+from attnflow.knowledge.index.readers_writer import ReadersWriter
 from attnflow.knowledge.index.rows import LARGEST, Rows
 
 Mode = Literal["exact", "approximate"]

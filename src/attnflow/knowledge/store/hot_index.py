@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.index import EntryIndex, Hits
-from attnflow.knowledge.index.lock import ReadersWriter
+from attnflow.knowledge.index.readers_writer import ReadersWriter
 from attnflow.knowledge.store.engine import Engine, Mode, SearchMode
 from attnflow.knowledge.store.entry import Found
 from attnflow.knowledge.store.errors import StoreError

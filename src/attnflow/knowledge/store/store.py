@@ -19,7 +19,7 @@ from attnflow.knowledge.store.arguments import Vectors
 from attnflow.knowledge.store.backends import open_backend
 from attnflow.knowledge.store.engine import Searcher, SearchMode
 from attnflow.knowledge.store.errors import ReadOnly
-from attnflow.knowledge.store.reading import StoreReader
+from attnflow.knowledge.store.reader import StoreReader
 from attnflow.knowledge.store.rows import Flags, Floats, Rows, written
 
 _LARGEST_ID = 2**63 - 1

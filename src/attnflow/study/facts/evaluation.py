@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.reading.retrieval import Retrieval
 from attnflow.study.facts.corpus import UNKNOWN, Corpus
 from attnflow.study.facts.model import FactReader
 from attnflow.study.facts.training import Trained

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from attnflow.hf.knowledge.modular.config import ModularConfig
 from attnflow.hf.knowledge.modular.model import Entries, ModularForCausalLM
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reading.reader import Reading
 from attnflow.study.facts.corpus import Vocabulary
 
 _LONGEST: Final = 3  # words of an answer, its end included

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attnflow.knowledge.reading.stored import StoredKnowledge
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.stored import StoredKnowledge
 from attnflow.study.facts.corpus import FRAMES, HELD_OUT_FRAMES, UNKNOWN, Corpus, Fact, Key
 from attnflow.study.facts.training import Trained
 

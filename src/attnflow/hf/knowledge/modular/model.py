@@ -21,9 +21,9 @@ from transformers.models.llama.modeling_llama import (
 from attnflow.hf.knowledge.modular.config import ModularConfig
 from attnflow.knowledge.attention import GeneralizedCrossAttention, ThresholdHidden, ThresholdOut
 from attnflow.knowledge.base import KnowledgeBase
-from attnflow.knowledge.reader import KnowledgeReader
-from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import Source
+from attnflow.knowledge.reading.reader import KnowledgeReader
+from attnflow.knowledge.reading.retrieval import Retrieval
+from attnflow.knowledge.reading.source import Source
 
 Entries = Float[Tensor, "entries entry_dim"] | Source
 

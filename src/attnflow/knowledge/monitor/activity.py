@@ -12,8 +12,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attnflow._core.checks import Indices, index_array, preview
-from attnflow.knowledge.reader import Reading
-from attnflow.knowledge.tables import aligned
+from attnflow._core.tables import aligned
+from attnflow.knowledge.reading.reader import Reading
 
 ACTIVITY_SCHEMA: Final = "attnflow.knowledge.activity/1"
 

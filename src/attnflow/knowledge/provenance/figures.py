@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from attnflow._core.drawing import literal, name_axis, new_figure
 from attnflow._core.markup import shorten, token_label
-from attnflow.knowledge.provenance import Fired, Trace
+from attnflow.knowledge.provenance.trace import Fired, Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, integer, preview
+from attnflow._core.tables import aligned
 from attnflow.knowledge.encoder import Encoder, Progress
 from attnflow.knowledge.store import Entry, Store
-from attnflow.knowledge.tables import aligned
 
 SCHEMA: Final = "attnflow.knowledge.drift/1"
 SAME: Final = 0.999  # the same encoder reproduces an embedding to rounding, in half precision to about this cosine

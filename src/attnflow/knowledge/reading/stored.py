@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices
-from attnflow.knowledge.source import Mode, Retrieved
+from attnflow.knowledge.reading.source import Mode, Retrieved
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.arguments import Vectors, matrix
 from attnflow.knowledge.store.entry import Found

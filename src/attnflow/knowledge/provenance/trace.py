@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.markup import percent, plural, shorten, token_label, visible
-from attnflow.knowledge.tables import aligned
+from attnflow._core.tables import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -246,8 +246,8 @@ class Trace:
         return aligned(lines, left=[1, 8])
 
     def figure(self, *, position: int = -1, count: int = 12, title: str | None = None) -> Figure:
-        """Layers x tokens, and the strongest entries of one token; see `attnflow.knowledge.trace_figures`."""
-        from attnflow.knowledge.trace_figures import trace_figure  # only drawing needs matplotlib
+        """Layers x tokens, and the strongest entries of one token; see `attnflow.knowledge.provenance.figures`."""
+        from attnflow.knowledge.provenance.figures import trace_figure  # only drawing needs matplotlib
 
         return trace_figure(self, position=position, count=count, title=title)
 

@@ -15,8 +15,16 @@ from attnflow._core.checks import integer
 from attnflow.knowledge.activations import ACTIVATIONS
 from attnflow.knowledge.attention import GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_chosen, sum_of_rows
-from attnflow.knowledge.source import Mode, Retrieved, Source
+from attnflow.knowledge.reading.retrieval import (
+    Retrieval,
+    best,
+    certify,
+    chosen,
+    straight_through,
+    sum_of_chosen,
+    sum_of_rows,
+)
+from attnflow.knowledge.reading.source import Mode, Retrieved, Source
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, preview
+from attnflow._core.tables import aligned
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.encoder import Progress
 from attnflow.knowledge.index import EntryIndex
 from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.tables import aligned
 
 Search = Literal["auto", "exact", "approximate"]
 

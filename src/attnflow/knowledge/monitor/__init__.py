@@ -1,0 +1,1 @@
+"""A base that ages: which entries are used, which are the same, which were made by another encoder."""

@@ -1,0 +1,1 @@
+"""Traces: which entries fired for a text, how strongly, and what they did to the logits."""
