@@ -1,9 +1,9 @@
 """From which store a model reads: feed-forward layers as cross-attention to an explicit knowledge base.
 
-The function itself is in `base`, `attention`, `layered` (feed-forward layers as entries) and `conditions`; `reading/` is what
-a model reads and by which search, `index/` finds the best entries, `certificate` says what that promises, `store/` keeps
-entries; `provenance/` shows what fired, `monitor/` how a base ages. What needs a transformers model lives in `attnflow.hf`
-and is reachable from here.
+The function itself is in `base`, `attention`, `layered` (feed-forward layers as entries) and `conditions`; `reading/`
+is what a model reads and by which search, `index/` finds the best entries, `certificate` says what that promises,
+`store/` keeps entries; `provenance/` shows what fired, `monitor/` how a base ages. What needs a transformers model lives
+in `attnflow.hf` and is reachable from here.
 """
 
 from importlib import import_module
