@@ -2,8 +2,8 @@
 
 The function itself is in `base`, `attention`, `layered` (feed-forward layers as entries) and `conditions`; `reading/`
 is what a model reads and by which search, `index/` finds the best entries, `certificate` says what that promises,
-`store/` keeps entries; `provenance/` shows what fired, `monitor/` how a base ages. What needs a transformers model is in
-`attnflow.hf`, and reachable from here.
+`store/` keeps entries; `provenance/` shows what fired, `monitor/` how a base ages. What needs a transformers model is
+in `attnflow.hf`, and reachable from here.
 """
 
 from importlib import import_module
