@@ -23,3 +23,8 @@ def place(request, tmp_path):
 def store(place):
     with Store.open(place, dim=4, num_thresholds=2) as opened:
         yield opened
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "store"

@@ -14,11 +14,6 @@ from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, Sto
 EYE = torch.eye(4)
 
 
-@pytest.fixture
-def directory(tmp_path):
-    return tmp_path / "store"
-
-
 def whole(store):
     """Rows, index and ids tell the same."""
     ids = store.ids()
