@@ -26,6 +26,9 @@ calls = {
     "from_ffn": lambda: af.knowledge.from_ffn("gpt2"),
     "connect": lambda: connect(model, "folder"),
     "trace": lambda: af.knowledge.trace(model, [1, 2], by="size"),
+    "entries": lambda: model(torch.tensor([[1, 2]]), entries=[[1.0] * 4]),
+    "vocabulary": lambda: af.knowledge.trace(model, [1, 99]),
+    "padding": lambda: store.get([0, -1]),
     "fired": lambda: af.knowledge.trace(model, [1, 2]).fired(by="size"),
 }
 said = {}
@@ -47,6 +50,10 @@ EXPECTED = {
     "from_ffn": "TypeError: from_ffn takes a model, such as af.hf.load_model(name).model, got str",
     "connect": "TypeError: store must be an open one, af.knowledge.Store.open(uri), got str",
     "trace": "ValueError: by must be 'norm' or 'effect', got 'size'",
+    "entries": "TypeError: entries must be a tensor [entries, d_E] or a source, got list",
+    "vocabulary": "ValueError: token ids must lie in 0 to 31, the model's vocabulary; got up to 99",
+    "padding": "ValueError: ids must hold integers from 0 to 2**63 - 1, got -1; where a search found fewer entries, "
+    "found[i].ids leaves -1 out",
     "fired": "ValueError: by must be 'norm' or 'effect', got 'size'",
 }
 

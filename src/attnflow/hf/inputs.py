@@ -36,6 +36,10 @@ def model_inputs(
         found = {"input_ids": _batched(torch.as_tensor(given))}
         if len(found["input_ids"]) > 1:
             raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
+    known = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
+    largest = int(found["input_ids"].max())
+    if known is not None and (largest >= known or int(found["input_ids"].min()) < 0):
+        raise ValueError(f"token ids must lie in 0 to {known - 1}, the model's vocabulary; got up to {largest}")
     if not 0 <= sequence < len(found["input_ids"]):
         raise ValueError(f"sequence must be a number of the batch of {len(found['input_ids'])}, got {sequence}")
     device = next(model.parameters()).device

@@ -96,6 +96,14 @@ def test_a_store_of_a_later_version_is_refused(directory):
             Store.open(directory, read_only=read_only)
 
 
+def test_metadata_of_another_table_are_refused(directory):
+    Store.open(directory, dim=4).close()
+    values = json.loads((directory / "store.json").read_text())
+    (directory / "store.json").write_text(json.dumps(values | {"dim": 5}))
+    with pytest.raises(NotAStore, match=r"is damaged: store\.json says dim=5, not so the entries"):
+        Store.open(directory)
+
+
 def test_there_is_one_writer(directory):
     first = Store.open(directory, dim=4)
     first.insert(embeddings=EYE)

@@ -48,7 +48,8 @@ def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray
     if rows is not None and len(ids) != rows:
         raise ValueError(f"{name} must hold {rows} ids, one for each row, got {len(ids)}")
     if len(ids) and ids.min() < 0:
-        raise ValueError(f"{name} must hold integers from 0 to 2**63 - 1, got {int(ids.min())}")
+        hint = "; where a search found fewer entries, found[i].ids leaves -1 out" if ids.min() == -1 else ""
+        raise ValueError(f"{name} must hold integers from 0 to 2**63 - 1, got {int(ids.min())}{hint}")
     unique, counts = np.unique(ids, return_counts=True)
     if len(unique) < len(ids):
         raise ValueError(f"{name} holds some ids more than once: {preview(unique[counts > 1])}")

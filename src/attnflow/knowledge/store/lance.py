@@ -57,6 +57,8 @@ class LanceEngine:
                 self._database: Any = lancedb.connect(directory)
                 self._table: Any = self._database.open_table(TABLE)
             self.refresh()
+            if self._table.schema != self._arrow.schema(self.dim, self.num_thresholds):
+                raise NotAStore(f"{directory} is damaged: {metadata.FILE} says dim={self.dim}, not so the entries")
         except BaseException:
             self.close()
             raise

@@ -102,6 +102,8 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         """As `LlamaModel`; `entries` are read instead of E (or of the source) in this call."""
         if entries is None:
             entries = self.knowledge() if self.source is None else self.source
+        elif not isinstance(cast(object, entries), Tensor | Source):
+            raise TypeError(f"entries must be a tensor [entries, d_E] or a source, got {type(entries).__name__}")
         kwargs["entries"] = entries  # LlamaModel hands what it does not know to every block
         return super().forward(*args, **kwargs)
 
