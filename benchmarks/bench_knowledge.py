@@ -103,6 +103,19 @@ def exact_top_k(found: Scene) -> Callable[[Tensor], Tensor]:
     return lambda hidden: found.reader(hidden, found.entries)
 
 
+def folded_top_k(found: Scene) -> Callable[[Tensor], Tensor]:
+    """The paper's retrieval: all scores of the folded layer, then the values of the best alone."""
+    plain = found.reader.attention.fold(found.entries)
+    first, values, bias = plain.scores[0, 0], plain.values[0].contiguous(), plain.thresholds[0, 0]
+
+    def run(hidden: Tensor) -> Tensor:
+        weights, rows = (hidden @ first + bias).topk(found.k, dim=-1)
+        read = functional.embedding_bag(rows, values, per_sample_weights=weights.relu(), mode="sum")
+        return read if plain.output_bias is None else read + plain.output_bias
+
+    return run
+
+
 def approximate(found: Scene) -> Callable[[Tensor], Tensor]:
     found.reader.retrieval = Retrieval(k=found.k, search="approximate")
     source = IndexedEntries(found.entries, found.reader.threshold_columns(found.entries), search="approximate")
@@ -148,6 +161,7 @@ PROVIDERS: dict[str, Callable[[Scene], Callable[[Tensor], Tensor]]] = {
     "feed-forward": feed_forward,
     "naive": naive,
     "folded": folded,
+    "folded, exact top-k": folded_top_k,
     "query-side, exact top-k": exact_top_k,
     "query-side, approximate": approximate,
     "product-key memory": product_keys,
