@@ -205,7 +205,7 @@ class GeneralizedCrossAttention(nn.Module):
         orders: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
             "naive": self._naive,
             "folded": lambda tokens, rows: self.fold(rows)(tokens),
-            "query_side": self._query_side,
+            "query_side": lambda tokens, rows: self.read_all(tokens, rows, self.thresholds(rows)),
         }
         if order not in orders:
             raise ValueError(f"order must be one of {', '.join(map(repr, orders))}, got {order!r}")
@@ -239,8 +239,13 @@ class GeneralizedCrossAttention(nn.Module):
         found = torch.einsum("...he,hed->...d", read, self.value)
         return found if self.output_bias is None else found + self.output_bias
 
-    def _query_side(self, hidden: Tensor, entries: Tensor) -> Tensor:
-        thresholds = self.thresholds(entries)
+    def read_all(
+        self,
+        hidden: Float[Tensor, "*tokens model_dim"],
+        entries: Float[Tensor, "entries entry_dim"],
+        thresholds: Float[Tensor, "parts heads entries"],
+    ) -> Float[Tensor, "*tokens model_dim"]:
+        """The layer's output from all entries with given thresholds, from the query's side."""
         alone = self.activation in (functional.relu, functional.gelu, functional.silu)  # each weight of its own score
         if alone and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return self.write(self._read_in_blocks(hidden, entries, thresholds))

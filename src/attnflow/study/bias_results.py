@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.errors import MissingExtra
-from attnflow.study.records import read
+from attnflow.study.records import read, write_table
 
 Array = npt.NDArray[np.float64]
 
@@ -142,13 +141,13 @@ def summarise(folder: Path) -> str:
     """
     base, results = read_results(folder)
     (folder / "results.json").write_text(json.dumps(_json(base, results), indent=1) + "\n", encoding="utf-8")
-    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["arm", "parameters", "learning_rate", "seeds", "step", "gain", "low", "high"])
-        for one in results:
-            for step, gain in one.curve.items():
-                numbers = [f"{value:.6f}" for value in (gain.mean, gain.low, gain.high)]
-                writer.writerow([one.arm, one.parameters, one.rate, one.seeds, step, *numbers])
+    rows = [
+        [one.arm, one.parameters, one.rate, one.seeds, step, *(f"{value:.6f}" for value in (g.mean, g.low, g.high))]
+        for one in results
+        for step, g in one.curve.items()
+    ]
+    head = ["arm", "parameters", "learning_rate", "seeds", "step", "gain", "low", "high"]
+    write_table(folder / "results.csv", head, rows)
     if results:
         figure(base, results).savefig(folder / "curve.png", dpi=150)
     return table(base, results)

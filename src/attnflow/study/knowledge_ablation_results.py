@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from attnflow._core.errors import MissingExtra
+from attnflow._core.tables import aligned
 from attnflow.study.bias_results import Interval, interval
 from attnflow.study.knowledge_ablation import METHODS, read_runs
-from attnflow.study.records import write
+from attnflow.study.records import write, write_table
 
 Measured = Mapping[str, Any]
 
@@ -98,13 +98,13 @@ def summarise(folder: Path) -> str:
         "outcomes": [asdict(one) for one in found],
     }
     write(folder / "results.json", json.loads(json.dumps(content)))
-    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["change", "method", "entries", "facts", "quantity", "mean", "low", "high"])
-        for one in found:
-            for name, value in one.quantities.items():
-                numbers = [f"{number:.5f}" for number in (value.mean, value.low, value.high)]
-                writer.writerow([one.change, one.method, one.entries, one.facts, name, *numbers])
+    rows = [
+        [one.change, one.method, one.entries, one.facts, name, *(f"{number:.5f}" for number in (v.mean, v.low, v.high))]
+        for one in found
+        for name, v in one.quantities.items()
+    ]
+    head = ["change", "method", "entries", "facts", "quantity", "mean", "low", "high"]
+    write_table(folder / "results.csv", head, rows)
     figure(found).savefig(folder / "effect.png", dpi=150)
     return table(found)
 
@@ -120,14 +120,12 @@ def table(found: Sequence[Outcome]) -> str:
         changed = f"{q['fact_changed'].mean:.0%} / {q['paraphrases_changed'].mean:.0%}"
         what = f"{one.change} {one.method}".strip()
         lines.append([what, str(one.entries), *nats, kept, changed, f"{q['other_facts_leaked'].mean:.0%}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     notes = [
         f"{found[0].facts} facts; changes of log-probability and of loss in nats, with 95 % intervals over facts",
         "kept: fact / paraphrases / other facts still answered; changed: fact / paraphrases given the other answer;",
         "leaked: other facts given that answer",
     ]
-    return "\n".join([*rows, *notes])
+    return "\n".join([aligned(lines, left=range(len(head))), *notes])
 
 
 def figure(found: Sequence[Outcome]) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,17 @@ def read(path: Path) -> Any:
 
 def write(path: Path, content: Mapping[str, object]) -> None:
     """Whole or not at all."""
+    _replace(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """As CSV, whole or not at all."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    _replace(path, text.getvalue())
+
+
+def _replace(path: Path, text: str) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8", newline="")
     part.replace(path)

@@ -237,10 +237,11 @@ class KnowledgeReader(nn.Module):
         return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
 
     def _read_all(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
+        if self.observer is None:
+            return self.attention.read_all(hidden, entries, thresholds)
         scores = self.attention.score(hidden, entries, thresholds)
         weights = weigh(scores, self.attention.activation)
-        if self.observer is not None:
-            self.observer(Reading(self.layer, None, scores, weights))
+        self.observer(Reading(self.layer, None, scores, weights))
         return self.attention.read(weights, entries)
 
     def _kept(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

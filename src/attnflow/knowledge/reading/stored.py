@@ -89,7 +89,7 @@ class StoredKnowledge:
         """
         found = [torch.zeros(0, dtype=torch.int64)]
         for ids in self.store.ids().split(_BLOCK):
-            rows = self.store._columns(ids)
+            rows = self.store.rows(ids)
             wrong = (self._computed(rows[:, : self.store.dim]) - rows[:, self.store.dim :]).abs() > tolerance
             found.append(ids[wrong.any(dim=1)])
         return torch.cat(found)
@@ -107,7 +107,7 @@ class StoredKnowledge:
 
     def rows(self) -> Float[Tensor, "entries width"]:
         """[E | columns] of all entries, in the order of `store.ids()`; a copy."""
-        return self.store._columns(None)
+        return self.store.rows()
 
     def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
         """The k entries with the highest score + threshold."""
@@ -126,7 +126,7 @@ class StoredKnowledge:
             ids, places = found.ids.unique(return_inverse=True)
             known = ids[ids >= 0]
             try:
-                rows = self.store._columns(known)
+                rows = self.store.rows(known)
             except KeyError:
                 continue
             if len(known) < len(ids):  # -1 sorts first: where there is no entry, a row of zeros

@@ -74,7 +74,7 @@ class StoreReader:
         Raises:
             KeyError: an id is unknown.
         """
-        return self._columns(ids)[:, : self.dim]
+        return self.rows(ids)[:, : self.dim]
 
     def thresholds(self, ids: Indices | None = None) -> Float32[Tensor, "n num_thresholds"]:
         """Thresholds, in the order of `ids`; of all entries by default, in the order of `ids()`.
@@ -82,7 +82,16 @@ class StoreReader:
         Raises:
             KeyError: an id is unknown.
         """
-        return self._columns(ids)[:, self.dim :]
+        return self.rows(ids)[:, self.dim :]
+
+    def rows(self, ids: Indices | None = None) -> Float32[Tensor, "n width"]:
+        """[embedding | thresholds] of the same moment, in the order of `ids`; of all entries by default.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        searcher = self._reader()
+        return torch.from_numpy(searcher.vectors(None if ids is None else self._known(searcher, ids)))
 
     def search(self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None) -> Found:
         """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
@@ -188,10 +197,6 @@ class StoreReader:
             self._engine.refresh()  # a write that was cut short may have been committed all the same
             self._searcher.synchronise()
             self._behind = False
-
-    def _columns(self, ids: Indices | None) -> Tensor:
-        searcher = self._reader()
-        return torch.from_numpy(searcher.vectors(None if ids is None else self._known(searcher, ids)))
 
     def _known(self, searcher: Searcher, ids: Indices) -> IntArray:
         keys = arguments.identifiers("ids", ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ import numpy as np
 from attnflow._core.errors import MissingExtra
 from attnflow.study.bias_results import Interval, interval
 from attnflow.study.facts.world import GROUPS
-from attnflow.study.records import read, write
+from attnflow.study.records import read, write, write_table
 
 _DRAWS: Final = 1_000
 _LETTERS: Final = {"r": "right", "o": "old", "u": "unknown", "x": "other"}
@@ -106,16 +105,14 @@ def summarise(folder: Path) -> str:
         raise FileNotFoundError(f"{folder / 'runs'} holds no finished run")
     about = "right, low, high of results.csv: mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions"
     write(folder / "results.json", {"about": about, "recall_and_milliseconds": spent})
-    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        names = ["arm", "size", "way", "phase", "group", "wording", "seeds", "questions"]
-        writer.writerow([*names, "right", "low", "high", "old", "unknown", "other", "right_by_seed"])
-        for one in every:
-            numbers = (one.right.mean, one.right.low, one.right.high, one.old, one.unknown, one.other)
-            by_seed = " ".join(f"{number:.4f}" for number in one.right_by_seed)
-            writer.writerow(
-                [*(getattr(one, name) for name in names), *(f"{number:.4f}" for number in numbers), by_seed]
-            )
+    names = ["arm", "size", "way", "phase", "group", "wording", "seeds", "questions"]
+    rows: list[list[object]] = []
+    for one in every:
+        numbers = (one.right.mean, one.right.low, one.right.high, one.old, one.unknown, one.other)
+        by_seed = " ".join(f"{number:.4f}" for number in one.right_by_seed)
+        rows.append([*(getattr(one, name) for name in names), *(f"{number:.4f}" for number in numbers), by_seed])
+    head = [*names, "right", "low", "high", "old", "unknown", "other", "right_by_seed"]
+    write_table(folder / "results.csv", head, rows)
     shown = "main" if "main" in spent else every[0].arm
     drawn = figure([one for one in every if one.arm == shown], spent[shown])
     drawn.savefig(folder / "figure.png", dpi=130)
