@@ -249,7 +249,7 @@ def model_of(device: str, biased: bool) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = LlamaForCausalLM(config).to(device, dtype)
     if biased:
-        af.attach(model, af.BiasConfig(init="kaiming"))
+        af.bias.attach(model, af.bias.BiasConfig(init="kaiming"))
     return model
 
 

@@ -46,10 +46,10 @@ class Timed:
 def model(k: int | None, tokens: int) -> Timed:
     """One forward pass of `tokens` tokens; a single one after a context that is cached."""
     torch.set_num_threads(1)
-    loaded = af.hf.load_model("smollm2-135m", dtype=torch.float32)
+    loaded = af.models.load_model("smollm2-135m", dtype=torch.float32)
     converted, tokenizer = af.knowledge.from_ffn(loaded.model), loaded.tokenizer
     assert tokenizer is not None
-    ids = tokenizer(af.hf.sample_text(characters=8000), return_tensors="pt")["input_ids"]
+    ids = tokenizer(af.models.sample_text(characters=8000), return_tensors="pt")["input_ids"]
     windows = ids[0, : WINDOWS * CONTEXT].view(WINDOWS, CONTEXT)
     dense = [log_probabilities(converted, row) for row in windows]
     readers = af.knowledge.readers(converted)

@@ -10,7 +10,7 @@ torch.manual_seed(0)
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
 model = LlamaForCausalLM(config).eval()
 tokens = torch.randint(0, 64, (1, 24))
-print("as it came:", "clean" if af.audit(model, tokens).ok else "leaks")
+print("as it came:", "clean" if af.audit.check(model, tokens).ok else "leaks")
 
 
 class NormOverTheSequence(nn.Module):
@@ -21,7 +21,7 @@ class NormOverTheSequence(nn.Module):
 
 
 model.model.layers[1].post_attention_layernorm = NormOverTheSequence()
-report = af.audit(model, tokens)
+report = af.audit.check(model, tokens)
 first = report.violations[0]
 print(f"after the change: {len(report.violations)} violations")
 print(f"the first is in layer {first.layer}, module {first.module}: position {first.source} moves {first.target}")

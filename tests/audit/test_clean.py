@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import attnflow as af
-from attnflow.order.audit import audit
+from attnflow.audit import audit
 from tests.audit.zoo import (
     ATTENTION,
     ENCODERS,

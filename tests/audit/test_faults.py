@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.order.audit import audit
+from attnflow.audit import audit
 from tests.audit.zoo import (
     LENGTH,
     WINDOW,

@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import nn
 
 import attnflow as af
-from attnflow.order.audit import AuditReport, audit, state
+from attnflow.audit import AuditReport, audit
+from attnflow.models import evaluation as state
 from tests.audit.zoo import LENGTH, inputs, tiny, tokens, wrapped
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.order.audit import audit
+from attnflow.audit import audit
 from tests.audit.zoo import LENGTH, RECURRENT, WINDOW, inputs, tiny, tokens, wrapped
 
 CHAIN = [(i, i + 1) for i in range(LENGTH - 1)]

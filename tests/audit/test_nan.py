@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.order.audit.inputs import read
-from attnflow.order.audit.sane import refuse_nan
+from attnflow.audit.inputs import read
+from attnflow.audit.nan import refuse_nan
 from tests.audit.zoo import tiny, tokens
 
 
@@ -32,4 +32,4 @@ def test_nan_in_padding_is_no_business_of_the_audit():
 
 def test_only_modules_are_audited():
     with pytest.raises(TypeError, match="Module"):
-        af.audit(3, tokens())
+        af.audit.check(3, tokens())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import attnflow as af
-from attnflow.order.audit import audit
+from attnflow.audit import audit
 
 N, WIDTH = 5, 3
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnflow as af
-from attnflow.order.audit.fields import Fields, Relation, batch_sets, plan
+from attnflow.audit.fields import Fields, Relation, batch_sets, plan
 
 EVERY = torch.ones(6, dtype=torch.bool)
 

@@ -7,7 +7,7 @@ import torch
 from transformers import masking_utils
 
 import attnflow as af
-from attnflow.order.audit import audit
+from attnflow.audit import audit
 from tests.audit.zoo import REPAIRED, inputs, tiny, tokens
 
 LENGTHS = [5, 4, 3]

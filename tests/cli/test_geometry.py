@@ -73,7 +73,7 @@ def test_a_bad_model_does_not_stop_the_others(run: Callable, tiny_model: str, tm
     poisoned.mkdir()
     for source in Path(tiny_model).glob("*.json"):
         (poisoned / source.name).write_bytes(source.read_bytes())
-    weights = {k: v.clone() for k, v in af.hf.load_model(tiny_model).model.state_dict().items()}
+    weights = {k: v.clone() for k, v in af.models.load_model(tiny_model).model.state_dict().items()}
     weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = math.nan
     save_file(weights, poisoned / "model.safetensors")
     cut = tmp_path / "cut.safetensors"

@@ -9,9 +9,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from attnflow.hf.knowledge.encode import TextEncoder
-from attnflow.hf.packages import MODELS
+from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.store import Store
+from attnflow.models.packages import MODELS
 
 pytest.importorskip("lancedb")
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 import attnflow as af
-from attnflow.hf import load_model
-from attnflow.hf.knowledge.entries import save_entries
-from attnflow.knowledge.provenance.trace import Trace
+from attnflow.knowledge.hf.sync import save_entries
+from attnflow.knowledge.trace import Trace
+from attnflow.models import load_model
 
 TEXT = "I the of thou with thy"
 

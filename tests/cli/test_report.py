@@ -59,7 +59,7 @@ def test_model(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pyte
 
     def bidirectional(name: str, tokenizer: bool = True) -> _models.Named:
         named = real(name, tokenizer)
-        af.hf.use_mask(named.model, af.masks.full(8))
+        af.masks.attach(named.model, af.masks.full(8))
         return named
 
     monkeypatch.setattr(_models, "load", bidirectional)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import attnflow as af
-from attnflow.geometry.live import live_query_keys
+from attnflow.models.live import live_query_keys
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 32, "vocab_size": 50}
 

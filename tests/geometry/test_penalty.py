@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from transformers import TrainingArguments as Arguments
 
 import attnflow as af
-from attnflow.geometry.live import live_query_keys
+from attnflow.models.live import live_query_keys
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
 MODELS = {

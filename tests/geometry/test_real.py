@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attnflow.geometry.score import query_keys, score
-from attnflow.hf.loader import load_model
-from attnflow.hf.packages import MODELS
+from attnflow.models.loader import load_model
+from attnflow.models.packages import MODELS
 from tests.memory import PEAK
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5Mod
 
 import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.live import live_query_keys
 from attnflow.geometry.record_file import RecordFile
 from attnflow.geometry.table import ScoreRow
+from attnflow.models.live import live_query_keys
 
 BERT = {
     "hidden_size": 32,

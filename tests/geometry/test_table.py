@@ -12,8 +12,8 @@ import torch
 
 from attnflow.geometry import GeometryScores, Quartiles, ScoreRow
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.query_key import QueryKey
 from attnflow.geometry.table import COLUMNS, IGNORED, rows_of
+from attnflow.models.query_key import QueryKey
 
 
 def row(layer, head, symmetry=0.25, directionality=-0.5, kind="self", tower="", flags=()):

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.hf import models as text
-from tests.hf.models import WIDTH
+from tests import models_zoo as text
+from tests.models_zoo import WIDTH
 
 _BASE, _GROUPED, _SPECIAL = text._BASE, text._GROUPED, text._SPECIAL
 _ENCODER_DECODER = text._ENCODER_DECODER

@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, KnowledgeReader, Retrieval
+from attnflow.knowledge.memory_layer.reader import Reading
 from attnflow.knowledge.monitor.activity import Activity, active
 from attnflow.knowledge.monitor.duplication import duplicates
-from attnflow.knowledge.reading.reader import Reading
 
 
 def reading(fires, layer=0, ids=None):

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attnflow.knowledge import EntryLayout, EntryValues, LayeredKnowledge, Retrieval
-from attnflow.knowledge.reading.retrieval import best, certify, chosen, straight_through, sum_of_chosen, sum_of_rows
+from attnflow.knowledge.memory_layer.retrieval import (
+    best,
+    certify,
+    chosen,
+    straight_through,
+    sum_of_chosen,
+    sum_of_rows,
+)
 
 
 @pytest.mark.parametrize(

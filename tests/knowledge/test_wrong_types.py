@@ -10,7 +10,7 @@ CODE = """
 import json
 import torch
 import attnflow as af
-from attnflow.hf.knowledge.connect import connect
+from attnflow.knowledge.hf.connect import connect
 
 store = af.knowledge.Store.open("memory", dim=4)
 store.insert(embeddings=torch.eye(4))
@@ -47,7 +47,7 @@ EXPECTED = {
     "retrieval": "ValueError: threshold must be a number, not NaN, got '0'",
     "base": "ValueError: entries must be floating-point numbers [num_entries, entry_dim], got torch.int64 of shape "
     "(2, 2)",
-    "from_ffn": "TypeError: from_ffn takes a model, such as af.hf.load_model(name).model, got str",
+    "from_ffn": "TypeError: from_ffn takes a model, such as af.models.load_model(name).model, got str",
     "connect": "TypeError: store must be an open one, af.knowledge.Store.open(uri), got str",
     "trace": "ValueError: by must be 'norm' or 'effect', got 'size'",
     "entries": "TypeError: entries must be a tensor [entries, d_E] or a source, got list",

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from attnflow.geometry import GeometryScores, ScoreRow
-from attnflow.geometry.figures import background
 from attnflow.report import geometry_report
+from attnflow.report.score_figures import background
 from tests.report.reading import parse_page, parse_svg, with_class
 
 HOSTILE = '<script>alert(1)</script> & "quotes" \x00'

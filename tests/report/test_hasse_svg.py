@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnflow import masks
 from attnflow.order import analyze
-from attnflow.order.draw import hasse_svg, runs
+from attnflow.report.hasse_svg import hasse_svg, runs
 from tests.report.reading import parse_svg, texts, with_class
 from tests.strategies import square_masks
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow.order.hasse import Hasse
-from attnflow.order.layout import place
+from attnflow.report.layered_layout import place
 
 SLACK = 1e-6
 

@@ -14,8 +14,8 @@ import torch
 
 import attnflow as af
 from attnflow import masks, report
+from attnflow.audit import AuditReport, ModuleResult, Violation
 from attnflow.order import analyze
-from attnflow.order.audit import AuditReport, ModuleResult, Violation
 from attnflow.report import CostModel, Html, Section, mask_report, model_report
 from attnflow.tasks import Label, Task, TaskDifference, Token, Verification, check
 from tests.report.reading import parse_page

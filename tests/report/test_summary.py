@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attnflow import masks
 from attnflow.order import analyze
 from attnflow.order.hasse import Hasse
-from attnflow.order.summary import bands, groupings
+from attnflow.report.hasse_summary import bands, groupings
 from tests.strategies import square_masks
 
 generator = np.random.default_rng(0)

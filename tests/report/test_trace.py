@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attnflow.report import TRACE_SECTIONS, trace_report
-from tests.knowledge.test_provenance import made
+from tests.knowledge.test_trace import made
 from tests.report.reading import Page, parse_svg
 
 

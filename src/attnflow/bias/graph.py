@@ -139,8 +139,8 @@ class BiasGraph:
         return "\n".join([*lines, "}", ""])
 
     def svg(self, *, max_edges: int = 60, standalone: bool = True) -> str:
-        """The graph as SVG, in layers, information flowing upwards; see `attnflow.bias.draw.graph_svg`."""
-        from attnflow.bias.draw import graph_svg  # only drawing needs the layout
+        """The graph as SVG, in layers, information flowing upwards; see `attnflow.report.graph_svg.graph_svg`."""
+        from attnflow.report.graph_svg import graph_svg  # only drawing needs the layout
 
         return graph_svg(self, max_edges=max_edges, standalone=standalone)
 

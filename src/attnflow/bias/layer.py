@@ -90,6 +90,6 @@ def parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """
     found = [bias for _, bias in layer_biases(model)]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no bias attached; see af.attach")
+        raise ValueError(f"{type(model).__name__} has no bias attached; see af.bias.attach")
     for bias in found:
         yield from bias.parameters()

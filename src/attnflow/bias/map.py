@@ -175,8 +175,8 @@ class BiasMap:
         head: int | None = None,
         title: str | None = None,
     ) -> Figure:
-        """The map as a matplotlib figure (daa, fig. 1); see `attnflow.bias.figures.map_figure`."""
-        from attnflow.bias.figures import map_figure  # only drawing needs matplotlib
+        """The map as a matplotlib figure (daa, fig. 1); see `attnflow.report.bias_figures.map_figure`."""
+        from attnflow.report.bias_figures import map_figure  # only drawing needs matplotlib
 
         return map_figure(self, kind, layer=layer, query=query, head=head, title=title)
 

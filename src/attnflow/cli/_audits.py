@@ -10,10 +10,10 @@ from attnflow.cli._output import BadUsage
 from attnflow.cli._spec import mask_argument
 
 if TYPE_CHECKING:
+    from attnflow.audit import AuditReport
     from attnflow.cli._models import Named
     from attnflow.cli._output import Spinner
     from attnflow.masks import Mask
-    from attnflow.order.audit import AuditReport
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     """Audit `named` on one sequence of token ids, against `order` or against what it declares."""
     import torch
 
-    from attnflow.order.audit import audit
+    from attnflow.audit import audit
 
     inputs = named.inputs(ids)
     size = sum(tensor.shape[1] for tensor in inputs.values())

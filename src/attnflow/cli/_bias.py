@@ -105,8 +105,8 @@ def look(
 
 def write(found: BiasMap, view: View, path: Path, bias: str) -> None:
     """Write what the suffix of `path` asks for; whole or not at all."""
+    from attnflow._core.files import write_atomically
     from attnflow.report import bias_report, save_figure
-    from attnflow.report.files import write_atomically
 
     suffix = path.suffix.lower()
     if suffix == ".html" and not view.is_graph:
@@ -153,7 +153,7 @@ def facts(found: BiasMap, view: View) -> dict[str, object]:
 
 def lines(found: BiasMap, view: View, count: int = 3) -> list[str]:
     """For each layer how strong the bias is, and what one query is drawn to most and least."""
-    from attnflow.bias.figures import query_name, token_name
+    from attnflow.report.bias_figures import query_name, token_name
 
     row = found.row(-1 if view.query is None else view.query)
     query = found.queries[row]
@@ -183,7 +183,7 @@ def _base_of(folder: Path) -> str:
     """The base model that a saved bias names."""
     config = folder / _CONFIG
     if not config.is_file():
-        raise BadUsage(f"{folder} has no bias: give --bias DIR, a folder that af.save_pretrained wrote")
+        raise BadUsage(f"{folder} has no bias: give --bias DIR, a folder that af.bias.save_pretrained wrote")
     about = cast(Mapping[str, Any], json.loads(config.read_text(encoding="utf-8")))
     name = str(cast(Mapping[str, Any], about.get("base") or {}).get("name") or "")
     if not name:

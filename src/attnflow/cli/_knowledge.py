@@ -17,7 +17,7 @@ from attnflow.cli._output import BadUsage, Spinner
 from attnflow.cli._stores import Record
 
 if TYPE_CHECKING:
-    from attnflow.hf.knowledge.encode import TextEncoder
+    from attnflow.knowledge.hf.encoder import TextEncoder
     from attnflow.knowledge.monitor.duplication import Duplicates
     from attnflow.knowledge.monitor.reembedding import Drift, Reembedded
     from attnflow.knowledge.store import Store, StoreStats
@@ -87,8 +87,8 @@ def build_from_model(uri: str, name: str, spinner: Spinner) -> Built:
     Raises:
         BadUsage: no such model, or a store with other entries.
     """
-    from attnflow.hf.knowledge.convert import from_ffn
-    from attnflow.hf.knowledge.entries import save_entries
+    from attnflow.knowledge.hf.convert import from_ffn
+    from attnflow.knowledge.hf.sync import save_entries
 
     began = time.monotonic()
     model: Any = from_ffn(_models.load(name, tokenizer=False).model)

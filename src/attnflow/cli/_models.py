@@ -75,7 +75,7 @@ def load(name: str, tokenizer: bool = True) -> Named:
     Raises:
         BadUsage: there is no such model, or it is none that can be loaded.
     """
-    from attnflow.hf import load_model
+    from attnflow.models import load_model
 
     if not name.strip():
         raise BadUsage("name a model: smollm2-135m, minilm, a folder, a GGUF file or a model id of the hub")
@@ -92,6 +92,6 @@ def load(name: str, tokenizer: bool = True) -> Named:
 
 def sample() -> str:
     """Real text, its line breaks and indents as single spaces."""
-    from attnflow.hf import sample_text
+    from attnflow.models import sample_text
 
     return " ".join(sample_text(characters=_SAMPLE).split())

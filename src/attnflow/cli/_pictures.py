@@ -13,8 +13,8 @@ SUFFIXES: Final = (".svg", ".png", ".html")
 
 def write(mask: Mask, path: Path) -> None:
     """Write the picture, or for `.html` the report, that the suffix of `path` asks for; whole or not at all."""
+    from attnflow._core.files import write_atomically
     from attnflow.report import mask_png, mask_report, mask_svg
-    from attnflow.report.files import write_atomically
 
     suffix = path.suffix.lower()
     if suffix == ".png":

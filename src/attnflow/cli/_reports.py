@@ -12,9 +12,9 @@ from attnflow.cli._output import BadUsage
 from attnflow.cli._spec import mask_from, read_json, task_from
 
 if TYPE_CHECKING:
+    from attnflow.audit.fields import Relation
     from attnflow.cli._output import Spinner
     from attnflow.masks import Mask
-    from attnflow.order.audit.fields import Relation
     from attnflow.report import Report
 
 
@@ -63,8 +63,8 @@ def _of_file(path: str, spinner: Spinner) -> Made:
 
 
 def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> Made:
-    from attnflow.order.audit.declared import relation_of
-    from attnflow.order.audit.inputs import read
+    from attnflow.audit.declared import relation_of
+    from attnflow.audit.inputs import read
     from attnflow.report import model_report
 
     loaded = _models.load(name)

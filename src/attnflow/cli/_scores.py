@@ -77,8 +77,8 @@ def target(path: Path, picture: Picture, names: Sequence[str]) -> Path:
 
 def write(found: Found, path: Path, picture: Picture) -> None:
     """Write the figure, report or table that the suffix of `path` asks for; whole or not at all."""
+    from attnflow._core.files import write_atomically
     from attnflow.report import geometry_report
-    from attnflow.report.files import write_atomically
 
     suffix = path.suffix.lower()
     if suffix == ".html":

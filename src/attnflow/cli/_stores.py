@@ -14,7 +14,7 @@ from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.cli._output import Spinner
-    from attnflow.hf.knowledge.encode import TextEncoder
+    from attnflow.knowledge.hf.encoder import TextEncoder
     from attnflow.knowledge.store import Store
 
 DEFAULT: Final = "minilm"
@@ -64,7 +64,7 @@ def load_encoder(name: str, separator: str | None = None) -> TextEncoder:
     Raises:
         BadUsage: there is none.
     """
-    from attnflow.hf.knowledge.encode import TextEncoder
+    from attnflow.knowledge.hf.encoder import TextEncoder
 
     try:
         return TextEncoder(name, separator=separator)

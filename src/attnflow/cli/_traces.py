@@ -15,7 +15,7 @@ from attnflow.cli._output import BadUsage, output_path
 
 if TYPE_CHECKING:
     from attnflow.cli._output import Spinner
-    from attnflow.knowledge.provenance.trace import Trace
+    from attnflow.knowledge.trace import Trace
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
@@ -58,7 +58,7 @@ def look(model: str, text: str, store: str | None, view: View, spinner: Spinner)
     Raises:
         BadUsage: no such model or store, a store of another model, or a layer, position or target that does not exist.
     """
-    from attnflow.hf.knowledge.trace import trace
+    from attnflow.knowledge.hf.trace import trace
 
     if not text:
         raise BadUsage("the text is empty: nothing can fire")
@@ -86,8 +86,8 @@ def look(model: str, text: str, store: str | None, view: View, spinner: Spinner)
 
 def write(found: Trace, view: View, path: Path, store: str | None) -> None:
     """Write what the suffix of `path` asks for; whole or not at all."""
+    from attnflow._core.files import write_atomically
     from attnflow.report import save_figure, trace_report
-    from attnflow.report.files import write_atomically
 
     suffix = path.suffix.lower()
     if suffix == ".html":
@@ -143,10 +143,10 @@ def lines(found: Trace, view: View) -> list[str]:
 
 def _with_entries(model: Any, store: Any) -> Any:
     """The model with entries to watch: its own, or those of a store."""
-    from attnflow.hf.knowledge.connect import connect
-    from attnflow.hf.knowledge.convert import from_ffn
-    from attnflow.hf.knowledge.entries import load_entries
-    from attnflow.hf.knowledge.modular.model import ModularModel
+    from attnflow.knowledge.hf.connect import connect
+    from attnflow.knowledge.hf.convert import from_ffn
+    from attnflow.knowledge.hf.modular.model import ModularModel
+    from attnflow.knowledge.hf.sync import load_entries
 
     if any(isinstance(module, ModularModel) for module in model.modules()):
         if store is not None:

@@ -11,8 +11,8 @@ from attnflow.cli._output import BadUsage, Spinner
 
 if TYPE_CHECKING:
     from attnflow.bias import BiasConfig
-    from attnflow.hf.bias.fit import Trained
-    from attnflow.hf.bias.training import TrainingConfig
+    from attnflow.bias.hf.train import Trained
+    from attnflow.bias.hf.training import TrainingConfig
 
 _MARKS = 10  # entries of the log and evaluations in a run
 
@@ -24,7 +24,7 @@ def configs(kind: str, steps: int, batch: int, rate: float, seed: int) -> tuple[
         BadUsage: no such kind, or a number out of range.
     """
     from attnflow.bias import BiasConfig
-    from attnflow.hf.bias.training import TrainingConfig
+    from attnflow.bias.hf.training import TrainingConfig
 
     every = max(1, min(10, steps // _MARKS))
     seldom = every * max(1, steps // _MARKS // every)
@@ -60,9 +60,9 @@ def run(
     import torch
 
     from attnflow.bias import attach
-    from attnflow.hf.bias.documents import read_documents
-    from attnflow.hf.bias.fit import train as fit
-    from attnflow.hf.loader import _quiet
+    from attnflow.bias.hf.documents import read_documents
+    from attnflow.bias.hf.train import train as fit
+    from attnflow.models.loader import _quiet
 
     try:
         documents = read_documents(data)

@@ -15,7 +15,8 @@ def bias_show(
         str, typer.Argument(metavar="MODEL", help="The base model; or a saved bias, which names its base model.")
     ],
     bias: Annotated[
-        Path | None, typer.Option("--bias", metavar="DIR", help="The bias, a folder that af.save_pretrained wrote.")
+        Path | None,
+        typer.Option("--bias", metavar="DIR", help="The bias, a folder that af.bias.save_pretrained wrote."),
     ] = None,
     text: Annotated[str | None, typer.Option("--text", help="The text to read (default: the paper's sum).")] = None,
     generate: Annotated[

@@ -75,4 +75,4 @@ def bias_train(
     screen = console()
     say(screen, str(done.summary), "bold")
     say(screen, f"held-out loss {done.before:.4f} -> {done.after:.4f} nats per token, in {steps:,} steps")
-    say(screen, f"written: {output} (af.load(model, {str(output)!r}))")
+    say(screen, f"written: {output} (af.bias.load(model, {str(output)!r}))")

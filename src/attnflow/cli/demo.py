@@ -14,7 +14,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print
 
 if TYPE_CHECKING:
     from attnflow.cli._models import Named
-    from attnflow.study.run import Told
+    from attnflow.cli.demo_run import Told
 
 
 def demo(
@@ -32,9 +32,9 @@ def demo(
     model. Exits with 1 if anything comes out otherwise.
     """
     from attnflow.cli import _models
-    from attnflow.study.main_job import Settings
-    from attnflow.study.main_report import main_report
-    from attnflow.study.run import Steps, run_main_job
+    from attnflow.cli.demo_job import Settings
+    from attnflow.cli.demo_report import main_report
+    from attnflow.cli.demo_run import Steps, run_main_job
 
     began = time.perf_counter()
     target = output_path(output, [".html"])
@@ -72,7 +72,7 @@ def demo(
 
 def _require_packages(model: str) -> None:
     """All that is missing in one message, before anything is loaded."""
-    from attnflow.hf.packages import MODELS, TEXTS
+    from attnflow.models.packages import MODELS, TEXTS
 
     wanted = [TEXTS, *([MODELS[model]] if model in MODELS else [])]
     missing = [each for each in wanted if each.find() is None]

@@ -72,7 +72,7 @@ def geometry(
         scored = [model.to_dict() for model in found.models]
         print_json("attnflow.geometry/1", {"models": scored, "unscored": found.unscored, "written": written})
     elif found.models:
-        from attnflow.geometry.terminal import details, overview, text
+        from attnflow.report.score_text import details, overview, text
 
         screen = console()
         listed = found.models if per_head or len(found.models) == 1 else ()

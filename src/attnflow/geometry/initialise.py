@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.families.rows import Rows
-from attnflow.geometry.live import LiveQueryKey
 from attnflow.geometry.selected import selected
+from attnflow.models.families.rows import Rows
+from attnflow.models.live import LiveQueryKey
 
 Scale = Literal["matched", "paper"]
 

@@ -11,12 +11,12 @@ from torch import distributed, nn
 
 from attnflow._core import checks
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.live import LiveQueryKey
 from attnflow.geometry.record_file import RecordFile
 from attnflow.geometry.record_log import Log, log_to, logs_of_trainer, values_of
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.selected import Attention, selected
 from attnflow.geometry.table import GeometryScores, ScoreRow, rows_of
+from attnflow.models.live import LiveQueryKey
 
 
 class Recorder:

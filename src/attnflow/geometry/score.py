@@ -15,13 +15,13 @@ from torch import nn
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.families.find import Place, find
-from attnflow.geometry.families.heads import UnknownHeads
-from attnflow.geometry.families.table import is_query_or_key
-from attnflow.geometry.query_key import QueryKey
-from attnflow.geometry.reading import BadCheckpoint, Weights, open_weights
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, ScoreRow, rows_of
+from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
+from attnflow.models.families.find import Place, find
+from attnflow.models.families.heads import UnknownHeads
+from attnflow.models.families.table import is_query_or_key
+from attnflow.models.query_key import QueryKey
 
 Attention = Literal["self", "cross", "all"]
 Source = nn.Module | str | os.PathLike[str]
@@ -121,7 +121,7 @@ def _found(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
     except UnknownHeads:
         if not config.get("model_type") or find_spec("transformers") is None:
             raise
-        complete = import_module("attnflow.hf.defaults").complete_config(config)
+        complete = import_module("attnflow.models.config_defaults").complete_config(config)
         return find(weights.shapes, cast(Mapping[str, object], complete), weights.stated)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.live import LiveQueryKey, live_query_keys
+from attnflow.models.live import LiveQueryKey, live_query_keys
 
 Attention = Literal["self", "cross", "all"]
 

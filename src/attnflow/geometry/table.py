@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from attnflow.geometry.factored import Scores
     from attnflow.geometry.published import Comparison
-    from attnflow.geometry.query_key import QueryKey
+    from attnflow.models.query_key import QueryKey
 
 Picture = Literal["plane", "layers", "heads"]
 
@@ -228,7 +228,7 @@ class GeometryScores:
             MissingExtra: matplotlib is not installed.
             ValueError: there is no such picture, or "heads" of several models or of a table without heads.
         """
-        from attnflow.geometry import figures
+        from attnflow.report import score_figures as figures
 
         if picture == "heads":
             if others:
@@ -315,12 +315,12 @@ class GeometryScores:
         return "\n".join([*lines, f"  ignored: {IGNORED}", *(f"  note: {note}" for note in self.notes)])
 
     def __rich__(self) -> Group:
-        from attnflow.geometry.terminal import overview
+        from attnflow.report.score_text import overview
 
         return overview([self])
 
     def __str__(self) -> str:
-        from attnflow.geometry.terminal import overview, text
+        from attnflow.report.score_text import overview, text
 
         return text(overview([self]))
 

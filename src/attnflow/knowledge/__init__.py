@@ -6,7 +6,6 @@ is what a model reads and by which search, `index/` finds the best entries, `cer
 in `attnflow.hf`, and reachable from here.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attnflow.knowledge.activations import ACTIVATIONS, sparsemax
@@ -17,11 +16,10 @@ from attnflow.knowledge.conditions import Conditions, conditions
 from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.index import EntryIndex, Hits
 from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
-from attnflow.knowledge.provenance.trace import Fired, LayerTrace, Trace
-from attnflow.knowledge.reading.reader import KnowledgeReader, Reading
-from attnflow.knowledge.reading.retrieval import Retrieval
-from attnflow.knowledge.reading.source import IndexedEntries, Retrieved, Source
-from attnflow.knowledge.reading.stored import StoredKnowledge
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
+from attnflow.knowledge.memory_layer.retrieval import Retrieval
+from attnflow.knowledge.memory_layer.source import IndexedEntries, Retrieved, Source
+from attnflow.knowledge.memory_layer.stored import StoredKnowledge
 from attnflow.knowledge.store import (
     Entry,
     Found,
@@ -33,53 +31,59 @@ from attnflow.knowledge.store import (
     StoreLocked,
     StoreStats,
 )
+from attnflow.knowledge.trace import Fired, LayerTrace, Trace
 
 if TYPE_CHECKING:
-    from attnflow.hf.knowledge.activity import activity
-    from attnflow.hf.knowledge.connect import connect, disconnect, threshold_columns
-    from attnflow.hf.knowledge.convert import from_ffn, to_ffn
-    from attnflow.hf.knowledge.encode import Encoded, TextEncoder, TruncatedText
-    from attnflow.hf.knowledge.entries import EntryChanges, layer_thresholds, load_entries, save_entries
-    from attnflow.hf.knowledge.modular.config import ModularConfig
-    from attnflow.hf.knowledge.modular.model import ModularForCausalLM, ModularModel
-    from attnflow.hf.knowledge.readers import LayerReader, readers
-    from attnflow.hf.knowledge.trace import trace
+    from attnflow.knowledge.hf.activity import activity
+    from attnflow.knowledge.hf.connect import connect, disconnect, threshold_columns
+    from attnflow.knowledge.hf.convert import from_ffn, to_ffn
+    from attnflow.knowledge.hf.encoder import Encoded, TextEncoder, TruncatedText
+    from attnflow.knowledge.hf.modular.config import ModularConfig
+    from attnflow.knowledge.hf.modular.model import ModularForCausalLM, ModularModel
+    from attnflow.knowledge.hf.readers import LayerReader, readers
+    from attnflow.knowledge.hf.sync import EntryChanges, layer_thresholds, load_entries, save_entries
+    from attnflow.knowledge.hf.trace import trace
     from attnflow.knowledge.monitor.activity import Activity, ActivityReport, LayerActivity
     from attnflow.knowledge.monitor.duplication import Duplicates, duplicates
     from attnflow.knowledge.monitor.reembedding import Drift, Reembedded, VersionDrift, drift, reembed
 
-# Imported on first use: what needs transformers, or SciPy.
-_ELSEWHERE = {
-    "Activity": "knowledge.monitor.activity",
-    "ActivityReport": "knowledge.monitor.activity",
-    "Drift": "knowledge.monitor.reembedding",
-    "Duplicates": "knowledge.monitor.duplication",
-    "Encoded": "hf.knowledge.encode",
-    "EntryChanges": "hf.knowledge.entries",
-    "LayerActivity": "knowledge.monitor.activity",
-    "LayerReader": "hf.knowledge.readers",
-    "ModularConfig": "hf.knowledge.modular.model",  # not .config: the model's module registers it
-    "ModularForCausalLM": "hf.knowledge.modular.model",
-    "ModularModel": "hf.knowledge.modular.model",
-    "Reembedded": "knowledge.monitor.reembedding",
-    "TextEncoder": "hf.knowledge.encode",
-    "TruncatedText": "hf.knowledge.encode",
-    "VersionDrift": "knowledge.monitor.reembedding",
-    "activity": "hf.knowledge.activity",
-    "connect": "hf.knowledge.connect",
-    "disconnect": "hf.knowledge.connect",
-    "drift": "knowledge.monitor.reembedding",
-    "duplicates": "knowledge.monitor.duplication",
-    "from_ffn": "hf.knowledge.convert",
-    "layer_thresholds": "hf.knowledge.entries",
-    "load_entries": "hf.knowledge.entries",
-    "readers": "hf.knowledge.readers",
-    "reembed": "knowledge.monitor.reembedding",
-    "save_entries": "hf.knowledge.entries",
-    "threshold_columns": "hf.knowledge.connect",
-    "to_ffn": "hf.knowledge.convert",
-    "trace": "hf.knowledge.trace",
-}
+_HF = frozenset(
+    {
+        "Encoded",
+        "EntryChanges",
+        "LayerReader",
+        "ModularConfig",
+        "ModularForCausalLM",
+        "ModularModel",
+        "TextEncoder",
+        "TruncatedText",
+        "activity",
+        "connect",
+        "disconnect",
+        "from_ffn",
+        "layer_thresholds",
+        "load_entries",
+        "readers",
+        "save_entries",
+        "threshold_columns",
+        "to_ffn",
+        "trace",
+    }
+)
+_MONITOR = frozenset(
+    {
+        "Activity",
+        "ActivityReport",
+        "Drift",
+        "Duplicates",
+        "LayerActivity",
+        "Reembedded",
+        "VersionDrift",
+        "drift",
+        "duplicates",
+        "reembed",
+    }
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -150,6 +154,16 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """What needs transformers, or SciPy, on first use."""
-    if name in _ELSEWHERE:
-        return getattr(import_module(f"attnflow.{_ELSEWHERE[name]}"), name)
+    if name in _HF:
+        from attnflow.knowledge import hf
+
+        return getattr(hf, name)
+    if name in _MONITOR:
+        from attnflow.knowledge import monitor
+
+        return getattr(monitor, name)
     raise AttributeError(f"module 'attnflow.knowledge' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

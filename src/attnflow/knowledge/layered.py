@@ -14,7 +14,7 @@ from torch.nn import functional
 from attnflow._core.checks import index_array, integer, preview
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.reading.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
+from attnflow.knowledge.memory_layer.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
 
 PARTS: Final = {False: ("up",), True: ("gate", "up")}
 

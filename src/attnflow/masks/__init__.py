@@ -1,5 +1,7 @@
 """Who may send: masks as relations, their catalogue, their algebra, their compilation to FlexAttention."""
 
+from typing import TYPE_CHECKING
+
 from attnflow.masks.build import from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import (
     attention_sink,
@@ -25,9 +27,14 @@ from attnflow.masks.streams import (
     xlnet_two_stream,
 )
 
+if TYPE_CHECKING:
+    from attnflow.masks.hf import MaskHandle, attach
+
 __all__ = [
     "IntervalRows",
     "Mask",
+    "MaskHandle",
+    "attach",
     "attention_sink",
     "big_bird",
     "block_causal",
@@ -50,3 +57,16 @@ __all__ = [
     "tree",
     "xlnet_two_stream",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What needs transformers, on first use."""
+    if name in ("MaskHandle", "attach"):
+        from attnflow.masks import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module 'attnflow.masks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -53,14 +53,14 @@ class Hasse:
         return "\n".join([*lines, "}", ""])
 
     def svg(self, labels: Sequence[str] | None = None, highlight: Sequence[int] = (), max_nodes: int = 60) -> str:
-        """The diagram as SVG, layered, lower classes at the bottom; see `attnflow.order.draw.hasse_svg`.
+        """The diagram as SVG, layered, lower classes at the bottom; see `attnflow.report.hasse_svg.hasse_svg`.
 
         Args:
             labels: a text for each position, e.g. its token.
             highlight: positions of a path to emphasise, as `flow.path` returns it.
             max_nodes: boxes above which the diagram is summarised.
         """
-        from attnflow.order.draw import hasse_svg  # only drawing needs the layout
+        from attnflow.report.hasse_svg import hasse_svg  # only drawing needs the layout
 
         return hasse_svg(self, labels=labels, highlight=highlight, max_nodes=max_nodes)
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.markup import columns, element, escape, number
-from attnflow.bias.figures import common_top
-from attnflow.order.draw import MONO, SANS
+from attnflow.report.bias_figures import common_top
+from attnflow.report.hasse_svg import MONO, SANS
 
 Array = npt.NDArray[np.floating[Any]]
 Truth = npt.NDArray[np.bool_]
@@ -73,7 +73,7 @@ def weight_chart(
     """Weights of one query as bars, a panel for each model, coloured by the bias where there is one.
 
     Args:
-        panels: (name, weights, row-centred bias or None), as `attnflow.bias.figures.weight_panels` makes them.
+        panels: (name, weights, row-centred bias or None), as `attnflow.report.bias_figures.weight_panels` makes them.
         keys: a name for each key.
         limit: bias of the full colour.
         height: of a panel.

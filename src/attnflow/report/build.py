@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnflow._core.files import write_atomically
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
 from attnflow.report.facts import CostModel
-from attnflow.report.files import write_atomically
 from attnflow.report.page import render
 from attnflow.report.sections import BIAS_SECTIONS, GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS, TRACE_SECTIONS
 from attnflow.report.subject import Section, SectionFunction, Subject, order_of
 
 if TYPE_CHECKING:
+    from attnflow.audit import AuditReport
     from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
-    from attnflow.knowledge.provenance.trace import Trace
-    from attnflow.order.audit import AuditReport
+    from attnflow.knowledge.trace import Trace
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Task, Verification
 

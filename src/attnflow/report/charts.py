@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.markup import element, escape, grouped, number, percent
-from attnflow.order.draw import SANS
 from attnflow.report.grid import ticks
+from attnflow.report.hasse_svg import SANS
 
 _MOST_POINTS = 160
 

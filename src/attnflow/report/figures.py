@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from attnflow._core import checks
 from attnflow._core.errors import MissingExtra
+from attnflow._core.files import write_atomically
 from attnflow._core.markup import percent, shorten
 from attnflow.masks.mask import Mask
-from attnflow.report.files import write_atomically
 from attnflow.report.grid import square_grid
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from attnflow._core.markup import columns, element, escape, number
-from attnflow.order.draw import MONO, SANS
+from attnflow.report.hasse_svg import MONO, SANS
 
 _ROW: Final = 22.0
 _HALF: Final = 150.0  # length of the longest bar

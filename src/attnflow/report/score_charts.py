@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from attnflow._core.markup import element, escape, number
 from attnflow.geometry import Quartiles
-from attnflow.order.draw import SANS
 from attnflow.report.grid import ticks
+from attnflow.report.hasse_svg import SANS
 
 COLOURS: Final = 7  # of a series, `af-series-0` and so on in the style sheet; then they repeat
 _LEVELS: Final = 16

@@ -13,10 +13,10 @@ from attnflow.report.facts import CostModel
 from attnflow.report.html import Html
 
 if TYPE_CHECKING:
+    from attnflow.audit import AuditReport
     from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
-    from attnflow.knowledge.provenance.trace import Trace
-    from attnflow.order.audit import AuditReport
+    from attnflow.knowledge.trace import Trace
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Verification
 

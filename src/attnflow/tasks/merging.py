@@ -15,11 +15,11 @@ from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
-from attnflow.tasks.amalgam import amalgamate
 from attnflow.tasks.equivalence import Inputs, repeats_below
 from attnflow.tasks.layout import arrange
 from attnflow.tasks.nodes import Poset, isomorphism, typed
 from attnflow.tasks.task import Task
+from attnflow.tasks.union import amalgamate
 
 
 @dataclass(frozen=True, repr=False)

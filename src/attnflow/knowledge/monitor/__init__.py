@@ -1,1 +1,18 @@
-"""A base that ages: which entries are used, which are the same, which were made by another encoder."""
+"""How a knowledge base ages: which entries fire, which are duplicates, which encoder wrote them."""
+
+from attnflow.knowledge.monitor.activity import Activity, ActivityReport, LayerActivity
+from attnflow.knowledge.monitor.duplication import Duplicates, duplicates
+from attnflow.knowledge.monitor.reembedding import Drift, Reembedded, VersionDrift, drift, reembed
+
+__all__ = [
+    "Activity",
+    "ActivityReport",
+    "Drift",
+    "Duplicates",
+    "LayerActivity",
+    "Reembedded",
+    "VersionDrift",
+    "drift",
+    "duplicates",
+    "reembed",
+]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnflow._core.checks import Indices, index_array, preview
 from attnflow._core.tables import aligned
-from attnflow.knowledge.reading.reader import Reading
+from attnflow.knowledge.memory_layer.reader import Reading
 
 ACTIVITY_SCHEMA: Final = "attnflow.knowledge.activity/1"
 

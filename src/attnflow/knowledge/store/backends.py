@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attnflow.knowledge.store.cached_index import HotIndex
 from attnflow.knowledge.store.engine import Engine, Searcher, SearchMode
-from attnflow.knowledge.store.hot_index import HotIndex
 from attnflow.knowledge.store.lance import LanceEngine
 from attnflow.knowledge.store.memory import MemoryEngine
 from attnflow.knowledge.store.milvus import MilvusEngine

@@ -9,9 +9,9 @@ import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural
 from attnflow.bias import BiasMap, LayerMap
-from attnflow.bias.figures import query_name, token_name, weight_panels
 from attnflow.report import bias_charts, html
 from attnflow.report.bias_charts import Array, Truth
+from attnflow.report.bias_figures import query_name, token_name, weight_panels
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject
 

@@ -6,14 +6,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from attnflow._core.markup import grouped, percent, plural, shorten
-from attnflow.order.draw import runs
 from attnflow.report import html
+from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.sections.order import diagram
 from attnflow.report.subject import Section, Subject
 
 if TYPE_CHECKING:
-    from attnflow.order.audit import AuditReport, Violation
+    from attnflow.audit import AuditReport, Violation
     from attnflow.tasks import Leak
 
 _DRAWN: Final = 2  # leaks with a diagram of their own

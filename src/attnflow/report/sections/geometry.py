@@ -11,11 +11,11 @@ import numpy as np
 
 from attnflow._core.markup import grouped, plural
 from attnflow.geometry import GeometryScores, Quartiles, Summary
-from attnflow.geometry.figures import background, head_grid
 from attnflow.geometry.table import IGNORED
 from attnflow.report import html, score_charts
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.score_charts import Series
+from attnflow.report.score_figures import background, head_grid
 from attnflow.report.subject import Section, Subject
 
 _MAPS: Final = 24  # attentions whose heads are drawn

@@ -7,11 +7,11 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, token_label
-from attnflow.knowledge.provenance.figures import Array, active_shares, entry_name, entry_words, written_by
-from attnflow.knowledge.provenance.trace import Fired, LayerTrace, Trace
+from attnflow.knowledge.trace import Fired, LayerTrace, Trace
 from attnflow.report import bias_charts, html, knowledge_charts
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject
+from attnflow.report.trace_figure import Array, active_shares, entry_name, entry_words, written_by
 
 _BARS: Final = 16
 _ROWS: Final = 40

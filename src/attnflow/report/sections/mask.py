@@ -6,9 +6,9 @@ from typing import Final
 
 from attnflow._core.markup import grouped, percent, plural
 from attnflow.masks.mask import Mask
-from attnflow.order.draw import runs
 from attnflow.report import charts, html
 from attnflow.report.facts import block_sizes, block_sparsity, mask_memory, prices
+from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.picture import mask_svg
 from attnflow.report.subject import Section, Subject

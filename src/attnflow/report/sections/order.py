@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, shorten
-from attnflow.order.draw import hasse_svg, runs
 from attnflow.order.flow import Flow
 from attnflow.report import charts, html
 from attnflow.report.facts import growth
+from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject
 

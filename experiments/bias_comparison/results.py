@@ -1,0 +1,229 @@
+"""What the runs of a comparison say: a table with intervals, CSV, JSON and the figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core.errors import MissingExtra
+from experiments.records import read, write_table
+
+Array = npt.NDArray[np.float64]
+
+_DRAWS: Final = 10_000
+_COLOURS: Final = {"guidance": "#1f5fa8", "key": "#c2571a", "lowrank": "#3a8a4d", "lora": "#7a4fa3"}
+_MARKS: Final = {"guidance": "o", "key": "s", "lowrank": "^", "lora": "D"}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One arm at its chosen learning rate.
+
+    Attributes:
+        arm: its name.
+        parameters: how many it trains.
+        rate: chosen on the validation rows of the first seed.
+        validation: mean validation loss of each rate tried.
+        seeds: how many have run.
+        curve: step -> gain over the frozen base on the test rows, in nats (positive: better).
+        per_seed: gain at the end of each seed.
+        kept: way of shuffling -> the fraction of the gain that is left; None where the gain is not above 0.
+        strength: |B| of each layer at the end, mean over seeds.
+    """
+
+    arm: str
+    parameters: int
+    rate: float
+    validation: dict[float, float]
+    seeds: int
+    curve: dict[int, Interval]
+    per_seed: list[float]
+    kept: dict[str, Interval | None]
+    strength: dict[int, float]
+
+    @property
+    def gain(self) -> Interval:
+        """At the last step."""
+        return self.curve[max(self.curve)]
+
+
+def interval(gains: Array, draws: int = _DRAWS) -> Interval:
+    """Mean of [seeds, rows] with a percentile bootstrap that draws seeds and rows anew, both with replacement.
+
+    Rows are paired with the base model's losses on the same rows before they come here. With three seeds the interval
+    is a rough one, and too narrow rather than too wide.
+    """
+    low, high = np.percentile(_means(gains, draws), [2.5, 97.5])
+    return Interval(float(gains.mean()), float(low), float(high))
+
+
+def fraction(part: Array, whole: Array, draws: int = _DRAWS) -> Interval | None:
+    """part.mean() / whole.mean() with the same bootstrap for both; None if the whole is not clearly above 0."""
+    wholes = _means(whole, draws)
+    if np.percentile(wholes, 2.5) <= 0:
+        return None
+    low, high = np.percentile(_means(part, draws) / wholes, [2.5, 97.5])
+    return Interval(float(part.mean() / whole.mean()), float(low), float(high))
+
+
+def _means(values: Array, draws: int) -> Array:
+    generator = np.random.default_rng(0)  # the same draws for every array of a shape: ratios stay paired
+    seeds, rows = values.shape
+    found = np.empty(draws)
+    for draw in range(draws):
+        chosen = np.ix_(generator.integers(seeds, size=seeds), generator.integers(rows, size=rows))
+        found[draw] = values[chosen].mean()
+    return found
+
+
+def read_results(folder: Path) -> tuple[float, list[Result]]:
+    """(test loss of the frozen base, the arms that have finished their learning rates).
+
+    Raises:
+        FileNotFoundError: no comparison in the folder.
+    """
+    about = read(folder / "comparison.json")
+    base = read(folder / "runs" / "base.json")
+    test = np.array(base["test"])
+    rates, seeds = about["config"]["rates"], about["config"]["seeds"]
+    results: list[Result] = []
+    for name in about["arms"]:
+        paths = {(rate, seed): folder / "runs" / f"{name}-{rate:g}-{seed}.json" for rate in rates for seed in seeds}
+        runs = {key: read(path) for key, path in paths.items() if path.is_file()}
+        if all((rate, seeds[0]) in runs for rate in rates):
+            tried = {rate: float(np.mean(runs[rate, seeds[0]]["validation"])) for rate in rates}
+            best = min(tried, key=tried.__getitem__)
+            results.append(_result(tried, best, [runs[best, s] for s in seeds if (best, s) in runs], test))
+    return float(test.mean()), results
+
+
+def _result(tried: dict[float, float], rate: float, runs: Sequence[Mapping[str, Any]], test: Array) -> Result:
+    def gains(part: str, name: str) -> Array:
+        return test[None] - np.array([run[part][name] for run in runs])
+
+    steps = sorted(int(step) for step in runs[0]["curve"])
+    curve = {step: interval(gains("curve", str(step))) for step in steps}
+    whole = gains("curve", str(steps[-1]))
+    kept = {how: fraction(gains("shuffles", how), whole) for how in runs[0]["shuffles"]}
+    last = [[entry for entry in run["log"] if "loss" in entry][-1] for run in runs]
+    layers = [key for key in last[0] if key.startswith("bias/layer_")]
+    strength = {int(key.rpartition("_")[2]): float(np.mean([entry[key] for entry in last])) for key in layers}
+    arm = runs[0]["arm"]
+    return Result(
+        arm["name"], arm["parameters"], rate, tried, len(runs), curve, whole.mean(axis=1).tolist(), kept, strength
+    )
+
+
+def summarise(folder: Path) -> str:
+    """Write results.json, results.csv and curve.png, and return the table.
+
+    Raises:
+        FileNotFoundError: no comparison in the folder.
+    """
+    base, results = read_results(folder)
+    (folder / "results.json").write_text(json.dumps(_json(base, results), indent=1) + "\n", encoding="utf-8")
+    rows = [
+        [one.arm, one.parameters, one.rate, one.seeds, step, *(f"{value:.6f}" for value in (g.mean, g.low, g.high))]
+        for one in results
+        for step, g in one.curve.items()
+    ]
+    head = ["arm", "parameters", "learning_rate", "seeds", "step", "gain", "low", "high"]
+    write_table(folder / "results.csv", head, rows)
+    if results:
+        figure(base, results).savefig(folder / "curve.png", dpi=150)
+    return table(base, results)
+
+
+def table(base: float, results: Sequence[Result]) -> str:
+    """The results in text."""
+    lines = [f"frozen base: test loss {base:.4f} nats; gains over it, 95 % intervals"]
+    for one in results:
+        kept = ", ".join(f"{how} shuffled keep {_percent(value)}" for how, value in one.kept.items())
+        lines.append(
+            f"{one.arm:9} {one.parameters:,} parameters, rate {one.rate:g}, {one.seeds} seeds: {one.gain}; {kept}"
+        )
+    return "\n".join(line.rstrip("; ") for line in lines)
+
+
+def figure(base: float, results: Sequence[Result]) -> Any:
+    """Held-out loss against steps, each arm with its interval, beside the frozen base; at the right without LoRA.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "report", "the figure")
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9.6, 3.8), layout="constrained")
+    both: Any = drawn.subplots(1, 2)
+    _curves(both[0], base, results)
+    _curves(both[1], base, [one for one in results if one.arm != "lora"])
+    both[0].set_ylabel("held-out loss (nats per token)")
+    both[0].set_title("all arms", fontsize=10)
+    both[1].set_title("biases alone (another scale)", fontsize=10)
+    return drawn
+
+
+def _curves(axes: Any, base: float, results: Sequence[Result]) -> None:
+    axes.axhline(base, color="0.35", linestyle="--", linewidth=1.2, label="frozen base")
+    for one in results:
+        steps = [0, *one.curve]
+        middle = [base, *(base - gain.mean for gain in one.curve.values())]
+        low = [base, *(base - gain.high for gain in one.curve.values())]
+        high = [base, *(base - gain.low for gain in one.curve.values())]
+        colour = _COLOURS.get(one.arm, "0.5")
+        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
+        axes.plot(steps, middle, color=colour, marker=_MARKS.get(one.arm, "o"), markersize=4.5, label=one.arm)
+    axes.set_xlabel("training step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _percent(value: Interval | None) -> str:
+    if value is None:
+        return "undefined (no gain)"
+    return f"{value.mean:.0%} [{value.low:.0%}, {value.high:.0%}]"
+
+
+def _json(base: float, results: Sequence[Result]) -> dict[str, object]:
+    def plain(value: Interval | None) -> list[float] | None:
+        return None if value is None else [value.mean, value.low, value.high]
+
+    return {
+        "base_test_loss": base,
+        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and rows",
+        "arms": [
+            {
+                "arm": one.arm,
+                "parameters": one.parameters,
+                "learning_rate": one.rate,
+                "validation_loss_by_rate": {f"{rate:g}": loss for rate, loss in one.validation.items()},
+                "seeds": one.seeds,
+                "gain_by_step": {str(step): plain(gain) for step, gain in one.curve.items()},
+                "gain_by_seed": one.per_seed,
+                "kept_by_shuffle": {how: plain(value) for how, value in one.kept.items()},
+                "strength_by_layer": {str(layer): value for layer, value in one.strength.items()},
+            }
+            for one in results
+        ],
+    }

@@ -1,0 +1,232 @@
+"""Joint training of the encoder and the language model, which goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attnflow.knowledge.hf.modular.config import ModularConfig
+from experiments.facts.corpus import UNKNOWN, Corpus, Key, Vocabulary
+from experiments.facts.model import FactEncoder, FactReader, nearest_loss, retrieval_loss
+
+
+@dataclass(frozen=True)
+class FactTraining:
+    """How a model and its encoder are trained. The defaults are the scale "tiny".
+
+    Attributes:
+        dim: width of the model, and of each half of an entry.
+        layers: blocks of the model.
+        activation: from scores of entries to weights.
+        threshold: where the threshold of an entry comes from.
+        base_entries: the model's own, which it reads where it is given no others: with facts in the context.
+        steps: of the optimiser; even ones ask from entries, odd ones from facts in the context.
+        facts: in each step's pool, all new.
+        questions: to be answered from entries in an even step.
+        contexts: questions to be answered from facts in the context, in an odd step; 0: odd steps are as even ones.
+        near: fraction of a pool's keys that differ in one part from another key of it.
+        unknown: fraction of questions whose fact is not in the pool.
+        rate: peak learning rate.
+        warmup: steps of its rise; it then falls as a cosine.
+        retrieval: weight of the supervised reading; 0: the answers alone say which entry to read.
+        nearest: weight of the encoder's own retrieval loss.
+    """
+
+    dim: int = 64
+    layers: int = 2
+    activation: str = "relu"
+    threshold: str = "mlp"
+    base_entries: int = 64
+    steps: int = 2400
+    facts: int = 128
+    questions: int = 64
+    contexts: int = 48
+    near: float = 0.6
+    unknown: float = 0.2
+    rate: float = 3e-3
+    warmup: int = 100
+    retrieval: float = 1.0
+    nearest: float = 0.3
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON holds it."""
+        return asdict(self)
+
+    def model_config(self, vocabulary: Vocabulary) -> ModularConfig:
+        """Sizes of the language model."""
+        return ModularConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=self.dim,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_entries=self.base_entries,
+            entry_dim=2 * self.dim,
+            key_dim=self.dim,
+            knowledge_activation=self.activation,
+            threshold=self.threshold,
+            initializer_range=self.dim**-0.5,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A language model, its encoder, and how training went.
+
+    Attributes:
+        reader: the language model.
+        encoder: X.
+        log: every so many steps, the means since the last entry.
+        seconds: of training, pauses not counted.
+    """
+
+    reader: FactReader
+    encoder: FactEncoder
+    log: list[dict[str, float]]
+    seconds: float
+
+
+def made(settings: FactTraining, seed: int) -> tuple[FactReader, FactEncoder]:
+    """A model and an encoder as they are before training."""
+    vocabulary = Vocabulary()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        reader = FactReader(settings.model_config(vocabulary), vocabulary)
+        return reader, FactEncoder(vocabulary, reader.model.model.embed_tokens)
+
+
+class _Step:
+    """What one step shows: a pool of facts, questions about it and beyond it; all of it follows from (seed, step)."""
+
+    def __init__(self, settings: FactTraining, seed: int, step: int) -> None:
+        self.settings = settings
+        self.corpus = Corpus(random.Random(f"{seed} {step}"))
+        self.facts = self.corpus.facts(settings.facts, settings.near)
+        self._held = {fact.key for fact in self.facts}
+
+    def ask(self, count: int) -> tuple[list[str], list[str], Tensor]:
+        """Questions, their answers, and which fact answers each (-1: none)."""
+        draw, questions, answers, which = self.corpus.draw, list[str](), list[str](), list[int]()
+        for _ in range(count):
+            if draw.random() < self.settings.unknown:
+                key = self._absent()
+                which.append(-1)
+                answers.append(UNKNOWN)
+            else:
+                which.append(draw.randrange(len(self.facts)))
+                key, value = self.facts[which[-1]].key, self.facts[which[-1]].value
+                answers.append(value)
+            questions.append(self.corpus.question(key))
+        return questions, answers, torch.tensor(which)
+
+    def contexts(self, which: Tensor, closeness: Float[Tensor, "questions facts"]) -> list[list[str]]:
+        """For each question one to three facts, the one that answers among them; the others any, or the closest."""
+        draw = self.corpus.draw
+        found: list[list[str]] = []
+        for number, order in zip(which.tolist(), closeness.topk(3, dim=1).indices.tolist(), strict=True):
+            count = draw.choice((1, 1, 2, 3))
+            chosen = order[:count] if draw.random() < 0.5 else draw.sample(range(len(self.facts)), count)
+            if number >= 0 and number not in chosen:
+                chosen[-1] = number
+            draw.shuffle(chosen)
+            found.append([self.facts[one].sentence for one in chosen])
+        return found
+
+    def _absent(self) -> Key:
+        return self.corpus.keys(1, self.settings.near, self._held)[0]
+
+
+def losses(reader: FactReader, encoder: FactEncoder, settings: FactTraining, seed: int, step: int) -> dict[str, Tensor]:
+    """What a step minimises the sum of: even steps ask from entries, odd ones from facts in the context.
+
+    In one sum, the gradient of the supervised reading would drown that of the context for a thousand steps.
+    """
+    shown = _Step(settings, seed, step)
+    entries = encoder([fact.text for fact in shown.facts], [fact.value for fact in shown.facts])
+    if settings.contexts and step % 2:
+        questions, answers, which = shown.ask(settings.contexts)
+        closeness = (encoder.query(questions) @ entries.T).detach()
+        asked = reader.asked(questions, answers, shown.contexts(which, closeness))
+        return {"context": functional.cross_entropy(reader.logits(asked, None), asked.target)}
+    questions, answers, which = shown.ask(settings.questions)
+    asked = reader.asked(questions, answers)
+    with reader.watched() as scores:
+        logits = reader.logits(asked, entries)
+    found = {"entries": functional.cross_entropy(logits, asked.target)}
+    if settings.retrieval:
+        of_facts = scores[0][asked.row, asked.place, 0]
+        found["retrieval"] = settings.retrieval * retrieval_loss(of_facts, which[asked.row])
+    keys = entries[:, : settings.dim]
+    found["nearest"] = settings.nearest * nearest_loss(encoder.key(questions), keys, which)
+    return found
+
+
+def train(settings: FactTraining, seed: int, path: Path, save_every: int = 250) -> Trained:
+    """Train, or go on from the last state that was saved; the result is the same, bit by bit.
+
+    Args:
+        settings: of the training.
+        seed: of initialisation and of all that is drawn.
+        path: file for the state.
+        save_every: steps between states, and between entries of the log.
+    """
+    reader, encoder = made(settings, seed)
+    parts = nn.ModuleDict({"model": reader.model, "encoder": encoder})
+    parameters = list(parts.parameters())
+    optimiser = torch.optim.AdamW(parameters, lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    done, seconds, log = 0, 0.0, list[dict[str, float]]()
+    if path.is_file():
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        parts.load_state_dict(state["parts"])
+        optimiser.load_state_dict(state["optimiser"])
+        done, seconds, log = state["step"], state["seconds"], state["log"]
+    began, since = time.perf_counter() - seconds, list[dict[str, float]]()
+    parts.train()
+    for step in range(done, settings.steps):
+        for group in optimiser.param_groups:
+            group["lr"] = settings.rate * _schedule(step, settings)
+        found = losses(reader, encoder, settings, seed, step)
+        optimiser.zero_grad()
+        torch.stack(list(found.values())).sum().backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        since.append({name: value.item() for name, value in found.items()})
+        if (step + 1) % save_every == 0 or step + 1 == settings.steps:
+            log.append({"step": float(step + 1), **_means(since)})
+            since.clear()
+            seconds = time.perf_counter() - began
+            state = {"parts": parts.state_dict(), "optimiser": optimiser.state_dict()}
+            _save({**state, "step": step + 1, "seconds": seconds, "log": log}, path)
+            told = ", ".join(f"{name} {value:.3f}" for name, value in log[-1].items() if name != "step")
+            print(f"seed {seed}, step {step + 1}, {seconds:.0f} s: {told}", file=sys.stderr, flush=True)
+    parts.eval()
+    return Trained(reader, encoder, log, seconds)
+
+
+def _schedule(step: int, settings: FactTraining) -> float:
+    rise = min(1.0, (step + 1) / settings.warmup)
+    return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
+
+
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.mean(row[name] for row in rows if name in row) for name in names}
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    torch.save(state, part)
+    part.replace(path)

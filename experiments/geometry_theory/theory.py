@@ -1,0 +1,269 @@
+"""The statements of the geometry paper about updates of M = W_q^T W_k: an identity to check and averages to measure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow.geometry.scores import directionality, symmetry
+from experiments.geometry_theory.language_model import LENGTH, LanguageModel, Objective, draw_tokens
+
+Stage = Literal["gradient", "first step", "late gradient", "training"]
+OBJECTIVES: Final[tuple[Objective, ...]] = ("causal", "bidirectional")
+STAGES: Final[tuple[Stage, ...]] = ("gradient", "first step", "late gradient", "training")
+
+
+def score_gradient(
+    weights: Float[Tensor, "*batch query key"], weights_gradient: Float[Tensor, "*batch query key"]
+) -> Float[Tensor, "*batch query key"]:
+    """How the loss changes with every score before the softmax, from how it changes with every attention weight.
+
+    `beta_ij = a_ij (g_ij - sum_l a_il g_il)`, the Jacobian of the softmax applied by hand. These are the coefficients
+    of prop. 2.2, up to the factor by which scores are scaled; the paper's proof leaves the softmax out (eq. S33). Each
+    row adds up to 0: what the gradient gives to one key of a query it takes from the query's other keys.
+
+    Args:
+        weights: attention weights a, [..., query, key]; 0 where the mask forbids a pair.
+        weights_gradient: gradient of the loss with respect to them.
+    """
+    return weights * (weights_gradient - (weights * weights_gradient).sum(-1, keepdim=True))
+
+
+def rank_one_sum(
+    tokens: Float[Tensor, "batch position d"], coefficients: Float[Tensor, "batch position position"]
+) -> Float[Tensor, "d d"]:
+    """The gradient of the loss with respect to M as a sum over pairs of tokens (prop. 2.2): `sum_ij beta_ij x_i x_j^T`.
+
+    Args:
+        tokens: what the layer projects to queries and keys, after its norm if it has one.
+        coefficients: gradient of the loss with respect to `x_i^T M x_j`, [batch, query, key]: `score_gradient` times
+            the factor by which the model scales its scores.
+
+    Cost: batch * position * d * (position + d) multiplications.
+
+    >>> tokens = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
+    >>> rank_one_sum(tokens, torch.tensor([[[0.0, 1.0], [0.0, 0.0]]]))  # query 0 with key 1
+    tensor([[0., 2.],
+            [0., 0.]])
+    """
+    return (tokens.mT @ (coefficients @ tokens)).sum(0)
+
+
+def implicit_step(
+    query: Float[Tensor, "head_dim d"], key: Float[Tensor, "head_dim d"], gradient: Float[Tensor, "d d"]
+) -> Float[Tensor, "d d"]:
+    """How M moves when W_q and W_k take a small step down the gradient: `-(G W_k^T W_k + W_q^T W_q G)` a learning rate.
+
+    Remark S1.6. M itself is no parameter, and its step is not proportional to -G: the gradient passes through both
+    projections, of rank head_dim at most. (The paper calls both terms rank 1; each is a sum of such terms.)
+
+    Args:
+        query: W_q of one head as `nn.Linear` stores it.
+        key: W_k of the head.
+        gradient: G, with respect to M.
+    """
+    return -(gradient @ key.mT @ key + query.mT @ query @ gradient)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with its 95 % confidence interval (Student's t).
+
+    Attributes:
+        mean: over the seeds.
+        low: lower end; -inf from one seed.
+        high: upper end; inf from one seed.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """The interval of independent values."""
+        from scipy.special import stdtrit
+
+        mean = statistics.fmean(values)
+        if len(values) < 2:
+            return cls(mean, -math.inf, math.inf)
+        half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+        return cls(mean, mean - half, mean + half)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The scores of one kind of update, over seeds.
+
+    Attributes:
+        objective: "causal" (next token), "bidirectional" (masked tokens), or "difference" (bidirectional - causal, by
+            seed).
+        stage: "gradient" (the sum of prop. 2.2 at initialisation), "first step" (`implicit_step` of it), "late
+            gradient" (the sum in the last step) or "training" (M after training less M before).
+        symmetry: theorem 2.4 says that it is positive for "bidirectional".
+        directionality: reading "excess"; negative where columns dominate.
+        more_columns: share of columns minus share of rows with norms above one common threshold, mean + 2 std of
+            all of them: theorem 2.3 says that it is positive for "causal".
+    """
+
+    objective: Objective | Literal["difference"]
+    stage: Stage
+    symmetry: Interval
+    directionality: Interval
+    more_columns: Interval
+
+
+@dataclass(frozen=True)
+class UpdateStudy:
+    """What `measure_updates` found.
+
+    Attributes:
+        rows: one for each stage and objective, and their difference.
+        seeds: models trained for each objective.
+        steps: optimiser steps of each.
+        losses: mean loss of the last tenth of the steps, by objective.
+        unigram_loss: entropy of the frequencies of tokens, the loss of a guess that looks at no context.
+    """
+
+    rows: tuple[Measured, ...]
+    seeds: int
+    steps: int
+    losses: dict[Objective, Interval]
+    unigram_loss: float
+
+    def row(self, objective: str, stage: str) -> Measured:
+        """The row of an objective and a stage."""
+        for row in self.rows:
+            if (row.objective, row.stage) == (objective, stage):
+                return row
+        raise KeyError(f"no row for objective {objective!r} and stage {stage!r}; stages are {', '.join(STAGES)}")
+
+    def __str__(self) -> str:
+        head = f"{'stage':<14} {'objective':<14} {'symmetry':<25} {'directionality':<25} more columns than rows"
+        lines = [f"{self.seeds} seeds, {self.steps} steps; mean and 95 % interval", head]
+        for row in self.rows:
+            cells = [str(cell) for cell in (row.symmetry, row.directionality, row.more_columns)]
+            lines.append(f"{row.stage:<14} {row.objective:<14} {cells[0]:<25} {cells[1]:<25} {cells[2]}")
+        return "\n".join(lines)
+
+
+def measure_updates(
+    seeds: int = 5,
+    steps: int = 150,
+    tokens: Int[Tensor, "length"] | None = None,
+    width: int = 64,
+    num_heads: int = 4,
+    num_layers: int = 2,
+    mask_share: float = 0.15,
+) -> UpdateStudy:
+    """Theorems 2.3 and 2.4 as a measurement: small language models trained from scratch on both objectives.
+
+    The theorems are statements on average, under assumptions (independent embeddings with a common covariance, beta_ij
+    correlated with beta_ji) that a model need not meet; this reports what is seen. Both objectives share seed,
+    initial weights and data, so that their difference is taken by seed.
+
+    Args:
+        seeds: models for each objective; 2 at least for an interval.
+        steps: optimiser steps (AdamW, learning rate 3e-3, 32 sequences of 32 tokens each).
+        tokens: a text to learn, as ids from 0 without gaps; without one each seed draws its own Markov chain, in which
+            the next token depends on the one before and frequencies follow Zipf's law.
+        width: of the embeddings.
+        num_heads: of each layer.
+        num_layers: over which the scores are averaged.
+        mask_share: share of tokens that the bidirectional objective masks and predicts.
+
+    Returns:
+        `UpdateStudy`, whose `str` is a table.
+
+    Raises:
+        ValueError: a size out of range, or a text shorter than one sequence.
+
+    Cost: with the defaults about 10 s on one core.
+    """
+    checks.integer("seeds", seeds, 1)
+    checks.integer("steps", steps, 1)
+    if tokens is not None and len(tokens) <= LENGTH:
+        raise ValueError(f"tokens must be a text of at least {LENGTH + 1} tokens, got {len(tokens)}")
+    values: dict[tuple[Objective, Stage], list[Tensor]] = {(o, s): [] for o in OBJECTIVES for s in STAGES}
+    losses: dict[Objective, list[float]] = {objective: [] for objective in OBJECTIVES}
+    entropies: list[float] = []
+    for seed in range(seeds):
+        text = draw_tokens(seed) if tokens is None else tokens
+        frequencies = text.bincount() / len(text)
+        entropies.append(torch.special.entr(frequencies).sum().item())
+        for objective in OBJECTIVES:
+            model = LanguageModel(len(frequencies), width, num_heads, num_layers, seed)
+            found, loss = _train(model, text, objective, steps, mask_share, seed)
+            losses[objective].append(loss)
+            for stage in STAGES:
+                values[objective, stage].append(_scores(found[stage]))
+    rows = [row for stage in STAGES for row in _rows(stage, *(torch.stack(values[o, stage]) for o in OBJECTIVES))]
+    intervals: dict[Objective, Interval] = {objective: Interval.of(last) for objective, last in losses.items()}
+    return UpdateStudy(tuple(rows), seeds, steps, intervals, statistics.fmean(entropies))
+
+
+def _train(
+    model: LanguageModel, text: Tensor, objective: Objective, steps: int, mask_share: float, seed: int
+) -> tuple[dict[Stage, Tensor], float]:
+    """Every stage's matrices, [layers, d, d], and the loss at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = model.bilinear_forms()
+    found: dict[Stage, Tensor] = {}
+    last: list[float] = []
+    for step in range(steps):
+        loss = model.loss(text, objective, mask_share, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            found["gradient"], found["first step"] = _gradient_and_step(model)
+        if step == steps - 1:
+            found["late gradient"], _ = _gradient_and_step(model)
+        optimizer.step()
+        last.append(loss.item())
+    found["training"] = model.bilinear_forms() - before
+    return found, statistics.fmean(last[-max(1, steps // 10) :])
+
+
+def _gradient_and_step(model: LanguageModel) -> tuple[Tensor, Tensor]:
+    """The gradient of every layer, summed over its heads, and the step that it makes M take."""
+    gradients: list[Tensor] = []
+    moves: list[Tensor] = []
+    for layer in model.layers():
+        query, key = layer.heads()
+        tokens, weights, weights_gradient = layer.recorded()
+        beta = score_gradient(weights, weights_gradient) * layer.scaling
+        per_head = [rank_one_sum(tokens, beta[:, head]) for head in range(len(query))]
+        gradients.append(torch.stack(per_head).sum(0))
+        steps = [implicit_step(q, k, g) for q, k, g in zip(query, key, per_head, strict=True)]
+        moves.append(torch.stack(steps).sum(0))
+    return torch.stack(gradients), torch.stack(moves)
+
+
+def _scores(matrices: Float[Tensor, "layers d d"]) -> Float[Tensor, "3"]:
+    """Symmetry, directionality and the excess of strong columns, averaged over the layers."""
+    rows, columns = matrices.norm(dim=2), matrices.norm(dim=1)
+    both = torch.cat([rows, columns], dim=1)
+    threshold = both.mean(1, keepdim=True) + 2 * both.std(1, keepdim=True)
+    more_columns = (columns > threshold).float().mean(1) - (rows > threshold).float().mean(1)
+    return torch.stack([symmetry(matrices), directionality(matrices), more_columns]).mean(1)
+
+
+def _rows(stage: Stage, causal: Tensor, bidirectional: Tensor) -> list[Measured]:
+    named: list[tuple[Objective | Literal["difference"], Tensor]] = [
+        ("causal", causal),
+        ("bidirectional", bidirectional),
+        ("difference", bidirectional - causal),
+    ]
+    return [Measured(name, stage, *(Interval.of(column) for column in values.T.tolist())) for name, values in named]

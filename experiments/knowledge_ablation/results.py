@@ -1,0 +1,176 @@
+"""What ablating and editing entries did, over facts: a table with intervals, CSV, JSON and the figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from attnflow._core.errors import MissingExtra
+from attnflow._core.tables import aligned
+from experiments.bias_comparison.results import Interval, interval
+from experiments.knowledge_ablation.run import METHODS, read_runs
+from experiments.records import write, write_table
+
+Measured = Mapping[str, Any]
+
+_COLOURS: Final = {"effect": "#1f5fa8", "norm": "#c2571a", "random": "#8a8a8a"}
+_LABELS: Final = {"effect": "by direct effect", "norm": "by norm", "random": "random, same layers"}
+
+# Of a fact (and of its other wordings) the change in log-probability or loss, of answers the share, over the facts.
+_QUANTITIES: Final[Mapping[str, Callable[[Measured, Measured], float]]] = {
+    "fact": lambda after, before: after["answer"][0] - before["answer"][0],
+    "paraphrases": lambda after, before: float(np.mean(after["answer"][1:]) - np.mean(before["answer"][1:])),
+    "other_facts": lambda after, before: float(np.mean(after["other_facts"]) - np.mean(before["other_facts"])),
+    "text": lambda after, before: after["text"] - before["text"],
+    "fact_kept": lambda after, _: float(after["is_answer"][0]),
+    "fact_changed": lambda after, _: float(after["is_other"][0]),
+    "paraphrases_kept": lambda after, _: float(np.mean(after["is_answer"][1:])),
+    "paraphrases_changed": lambda after, _: float(np.mean(after["is_other"][1:])),
+    "other_facts_kept": lambda after, _: float(np.mean(after["other_facts_kept"])),
+    "other_facts_leaked": lambda after, _: float(np.mean(after["other_facts_leaked"])),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One change of the model, over all facts.
+
+    Attributes:
+        change: "before", "ablated" or "edited".
+        method: how entries were chosen; "" before.
+        entries: how many.
+        facts: how many facts.
+        quantities: what was measured, with a 95 % interval over facts. The first four are changes, in nats, of the
+            log-probability of the answer (to the fact, its paraphrases, other facts) and of the loss on unrelated text;
+            the others are shares of prompts whose most likely answer is the true one ("kept") or the other one
+            ("changed", "leaked").
+    """
+
+    change: str
+    method: str
+    entries: int
+    facts: int
+    quantities: Mapping[str, Interval]
+
+
+def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
+    """Every change with its intervals over facts."""
+    found = [_outcome("before", "", 0, [(run["before"], run["before"]) for run in runs])]
+    for change in ("ablated", "edited"):
+        for method in METHODS:
+            sizes = sorted({one["entries"] for run in runs for one in run[change] if one["method"] == method})
+            for size in sizes:
+                pairs = [
+                    (one, run["before"])
+                    for run in runs
+                    for one in run[change]
+                    if (one["method"], one["entries"]) == (method, size)
+                ]
+                found.append(_outcome(change, method, size, pairs))
+    return found
+
+
+def _outcome(change: str, method: str, entries: int, pairs: Sequence[tuple[Measured, Measured]]) -> Outcome:
+    values = {name: np.array([[take(after, before) for after, before in pairs]]) for name, take in _QUANTITIES.items()}
+    return Outcome(change, method, entries, len(pairs), {name: interval(v, 2000) for name, v in values.items()})
+
+
+def summarise(folder: Path) -> str:
+    """Write results.json, results.csv and effect.png, and return the table.
+
+    Raises:
+        FileNotFoundError: no experiment in the folder.
+        ValueError: no fact has been finished.
+    """
+    about, runs = read_runs(folder)
+    if not runs:
+        raise ValueError(f"{folder} holds no finished facts")
+    found = outcomes(runs)
+    content = {
+        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over facts",
+        "config": about["config"],
+        "facts": [run["fact"] for run in runs],
+        "outcomes": [asdict(one) for one in found],
+    }
+    write(folder / "results.json", json.loads(json.dumps(content)))
+    rows = [
+        [one.change, one.method, one.entries, one.facts, name, *(f"{number:.5f}" for number in (v.mean, v.low, v.high))]
+        for one in found
+        for name, v in one.quantities.items()
+    ]
+    head = ["change", "method", "entries", "facts", "quantity", "mean", "low", "high"]
+    write_table(folder / "results.csv", head, rows)
+    figure(found).savefig(folder / "effect.png", dpi=150)
+    return table(found)
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """The outcomes in text."""
+    head = ["change", "entries", "fact", "paraphrases", "other facts", "text", "kept", "changed", "leaked"]
+    lines = [head]
+    for one in found:
+        q = one.quantities
+        nats = [str(q[name]) for name in ("fact", "paraphrases", "other_facts", "text")]
+        kept = f"{q['fact_kept'].mean:.0%} / {q['paraphrases_kept'].mean:.0%} / {q['other_facts_kept'].mean:.0%}"
+        changed = f"{q['fact_changed'].mean:.0%} / {q['paraphrases_changed'].mean:.0%}"
+        what = f"{one.change} {one.method}".strip()
+        lines.append([what, str(one.entries), *nats, kept, changed, f"{q['other_facts_leaked'].mean:.0%}"])
+    notes = [
+        f"{found[0].facts} facts; changes of log-probability and of loss in nats, with 95 % intervals over facts",
+        "kept: fact / paraphrases / other facts still answered; changed: fact / paraphrases given the other answer;",
+        "leaked: other facts given that answer",
+    ]
+    return "\n".join([aligned(lines, left=range(len(head))), *notes])
+
+
+def figure(found: Sequence[Outcome]) -> Any:
+    """Ablation: change against the number of entries, for the fact, paraphrases, other facts and text; and the edits.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "report", "the figure") from error
+    drawn = Figure(figsize=(12.5, 6.2), layout="constrained")
+    panels: Any = drawn.subplots(2, 4)
+    titles = {"fact": "the fact", "paraphrases": "paraphrases", "other_facts": "other facts", "text": "unrelated text"}
+    for axes, (name, title) in zip(panels[0], titles.items(), strict=True):
+        for method in METHODS:
+            some = [one for one in found if (one.change, one.method) == ("ablated", method)]
+            values = [one.quantities[name] for one in some]
+            sizes, colour = [one.entries for one in some], _COLOURS[method]
+            axes.fill_between(sizes, [v.low for v in values], [v.high for v in values], color=colour, alpha=0.15)
+            axes.plot(sizes, [v.mean for v in values], color=colour, marker="o", markersize=4, label=_LABELS[method])
+        axes.axhline(0, color="0.4", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("entries ablated")
+        axes.set_title(title, fontsize=10)
+    panels[0][0].set_ylabel("change of log p(answer), nats")
+    panels[0][3].set_ylabel("change of loss, nats")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    shares = {
+        "fact_changed": "edited: the fact changed",
+        "paraphrases_changed": "paraphrases changed",
+        "other_facts_kept": "other facts kept",
+        "text": "loss on text, nats",
+    }
+    for axes, (name, title) in zip(panels[1], shares.items(), strict=True):
+        edits = [one for one in found if one.change == "edited"]
+        for place, one in enumerate(edits):
+            value = one.quantities[name]
+            reach = [[value.mean - value.low], [value.high - value.mean]]
+            axes.bar(place, value.mean, color=_COLOURS[one.method], width=0.7, yerr=reach, capsize=3)
+        axes.set_xticks(range(len(edits)), [f"{one.method}\n{one.entries}" for one in edits], fontsize=8)
+        axes.set_title(title, fontsize=10)
+        if name != "text":
+            axes.set_ylim(0, 1.02)
+    for axes in panels.flatten():
+        axes.spines[["top", "right"]].set_visible(False)
+    return drawn

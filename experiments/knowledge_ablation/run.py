@@ -1,0 +1,267 @@
+"""Facts in a converted model ablated and edited, entry by entry: `python -m experiments.knowledge_ablation.run OUTPUT`.
+
+Which feed-forward entries carry a fact? For each fact that the model knows, entries are chosen at the last token of its
+prompt: by direct effect on the logit of the answer, by the norm of their contribution, or at random from the layers of
+the first. They are ablated (their values set to zero), or edited so that they write another answer. Measured are the
+fact, other wordings of it, other facts of its relation, and unrelated text. Each fact is a file, so that an interrupted
+run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow.knowledge.hf.convert import from_ffn
+from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
+from attnflow.knowledge.hf.trace import trace
+from attnflow.knowledge.layered import LayeredKnowledge
+from attnflow.models import load_model, sample_text
+from experiments.knowledge_ablation.facts import RELATIONS, Fact, known_facts, last_logits, text_losses, token_of
+from experiments.records import describe, read, write
+
+METHODS: Final = ("effect", "norm", "random")
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One experiment. The defaults are the scale "tiny", minutes of one CPU core.
+
+    Attributes:
+        model: as `af.models.load_model` takes it.
+        dtype: of the model.
+        facts: at most so many of each relation.
+        others: other facts of the relation that are asked for.
+        ablated: how many entries are ablated.
+        edited: how many entries are edited.
+        margin: by how many logits an edit shall put the other answer above the true one, by its direct effect alone.
+        text_tokens: of the unrelated text.
+        seed: of the random entries.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "bfloat16"
+    facts: int = 6
+    others: int = 4
+    ablated: tuple[int, ...] = (1, 4, 16, 64)
+    edited: tuple[int, ...] = (16,)
+    margin: float = 5.0
+    text_tokens: int = 128
+    seed: int = 0
+
+
+def tiny() -> Ablation:
+    """Minutes of one CPU core."""
+    return Ablation()
+
+
+def small() -> Ablation:
+    """All known facts, more sizes, more text; not run yet."""
+    return Ablation(
+        dtype="float32", facts=24, others=12, ablated=(1, 2, 4, 8, 16, 32, 64), edited=(1, 4, 16, 64), text_tokens=1024
+    )
+
+
+SCALES: Final = {"tiny": tiny, "small": small}
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Entries in order of choice, with what an edit needs to know of them.
+
+    Attributes:
+        ids: of entries.
+        weights: of them at the last token of the prompt.
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+
+def run_fact(model: nn.Module, tokenizer: Any, fact: Fact, config: Ablation, others: Sequence[Fact]) -> dict[str, Any]:
+    """Everything that is measured of one fact: {"before": ..., "ablated": [...], "edited": [...]}."""
+    base = cast(LayeredKnowledge, model.knowledge)
+    prompt = RELATIONS[fact.relation].prompt.format(fact.subject)
+    ids = cast("list[int]", tokenizer(prompt)["input_ids"])
+    answer, other = (token_of(tokenizer, word) for word in (fact.answer, fact.other))
+    most = max(*config.ablated, *config.edited)
+    chosen = choose(model, ids, answer, most, config.seed)
+    measure = partial(measured, model, tokenizer, fact, config, others)
+    record: dict[str, Any] = {"fact": asdict(fact), "before": measure()}
+    record["entries"] = {
+        name: {"ids": one.ids.tolist(), "layers": base.layer_of(one.ids)} for name, one in chosen.items()
+    }
+    record["ablated"], record["edited"] = [], []
+    towards = _direction(model, ids, answer, other)
+    gap = float(last_logits(model, tokenizer, [prompt])[0, [answer, other]].diff().neg())
+    for name, entries in chosen.items():
+        for count in config.ablated:
+            with edited(base, entries.ids[:count], _without_values(base, entries.ids[:count])):
+                record["ablated"].append({"method": name, "entries": count, **measure()})
+        for count in config.edited:
+            some = Chosen(entries.ids[:count], entries.weights[:count])
+            rows, size = _rewritten(base, some, towards, gap + config.margin)
+            with edited(base, some.ids, rows):
+                record["edited"].append({"method": name, "entries": count, "relative_change": size, **measure()})
+    return record
+
+
+def choose(model: nn.Module, ids: Sequence[int], answer: int, count: int, seed: int) -> dict[str, Chosen]:
+    """The entries to change: by direct effect on the answer (those that raise it most), by norm, and at random.
+
+    The random ones are as many of each layer as the first, in an order that goes through the layers likewise.
+    """
+    everything = trace(model, ids, positions=-1, top=_largest_layer(model), targets=answer, promoted=0)
+    table = {
+        name: torch.cat([cast(Tensor, getattr(one, name))[0] for one in everything])
+        for name in ("ids", "weights", "norms", "effects")
+    }
+    found: dict[str, Chosen] = {}
+    for name, size in (("effect", table["effects"]), ("norm", table["norms"])):
+        order = size.masked_fill(table["ids"] < 0, -torch.inf).topk(count).indices
+        found[name] = Chosen(table["ids"][order], table["weights"][order])
+    base = cast(LayeredKnowledge, model.knowledge)
+    draw, taken = torch.Generator().manual_seed(seed), set(found["effect"].ids.tolist())
+    places: list[int] = []
+    layer_ids = [set(one.ids[0][one.ids[0] >= 0].tolist()) - taken for one in everything]
+    for layer in base.layer_of(found["effect"].ids):
+        pool = sorted(layer_ids[layer])
+        pick = pool[int(torch.randint(len(pool), (1,), generator=draw))]
+        layer_ids[layer].discard(pick)
+        places.append(int((table["ids"] == pick).nonzero()[0]))
+    found["random"] = Chosen(table["ids"][places], table["weights"][places])
+    return found
+
+
+@contextmanager
+def edited(base: LayeredKnowledge, ids: Tensor, rows: Tensor) -> Generator[None]:
+    """Entries with other rows for a while; then bit for bit as they were."""
+    before = base.get(ids)
+    base.update(ids, rows)
+    try:
+        yield
+    finally:
+        base.update(ids, before)
+
+
+def measured(model: nn.Module, tokenizer: Any, fact: Fact, config: Ablation, others: Sequence[Fact]) -> dict[str, Any]:
+    """What the model now answers to the fact, to paraphrases and to other facts, and its loss on unrelated text."""
+    relation = RELATIONS[fact.relation]
+    asked = [relation.prompt, *relation.paraphrases]
+    prompts = [each.format(fact.subject) for each in asked] + [relation.prompt.format(one.subject) for one in others]
+    logits = last_logits(model, tokenizer, prompts)
+    chances, best = logits.log_softmax(dim=-1), logits.argmax(dim=-1)
+    answer, other = (token_of(tokenizer, word) for word in (fact.answer, fact.other))
+    count = len(asked)
+    theirs = [token_of(tokenizer, one.answer) for one in others]
+    own = chances[count:][torch.arange(len(others)), theirs]
+    text = tokenizer(sample_text(), return_tensors="pt", truncation=True, max_length=config.text_tokens)["input_ids"]
+    return {
+        "answer": chances[:count, answer].tolist(),
+        "other": chances[:count, other].tolist(),
+        "is_answer": (best[:count] == answer).tolist(),
+        "is_other": (best[:count] == other).tolist(),
+        "other_facts": own.tolist(),
+        "other_facts_kept": (best[count:] == torch.tensor(theirs)).tolist(),
+        "other_facts_leaked": (best[count:] == other).tolist(),
+        "text": float(text_losses(model, text).mean()),
+    }
+
+
+def _without_values(base: LayeredKnowledge, ids: Tensor) -> Tensor:
+    rows = base.get(ids)
+    rows[:, base.layout.value] = 0
+    return rows
+
+
+def _rewritten(base: LayeredKnowledge, some: Chosen, towards: Tensor, wanted: float) -> tuple[Tensor, float]:
+    """(rows whose values write so many more logits for the other answer, relative change of the values).
+
+    Each value moves the same way along `towards`, with the sign of its weight; the length is such that the direct
+    effects sum to what is wanted.
+    """
+    rows = base.get(some.ids).float()
+    unit = towards / towards.norm()
+    length = wanted / float(some.weights.abs().sum() * towards.norm())
+    before = rows[:, base.layout.value].norm()
+    change = length * some.weights.sign()[:, None] * unit
+    rows[:, base.layout.value] += change
+    return rows, float(change.norm() / before)
+
+
+def _direction(model: nn.Module, ids: Sequence[int], answer: int, other: int) -> Tensor:
+    """What a contribution is multiplied by to have its direct effect on logit(other) - logit(answer)."""
+    tokens = torch.tensor([list(ids)])
+    run = partial(cast(Any, model), input_ids=tokens, use_cache=False)
+    stream = Stream(model, 1, 0, [len(ids) - 1])
+    with torch.no_grad():
+        found = [directions(stream, run, lambda _, token=token: [token]) for token in (other, answer)]
+    rows = [cast(Directions, one).rows[0] for one in found]
+    return rows[0] - rows[1]
+
+
+def _largest_layer(model: nn.Module) -> int:
+    return int(cast(LayeredKnowledge, model.knowledge).counts.max())
+
+
+def ablate(config: Ablation, folder: Path) -> None:
+    """Run what is not there yet."""
+    loaded = load_model(config.model, dtype=config.dtype)
+    model, tokenizer = from_ffn(cast(nn.Module, loaded.model)), loaded.tokenizer
+    known = known_facts(model, tokenizer)
+    describe(
+        folder / "experiment.json",
+        {"config": asdict(config), "known": [asdict(fact) for fact in known]},
+        ("torch", "transformers", "attnflow"),
+    )
+    runs = folder / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    grouped = {name: [fact for fact in known if fact.relation == name] for name in RELATIONS}
+    # Relations in turn, so that a run that is cut short has some facts of each.
+    for place, (name, mine) in ((place, pair) for place in range(config.facts) for pair in grouped.items()):
+        if place >= len(mine) or (path := runs / f"{name}-{mine[place].subject}.json").is_file():
+            continue
+        began, fact = time.perf_counter(), mine[place]
+        beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
+        write(path, run_fact(model, tokenizer, fact, config, beside[: config.others]))
+        print(f"{path.stem}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def read_runs(folder: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """(the experiment, its finished facts).
+
+    Raises:
+        FileNotFoundError: there is no experiment in the folder.
+    """
+    about = cast("Mapping[str, Any]", read(folder / "experiment.json"))
+    found = [cast("Mapping[str, Any]", read(path)) for path in sorted((folder / "runs").glob("*.json"))]
+    return about, found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.knowledge_ablation.run", description=__doc__)
+    parser.add_argument("output", type=Path, help="folder for the runs, the results and the figure")
+    parser.add_argument("--scale", choices=SCALES, default="tiny")
+    parser.add_argument("--summary", action="store_true", help="only summarise the facts that are there")
+    given = parser.parse_args(arguments)
+    if not given.summary:
+        given.output.mkdir(parents=True, exist_ok=True)
+        ablate(SCALES[given.scale](), given.output)
+    from experiments.knowledge_ablation.results import summarise
+
+    print(summarise(given.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What a verb returns that changes a model: a handle that undoes the change."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+
+class Handle(ABC):
+    """A change of a model, in force until `remove()` or the end of the `with` block; printed, it says what it did.
+
+    Attributes:
+        model: the model that was changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._active = True
+
+    @property
+    def active(self) -> bool:
+        """Whether the change is still in force."""
+        return self._active
+
+    def remove(self) -> None:
+        """Leave the model exactly as it was before; a second call does nothing.
+
+        Raises:
+            RuntimeError: something that was put on the model later must be removed first. Nothing is changed then.
+        """
+        if self._active:
+            self._restore()
+            self._active = False
+
+    @abstractmethod
+    def _restore(self) -> None:
+        """Undo the change, or raise before anything is undone."""
+
+    @abstractmethod
+    def _summary(self) -> str:
+        """What was changed, in a line or a table."""
+
+    def __enter__(self) -> Self:
+        if not self._active:
+            raise RuntimeError(f"this {type(self).__name__} was removed; attach again")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return self._summary() if self._active else f"{self._summary()} (removed)"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {type(self.model).__name__}{'' if self._active else ', removed'}>"

@@ -1,0 +1,187 @@
+"""What every result has: one set of conversions, files by suffix, and a picture of itself in a notebook."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self, cast
+
+import numpy as np
+import torch
+from cattrs import ClassValidationError, Converter, transform_error
+from torch import Tensor
+
+from attnflow._core.errors import MissingExtra
+from attnflow._core.files import write_atomically
+
+_KIND: Final = "attnflow"  # the key of a JSON object that names the class of the result
+_VERSION: Final = "version"
+_NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Result:
+    """Base of every result: a frozen dataclass with the same conversions.
+
+    `to_json` and `from_json` are inverse to each other, NaN, infinities, tensors and arrays included. A subclass
+    overrides `rows` to say what its table is; one that judges has a property `ok`.
+    """
+
+    version: ClassVar[int] = 1  # of the layout; raised when a field changes its meaning
+
+    def to_dict(self) -> dict[str, object]:
+        """All fields as plain Python values, with the name of the class under "attnflow"."""
+        found = cast(dict[str, object], _converter.unstructure(self))
+        return {_KIND: type(self).__name__, _VERSION: self.version, **found}
+
+    def to_json(self) -> str:
+        """`to_dict` as strict JSON: numbers that are not finite are the strings "NaN", "Infinity", "-Infinity"."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """The result that `to_dict` described.
+
+        Raises:
+            ValueError: of another kind or version, or a field that is missing or wrong, by its name.
+        """
+        kind, version = values.get(_KIND), values.get(_VERSION)
+        if kind != cls.__name__:
+            what = repr(kind) if isinstance(kind, str) else 'no result of attnflow (no key "attnflow")'
+            raise ValueError(f"expected a saved {cls.__name__}, got {what}")
+        if version != cls.version:
+            raise ValueError(f"expected version {cls.version} of a saved {cls.__name__}, got {version!r}")
+        content = {name: value for name, value in values.items() if name not in (_KIND, _VERSION)}
+        try:
+            return _converter.structure(content, cls)
+        except ClassValidationError as error:
+            raise ValueError(f"a saved {cls.__name__} is damaged: {transform_error(error)[0]}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The result that `to_json` wrote.
+
+        Raises:
+            ValueError: no JSON object, or as in `from_dict`.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a JSON object with a saved {cls.__name__}, got {type(values).__name__}")
+        return cls.from_dict(cast(dict[str, object], values))
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """The result as a table, one mapping a row, all with the same keys; by default one row of its plain fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        return [{name: value for name, value in values.items() if isinstance(value, str | int | float | None)}]
+
+    def to_csv(self) -> str:
+        """`rows` as CSV with a header."""
+        rows = self.rows()
+        text = io.StringIO()
+        if rows:
+            writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        return text.getvalue()
+
+    def to_pandas(self) -> Any:
+        """`rows` as a `pandas.DataFrame`.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtra("pandas", "report", "a table as a DataFrame") from error
+        return pandas.DataFrame(list(self.rows()))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file whole or not at all: `.json`, `.csv`, `.html`, or a picture: `.svg`, `.png`, `.pdf`.
+
+        Raises:
+            ValueError: another suffix.
+            MissingExtra: a picture that needs matplotlib, which is not installed.
+        """
+        target = Path(path)
+        suffix = target.suffix.lower()
+        if suffix not in (".json", ".csv", ".html", ".svg", ".png", ".pdf"):
+            raise ValueError(f"the name must end in .json, .csv, .html, .svg, .png or .pdf, got {target.name!r}")
+        if suffix in (".json", ".csv"):
+            content = (self.to_json() if suffix == ".json" else self.to_csv()).encode()
+        else:
+            content = _report().encode(self, suffix)
+        with write_atomically(target) as file:
+            file.write(content)
+        return target
+
+    def _repr_html_(self) -> str:
+        """The result as notebooks show it."""
+        return _report().notebook(self)
+
+
+def _report() -> Any:
+    """The one upward import: results show themselves, and `report` knows how."""
+    from attnflow import report
+
+    return report
+
+
+def _float(value: Any, _: object) -> float:
+    return _NOT_FINITE[value] if isinstance(value, str) else float(value)
+
+
+def _unstructure_float(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _plain(value: object) -> object:
+    return _unstructure_float(value) if isinstance(value, float) else value
+
+
+def _dump_array(value: Tensor | np.ndarray[Any, Any]) -> dict[str, object]:
+    array = value.detach().cpu() if isinstance(value, Tensor) else value
+    name = str(array.dtype).removeprefix("torch.")
+    plain = array.float() if isinstance(array, Tensor) and array.dtype == torch.bfloat16 else array
+    return {"dtype": name, "shape": list(array.shape), "values": [_plain(one) for one in plain.reshape(-1).tolist()]}
+
+
+def _load(values: Mapping[str, Any]) -> tuple[list[object], str, list[int]]:
+    content = [_NOT_FINITE[one] if isinstance(one, str) else one for one in values["values"]]
+    return content, values["dtype"], values["shape"]
+
+
+def _load_tensor(values: Mapping[str, Any], _: object) -> Tensor:
+    content, dtype, shape = _load(values)
+    return torch.tensor(content, dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def _load_array(values: Mapping[str, Any], _: object) -> np.ndarray[Any, Any]:
+    content, dtype, shape = _load(values)
+    return np.array(content, dtype=np.dtype(dtype)).reshape(shape)
+
+
+def _of(kind: type) -> Callable[[Any], bool]:
+    """Whether a field's type is `kind`, bare or under a jaxtyping annotation."""
+
+    def matches(annotation: Any) -> bool:
+        array = getattr(annotation, "array_type", annotation)
+        return isinstance(array, type) and issubclass(array, kind)
+
+    return matches
+
+
+_converter: Final = Converter(forbid_extra_keys=True)
+_converter.register_unstructure_hook(float, _unstructure_float)
+_converter.register_structure_hook(float, _float)
+_converter.register_unstructure_hook_func(_of(Tensor), _dump_array)
+_converter.register_unstructure_hook_func(_of(np.ndarray), _dump_array)
+_converter.register_structure_hook_func(_of(Tensor), _load_tensor)
+_converter.register_structure_hook_func(_of(np.ndarray), _load_array)

@@ -1,0 +1,295 @@
+"""`Audit`: the callable behind `af.audit`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core import checks
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit import cached
+from attnflow.audit.declared import relation_of
+from attnflow.audit.fields import Fields, Plan, batch_sets, plan
+from attnflow.audit.gradients import Puller
+from attnflow.audit.inputs import Inputs, read
+from attnflow.audit.measure import measured
+from attnflow.audit.passes import Progress, Recording, Runner
+from attnflow.audit.perturb import Prober
+from attnflow.audit.report import AuditReport, ModuleResult, Violation, few
+from attnflow.audit.trace import Watch
+from attnflow.masks.mask import Mask
+from attnflow.models import evaluation as state
+from attnflow.order.flow import Flow
+
+Mode = Literal["perturb", "vjp"]
+
+
+class Audit:
+    """`check` tests a model against an order, `measure` finds its order."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any] | Tensor,
+        order: Mask | Sequence[Mask] | Flow | None = None,
+        mode: Mode = "perturb",
+        *,
+        cache: bool | Sequence[int] = False,
+        passes: int = 32,
+        watch: Watch = "modules",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> AuditReport:
+        """Does the output of any module at i move when an input that is not below i changes?
+
+        After layer l a position may depend on row i of F_l = A_l x ... x A_1, A = allow | I (order.md). Sets of
+        inputs are changed at once, chosen so that few passes test most forbidden pairs; whatever moves against F_l is
+        narrowed down to the module whose inputs are still clean, one source and one target.
+
+        Args:
+            model: any module that takes token ids or embeddings. It is run in eval mode; training flags, random
+                generators, parameters and hooks are left as they were.
+            inputs: keyword arguments of the model's forward, or a tensor of token ids [batch, n]. They are passed as
+                they are (with `use_cache`, `position_ids`, `attention_mask`, ...): the audit is of this very call.
+            order: one mask for all layers, one mask per layer call, or a `Flow`; None for what the model declares.
+                Positions of an encoder-decoder are counted through, encoder first.
+            mode: "perturb" changes inputs (any model, also through argmax, routing or hashing); "vjp" pulls random
+                cotangents back to the input embeddings (exact support of the Jacobian, blind to the discrete).
+            cache: also audit prefill and decoding: True for a prefill and four single tokens, or the step lengths.
+                Cached outputs must equal those of the full forward. Perturb mode only.
+            passes: perturbations to spend; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
+            watch: "layers" watches only layers and the model's output, which takes little memory.
+            dtype: audit in this precision (torch.float64 sees weaker leaks); parameters are put back afterwards.
+            seed: of the replaced tokens.
+            progress: called as `progress(done, total, what)`.
+
+        Raises:
+            UnsupportedArchitecture: no order is given or declared, or nothing with a sequence axis comes out.
+            ValueError: empty inputs, an order of another size, or a length that cannot be told from a width.
+            TypeError: inputs, order or arguments of a wrong type.
+
+        Cost: passes + 4 + 2 log2(batch) forward passes, and log2(n) + 2 more for each violation; memory for the
+        outputs of all watched modules, as in training. "vjp": one forward pass and as many backward passes.
+        """
+        began = time.perf_counter()
+        if mode not in ("perturb", "vjp"):
+            raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
+        if watch not in ("modules", "layers"):
+            raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
+        if mode == "vjp" and cache is not False:
+            raise ValueError("the cached path is audited by perturbation: use mode='perturb' with cache")
+        checks.integer("passes", passes, 1)
+        call = read(model, inputs)
+        relation = relation_of(model, call, order)
+        fields = Fields(relation, call.batch)
+        with state.preserved(model), state.precision(model, dtype):
+            call = call.in_precision(dtype)
+            work = _Work(model, call, fields, passes, watch, seed, progress)
+            if mode == "vjp":
+                work.pull()
+            else:
+                work.perturb(Runner(model, call, watch, seed), "forward")
+                chunks = cached.chunks_of(call, cache)
+                if chunks and not any(violation.kind == "state" for violation in work.violations):
+                    work.perturb_cached(Runner(model, call, watch, seed, chunks))
+        return work.report(relation.name, mode, time.perf_counter() - began)
+
+    def measure(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any] | Tensor,
+        mode: Mode = "perturb",
+        *,
+        by: Literal["layer", "output"] = "layer",
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> Flow:
+        """The order of a model that has no mask to read it from (recurrent, hybrid), found by asking it.
+
+        Args:
+            model: any module that takes token ids or embeddings; left as it was.
+            inputs: as for an audit. A cache is switched off where forward has `use_cache`.
+            mode: "perturb", or "vjp" for the exact support of the Jacobian.
+            by: "layer" measures what each layer's output at i takes from the layer's own input at j and returns the
+                flow of that stack (so `flow.masks[l]` shows the window of a convolution, and `flow.hasse` the order);
+                "output" measures the model's output against its inputs, as a single relation.
+            seed: of the replaced tokens or vectors.
+            progress: called as `progress(done, total, what)`.
+
+        Raises:
+            UnsupportedArchitecture: by="layer" without layers, or with flow that bypasses them.
+
+        Cost: about 2 n forward passes ("layer": each layer is replayed alone).
+        """
+        if mode not in ("perturb", "vjp"):
+            raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
+        if by not in ("layer", "output"):
+            raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
+        with state.preserved(model):
+            return measured(model, read(model, inputs), mode, by, seed, progress)
+
+
+@dataclass
+class _Work:
+    """What one audit does and finds."""
+
+    model: nn.Module
+    call: Inputs
+    fields: Fields
+    passes: int
+    watch: Watch
+    seed: int
+    progress: Progress | None
+    violations: list[Violation] = field(default_factory=list[Violation])
+    notes: list[str] = field(default_factory=list[str])
+    dirty: set[str] = field(default_factory=set[str])
+    forward_passes: int = 0
+    backward_passes: int = 0
+    noise: float = 0.0
+    base: Recording | None = None
+    layer_calls: int = 0
+    plan: Plan | None = None
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
+
+    def perturb(self, runner: Runner, what: str) -> Prober:
+        """Crosstalk between sequences first, then the order."""
+        self._say(0, 1, f"{what}: base pass")
+        prober = Prober(runner, self.fields, self.seed)
+        if not runner.chunks:
+            self._accept(runner, list(prober.base.events.values()))
+            self.base = prober.base
+        sets = batch_sets(self.call.batch, self.call.size)
+        order = self._plan().passes
+        total = len(sets) + len(order)
+        found: list[Violation] = []
+        prober.settle()
+        if prober.stateful is not None:
+            found.append(prober.state_violation())
+            self.notes.append("outputs depend on earlier calls, so the order was not tested: repair that first")
+            sets, order = [], ()
+        crosstalk = False
+        for done, selected in enumerate([*sets, *order]):
+            self._say(done, total, f"{what}: perturbation")
+            rows = None
+            if done >= len(sets) and crosstalk:  # one sequence at a time, so that the others cannot move it
+                rows = [done % self.call.batch]
+                selected = torch.zeros_like(selected).index_copy_(0, torch.tensor(rows), selected[rows])
+            hit = prober.probe(selected, rows)
+            if hit is not None and hit.moved.event.blame not in {v.module for v in found}:
+                found.append(prober.violation(hit))
+                crosstalk |= found[-1].kind == "batch"
+        if prober.rounding:
+            self.notes.append(
+                f"changes up to {prober.rounding:.2g} were rounding (they scale with the precision), not leaks"
+            )
+        if any(violation.confirmed is None and violation.kind != "state" for violation in found):
+            self.notes.append("the model does not run in another precision, so small changes may be rounding")
+        place = {event.blame: number for number, event in reversed(list(enumerate(prober.base.events.values())))}
+        self.violations += sorted(found, key=lambda v: place[v.module])
+        self.forward_passes += runner.passes
+        self.noise = max(self.noise, prober.noise)
+        self.dirty |= prober.dirty
+        self._say(total, total, f"{what}: done")
+        return prober
+
+    def perturb_cached(self, runner: Runner) -> None:
+        """The same through prefill and decoding, then the comparison with the full forward."""
+        assert self.base is not None
+        prober = self.perturb(runner, "cached")
+        full = Runner(self.model, self.call, self.watch, self.seed)
+        different = cached.mismatch(full, runner, self.base, prober.base)
+        self.forward_passes += full.passes
+        if different is not None:
+            self.violations.append(different)
+
+    def pull(self) -> None:
+        """Vector-Jacobian products instead of perturbations."""
+        runner = Runner(self.model, self.call, self.watch, self.seed)
+        puller = Puller(runner, self.fields, self.seed)
+        self._accept(runner, puller.graph.events)
+        self.base = Recording({event.key: event for event in puller.graph.events})
+        sets = [*batch_sets(self.call.batch, self.call.size), *self._plan().passes]
+        for done, selected in enumerate(sets):
+            self._say(done, len(sets), "backward: set")
+            violation = puller.probe(selected)
+            if violation is not None and violation.module not in {v.module for v in self.violations}:
+                self.violations.append(violation)
+        place = {event.blame: number for number, event in reversed(list(enumerate(puller.graph.events)))}
+        self.violations.sort(key=lambda v: place[v.module])
+        self.forward_passes, self.backward_passes, self.dirty = runner.passes, puller.backward_passes, puller.dirty
+        self._say(len(sets), len(sets), "backward: done")
+
+    def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
+        """Everything found, as a report."""
+        assert self.base is not None
+        breaks = {violation.module for violation in self.violations}
+        modules: dict[str, ModuleResult] = {}
+        for key, event in self.base.events.items():
+            if key.side == "out":
+                name = key.module or type(self.model).__name__
+                status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
+                modules.setdefault(name, ModuleResult(name, event.layer, status))
+        made = self._plan()
+        skipped = tuple((name, why) for name, why in self.skipped.items() if name not in modules)
+        return AuditReport(
+            violations=tuple(self.violations),
+            order=order,
+            mode=mode,
+            layers=self.layer_calls,
+            positions=self.call.size,
+            batch=self.call.batch,
+            forward_passes=self.forward_passes,
+            backward_passes=self.backward_passes,
+            coverage=made.coverage,
+            forbidden=made.forbidden,
+            noise=self.noise,
+            modules=tuple(modules.values()),
+            skipped=skipped,
+            notes=tuple(self.notes),
+            seconds=seconds,
+        )
+
+    def _accept(self, runner: Runner, events: Sequence[Any]) -> None:
+        """Check that the base pass shows what the audit needs."""
+        self.layer_calls = runner.layer_calls
+        self.skipped = runner.skipped
+        relation = self.fields.relation
+        if not relation.repeat and len(relation.layers) != runner.layer_calls:
+            raise ValueError(
+                f"expected one mask per layer call, {runner.layer_calls} of them "
+                f"({few(list(runner.layer_names), limit=2)}), got an "
+                f"order with {len(relation.layers)}"
+            )
+        watched = {event.key.module for event in events if event.key.side == "out"}
+        unclear = [name for name in (*runner.layer_names, "") if name in runner.skipped and name not in watched]
+        if unclear:
+            raise ValueError(
+                f"cannot tell the sequence axis of {unclear[0] or type(self.model).__name__}: "
+                f"{runner.skipped[unclear[0]]}; pass a sequence of another length"
+            )
+        if not watched:
+            raise UnsupportedArchitecture(
+                f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
+                f"{self.call.slots[0].length}, ...]: nothing to audit"
+            )
+
+    def _plan(self) -> Plan:
+        if self.plan is None:
+            assert self.base is not None
+            seen: dict[int, Tensor] = {}
+            for event in self.base.events.values():
+                depth = max(event.depth, 1) if self.layer_calls else -1
+                rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
+                rows[event.offset : event.offset + event.values.shape[1]] = True
+            self.plan = plan(self.fields, seen, self.passes)
+        return self.plan
+
+    def _say(self, done: int, total: int, what: str) -> None:
+        if self.progress is not None:
+            self.progress(done, total, what)

@@ -1,0 +1,179 @@
+"""The measured order: what really flows where, layer by layer or from inputs to outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit.gradients import Graph, record_graph
+from attnflow.audit.inputs import Inputs, accepts
+from attnflow.audit.nan import refuse_nan
+from attnflow.audit.passes import Progress, Runner
+from attnflow.audit.perturb import is_leak, other_precision, row_change
+from attnflow.audit.replay import Replay, layer_calls
+from attnflow.audit.trace import Event
+from attnflow.masks.build import from_dense
+from attnflow.models import evaluation as state
+from attnflow.order.flow import Flow, analyze
+
+SAMPLES: Final = 2  # replacements tried for each position
+Outputs = dict[int, Tensor]  # {joint position of the first row: [batch, positions, features]}
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """Something with inputs at positions and outputs at positions: a model, or one call of a layer."""
+
+    module: nn.Module
+    dtype: torch.dtype
+    columns: range
+
+    def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
+        """The outputs with inputs in `dtype`, those at `column` replaced by sample number `sample`."""
+        ...
+
+
+def measured(
+    model: nn.Module, inputs: Inputs, mode: str, by: Literal["layer", "output"], seed: int, progress: Progress | None
+) -> Flow:
+    """See `Audit.measure`."""
+    if accepts(model.forward, "use_cache") and "use_cache" not in inputs.kwargs:
+        kwargs = {**inputs.kwargs, "use_cache": False}
+        inputs = Inputs(kwargs, inputs.slots, inputs.batch, inputs.batched, inputs.pool)
+    end_to_end = _whole(model, inputs, mode, seed, progress)
+    if by == "output":
+        return analyze(from_dense(end_to_end, "measured"))
+    calls = layer_calls(model, inputs)
+    if not calls:
+        raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
+    masks: list[Tensor] = []
+    generator = torch.Generator().manual_seed(seed)
+    for number, call in enumerate(calls):
+        if progress is not None:
+            progress(number, len(calls), "measure layers")
+        replay = Replay(inputs, call, generator)
+        masks.append(torch.eye(inputs.size, dtype=torch.bool))
+        for part in replay.parts():
+            masks[-1] |= _by_gradient(part.graph(), inputs.size) if mode == "vjp" else _by_change(part, inputs.size)
+    flow = analyze([from_dense(mask, f"measured layer {index}") for index, mask in enumerate(masks)])
+    outside = end_to_end & ~flow.reachability()
+    if outside.any():
+        target, source = outside.nonzero()[0].tolist()
+        raise UnsupportedArchitecture(
+            f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: something "
+            "flows outside of the layers. Measure it with by='output'"
+        )
+    return flow
+
+
+def _whole(model: nn.Module, inputs: Inputs, mode: str, seed: int, progress: Progress | None) -> Tensor:
+    def say(done: int) -> None:
+        if progress is not None:
+            progress(done, inputs.size, "measure")
+
+    if mode == "vjp":
+        graph = record_graph(Runner(model, inputs, "layers", seed))
+        last = {event.offset: event for event in graph.events if event.key.side == "out"}
+        return _by_gradient(Graph(list(last.values()), graph.leaves), inputs.size, say)
+    return _by_change(_Whole(model, inputs, seed), inputs.size, say)
+
+
+class _Whole:
+    """The model from its inputs to its last output for each sequence."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, seed: int) -> None:
+        self.module = model
+        self.columns = range(inputs.size)
+        self._inputs = inputs
+        self._runner = Runner(model, inputs, "layers", seed)
+        self.dtype = self._runner.dtype
+        generator = torch.Generator().manual_seed(seed)
+        self._drawn = [inputs.draw(generator) for _ in range(SAMPLES)]
+
+    def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
+        """See `Subject.outputs`."""
+        inputs = self._inputs.in_precision(dtype)
+        selected = torch.zeros(inputs.batch, inputs.size, dtype=torch.bool)
+        if column is not None:
+            selected[:, column] = True
+        found: Outputs = {}
+
+        def visit(event: Event) -> None:
+            if event.key.side == "out":
+                found[event.offset] = event.values
+
+        with torch.no_grad():
+            self._runner.run(inputs.changed(selected, self._drawn[sample]), visit)
+        if not found:
+            raise UnsupportedArchitecture(f"{type(self.module).__name__} returned nothing with a sequence axis")
+        for offset, values in found.items():
+            refuse_nan(inputs, "", offset, values)
+        return found
+
+
+def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = None) -> Tensor:
+    """bool [n, n]: the output at i moves when the input at j changes.
+
+    Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
+    """
+    relation = torch.eye(size, dtype=torch.bool)
+    base = subject.outputs(None)
+    doubtful: dict[tuple[int, int], dict[int, Tensor]] = {}
+    small = math.sqrt(torch.finfo(subject.dtype).eps)
+    for column in subject.columns:
+        if say is not None:
+            say(column)
+        for sample in range(SAMPLES):
+            after = subject.outputs(None, column, sample)
+            for offset, values in base.items():
+                change = row_change(after[offset], values)
+                border = small * values.double().abs().amax(-1).cpu()
+                relation[offset : offset + change.shape[1], column] |= (change > border).any(0)
+                unsure = torch.where(change <= border, change, 0.0)
+                unsure[:, relation[offset : offset + change.shape[1], column]] = 0.0
+                if unsure.any():
+                    doubtful.setdefault((column, sample), {})[offset] = unsure
+    if doubtful:
+        _settle(subject, base, doubtful, relation)
+    return relation
+
+
+def _settle(
+    subject: Subject, own: Outputs, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor
+) -> None:
+    """Add to `relation` what of the doubtful changes is no rounding."""
+    other = other_precision(subject.dtype)
+    try:
+        with state.precision(subject.module, other):
+            base = subject.outputs(other)
+            for (column, sample), unsure in doubtful.items():
+                if all(relation[o : o + u.shape[1], column][(u > 0).any(0)].all() for o, u in unsure.items()):
+                    continue
+                after = subject.outputs(other, column, sample)
+                for offset, change in unsure.items():
+                    leak = is_leak(change, own[offset], base[offset], after[offset], subject.dtype)
+                    relation[offset : offset + change.shape[1], column] |= (leak & (change > 0)).any(0)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UnsupportedArchitecture(
+            f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "
+            f"({error}): measure it with mode='vjp'"
+        ) from error
+
+
+def _by_gradient(graph: Graph, size: int, say: Callable[[int], None] | None = None) -> Tensor:
+    """bool [n, n]: the Jacobian block of output i and input j is not zero; one backward pass for each output."""
+    generator = torch.Generator().manual_seed(0)
+    relation = torch.eye(size, dtype=torch.bool)
+    for event in graph.events:
+        for position in range(event.values.shape[1]):
+            if say is not None:
+                say(event.offset + position)
+            cotangent = torch.zeros_like(event.values)
+            cotangent[:, position] = torch.randn(cotangent[:, position].shape, generator=generator).to(cotangent)
+            relation[event.offset + position] |= (graph.pull([(event, cotangent)], size) != 0).any(0)
+    return relation

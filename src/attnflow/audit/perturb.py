@@ -1,0 +1,260 @@
+"""Perturbation: change positions, look what moves, and narrow down where, from which position and to which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnflow.audit.fields import Fields
+from attnflow.audit.nan import refuse_nan
+from attnflow.audit.passes import Recording, Runner
+from attnflow.audit.report import Kind, Violation
+from attnflow.audit.trace import Event, Key
+from attnflow.models import evaluation as state
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Rows of one event that moved although the declared order forbids it.
+
+    Attributes:
+        event: the event, as it was before.
+        change: largest change of each forbidden row [batch, positions of the event]; 0 elsewhere.
+    """
+
+    event: Event
+    change: Tensor
+
+    def largest(self) -> tuple[int, int]:
+        """(row of the batch, joint position) of the largest change."""
+        row, column = divmod(int(self.change.argmax()), self.change.shape[1])
+        return row, column + self.event.offset
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A perturbation and the first event that it moved."""
+
+    selected: Tensor
+    drawn: Mapping[str, Tensor]
+    moved: Moved
+    confirmed: bool | None
+
+
+class Prober:
+    """Perturbs the inputs of one runner and compares every event with the unperturbed pass.
+
+    Comparison is exact where two runs on the same inputs agree exactly. A change that the order forbids is looked at
+    in a second floating-point precision (see `is_leak`): a mixture of experts batches its tokens differently, so that
+    rounding moves rows that nothing leaks into.
+
+    Attributes:
+        noise: largest difference between runs on the same inputs.
+        rounding: largest change that was found to be rounding.
+        dirty: modules with an output that moved against the order.
+        stateful: first event in which a repeated run differs because of the runs in between.
+    """
+
+    def __init__(self, runner: Runner, fields: Fields, seed: int) -> None:
+        self.runner = runner
+        self.fields = fields
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rounding = 0.0
+        self.dirty: set[str] = set()
+        self.stateful: Moved | None = None
+        self.base = runner.record(runner.inputs.kwargs)
+        for event in self.base.events.values():
+            if event.key.side == "out":
+                refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
+        self.layered = runner.layer_calls > 0
+        self.index = {key: number for number, key in enumerate(self.base.events)}
+        self._noise: dict[Key, float] = {}
+        self._other: Recording | None = None
+        self._other_fails = False
+
+    @property
+    def noise(self) -> float:
+        """Largest difference between two runs on the same inputs."""
+        return max(self._noise.values(), default=0.0)
+
+    def settle(self) -> None:
+        """Repeat the base pass, after itself and after a perturbed one: noise differs always, state only the latter."""
+        inputs = self.runner.inputs
+        first = self._differences(inputs.kwargs)
+        if first:
+            self.base = self.runner.record(inputs.kwargs)
+            again = self._differences(inputs.kwargs)
+            if not again:
+                self.stateful = first[0]
+                return
+            for moved in (*first, *again):
+                key = moved.event.key
+                self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
+        everything = torch.ones(inputs.batch, inputs.size, dtype=torch.bool)
+        with torch.no_grad():
+            self.runner.run(inputs.changed(everything, inputs.draw(self.generator)), lambda event: None)
+        after = self._differences(inputs.kwargs)
+        self.stateful = after[0] if after else None
+
+    def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
+        """Change the `selected` positions; the first event that moves against the order, if any.
+
+        Args:
+            selected: bool [batch, n].
+            rows: look only at these rows of the batch.
+        """
+        drawn = self.runner.inputs.draw(self.generator)
+        found = self._against_order(selected, drawn, rows)
+        if not found:
+            return None
+        real, confirmed = self._confirmed(found, selected, drawn)
+        self.dirty |= {moved.event.key.module for moved in real if moved.event.key.side == "out"}
+        return Hit(selected, drawn, real[0], confirmed) if real else None
+
+    def violation(self, hit: Hit) -> Violation:
+        """The hit narrowed down to one source in about log2(size of the changed set) passes.
+
+        What leaks at this module is one position's state, which may depend on many inputs that are forbidden as well.
+        The changed positions are therefore ranked by the declared order, and the last one that is needed to move the
+        target is the source: the state that leaked is its own.
+        """
+        event, (row, target) = hit.moved.event, hit.moved.largest()
+        ranked = self.fields.ranked([(b, j) for b, j in hit.selected.nonzero().tolist()], row)
+        reach = float(hit.moved.change.max())
+        low, high = 0, len(ranked)  # ranked[low:] moves the target, ranked[high:] does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            moves = self._change(ranked[middle:], hit, row, target) > self._floor(event.key, reach)
+            low, high = (middle, high) if moves else (low, middle)
+        source_row, source = ranked[low]
+        change = self._change(ranked[low:], hit, row, target)
+        kind: Kind = "order" if source_row == row else "batch"
+        return Violation(
+            kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed
+        )
+
+    def state_violation(self) -> Violation:
+        """What `settle` found, as a violation."""
+        assert self.stateful is not None
+        event, (row, target) = self.stateful.event, self.stateful.largest()
+        change = float(self.stateful.change.max())
+        return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.path)
+
+    def _differences(self, kwargs: Mapping[str, Any]) -> list[Moved]:
+        everything = torch.ones(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
+        found: list[Moved] = []
+        with torch.no_grad():
+            self.runner.run(kwargs, lambda event: self._compare(event, everything, found))
+        return found
+
+    def _against_order(self, selected: Tensor, drawn: Mapping[str, Tensor], rows: Sequence[int] | None) -> list[Moved]:
+        clean: dict[int, Tensor] = {}
+        found: list[Moved] = []
+
+        def visit(event: Event) -> None:
+            depth = max(event.depth, 1) if self.layered else -1
+            if depth not in clean:
+                clean[depth] = self.fields.clean(depth, selected)
+                if rows is not None:
+                    others = torch.ones(len(selected), dtype=torch.bool).index_fill(0, torch.tensor(list(rows)), False)
+                    clean[depth][others] = False
+            self._compare(event, clean[depth], found)
+
+        with torch.no_grad():
+            self.runner.run(self.runner.inputs.changed(selected, drawn), visit)
+        return found
+
+    def _compare(self, event: Event, watched: Tensor, found: list[Moved]) -> None:
+        before = self.base.events.get(event.key)
+        if before is None or before.values.shape != event.values.shape:
+            return
+        if torch.equal(event.values, before.values):
+            return
+        change = row_change(event.values, before.values)
+        watched = watched[:, event.offset : event.offset + change.shape[1]]
+        if len(change) < len(watched):  # one for all sequences: it must hold still where it must for each of them
+            watched = watched.all(0, keepdim=True)
+        change = torch.where(watched & (change > self._noise.get(event.key, 0.0)), change, 0.0)
+        if change.any():
+            found.append(Moved(before, change))
+
+    def _confirmed(
+        self, found: list[Moved], selected: Tensor, drawn: Mapping[str, Tensor]
+    ) -> tuple[list[Moved], bool | None]:
+        """What of `found` is no rounding, and whether that could be told."""
+        other = other_precision(self.runner.dtype)
+        if self._other_fails:
+            return found, None
+        inputs = self.runner.inputs.in_precision(other)
+        try:
+            with state.precision(self.runner.model, other):
+                if self._other is None:
+                    self._other = self.runner.record(inputs.kwargs)
+                second = self.runner.record(inputs.changed(selected, drawn))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            self._other_fails = True  # the model insists on its precision: what was found stands, unconfirmed
+            return found, None
+        real: list[Moved] = []
+        for moved in found:
+            before, after = self._other.events.get(moved.event.key), second.events.get(moved.event.key)
+            if before is None or after is None or before.values.shape != after.values.shape:
+                real.append(moved)
+                continue
+            leak = is_leak(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
+            self.rounding = max(self.rounding, float(torch.where(leak, 0.0, moved.change).max()))
+            if (leak & (moved.change > 0)).any():
+                real.append(Moved(moved.event, torch.where(leak, moved.change, 0.0)))
+        return real, True
+
+    def _floor(self, key: Key, reach: float) -> float:
+        """What a change must exceed to count while the changed set is halved."""
+        noise = max(self.rounding, self._noise.get(key, 0.0))
+        return math.sqrt(noise * reach) if self.rounding else noise
+
+    def _change(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> float:
+        selected = torch.zeros_like(hit.selected)
+        for b, j in pairs:
+            selected[b, j] = True
+        key = hit.moved.event.key
+        after = self.runner.record(self.runner.inputs.changed(selected, hit.drawn))
+        if key not in after.events:
+            return 0.0
+        return float(row_change(after.at(key, row, target)[None, None], self.base.at(key, row, target)[None, None]))
+
+
+def row_change(after: Tensor, before: Tensor) -> Tensor:
+    """Largest absolute change of each row, float64 [batch, positions] on the CPU; NaN equals NaN."""
+    same = (after == before) | (after.isnan() & before.isnan())
+    difference = (after.double() - before.double()).abs().nan_to_num(nan=torch.inf)
+    return torch.where(same, 0.0, difference).amax(-1).cpu()
+
+
+def other_precision(dtype: torch.dtype) -> torch.dtype:
+    """The precision to compare with."""
+    return torch.float32 if dtype == torch.float64 else torch.float64
+
+
+def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which rows moved by more than rounding.
+
+    In float32 or below: a leak keeps its size in float64, rounding shrinks with the precision; the border is the
+    geometric mean of the two. In float64 there is nothing finer: the rounding error is estimated as that of float32
+    against float64, scaled, and what exceeds twice that and one unit in the last place is a leak.
+
+    Args:
+        change: change of each row [batch, positions] in the model's precision.
+        values: the unperturbed values in the model's precision.
+        other_values: the same in the other precision.
+        other_moved: the perturbed ones in the other precision.
+        dtype: the model's precision (single modules may compute in another).
+    """
+    eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
+    if other < eps:
+        return row_change(other_moved, other_values) >= change * math.sqrt(other / eps)
+    error = float(row_change(values, other_values).max()) * eps / other
+    return change > 2 * (error + eps * float(values.abs().nan_to_num(nan=0.0).max()))

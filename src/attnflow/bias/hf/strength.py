@@ -1,0 +1,90 @@
+"""How large the bias of each layer is, as far as softmax can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from attnflow.bias.call import Call
+from attnflow.bias.hf.attach import record_of
+from attnflow.bias.impl.reference import bias_of
+from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.bias.terms import Term
+from attnflow.models.inputs import evaluating, sparing
+
+_BLOCK = 256  # queries at a time
+
+
+def strength(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, float]:
+    """|B| of each layer on some tokens: the root mean square of B, row-centred over the keys that each query may see.
+
+    Softmax removes what is constant in a row, so that |B| before centring would also grow by what has no effect.
+
+    Args:
+        model: with a bias, also if it is disabled or wrapped.
+        inputs: arguments of the model, such as `{"input_ids": ...}`; a few hundred tokens are enough. Labels are left
+            out.
+
+    Returns:
+        Number of the layer -> |B|, in units of the pre-softmax score.
+
+    Raises:
+        ValueError: no bias is attached.
+
+    Cost: one forward pass, with logits of one token, and B once more; memory as B of 256 queries.
+    """
+    record_of(model)
+    found: dict[int, float] = {}
+    tensors = {name: value for name, value in inputs.items() if name != "labels"}
+    with torch.no_grad(), evaluating(model), _observed(model, found):
+        model(**tensors, **sparing(model))
+    return dict(sorted(found.items()))
+
+
+@contextmanager
+def _observed(model: nn.Module, found: dict[int, float]) -> Generator[None]:
+    biases = [bias for _, bias in layer_biases(model)]
+    before = [(bias.observer, bias.enabled) for bias in biases]
+    for bias in biases:
+        bias.observer, bias.enabled = _Measure(bias, found), True
+    try:
+        yield
+    finally:
+        for bias, (observer, enabled) in zip(biases, before, strict=True):
+            bias.observer, bias.enabled = observer, enabled
+
+
+class _Measure:
+    def __init__(self, bias: LayerBias, found: dict[int, float]) -> None:
+        self.bias, self.found = bias, found
+
+    def __call__(self, call: Call) -> None:
+        ours = call.terms[: len(self.bias.kinds)]  # what follows is the finite part of the model's own mask
+        self.found[self.bias.shape.index] = centred_size(call, ours)
+
+
+def centred_size(call: Call, terms: tuple[Term, ...]) -> float:
+    """Root mean square of the row-centred sum of terms in one call, over its allowed pairs; 0 without any."""
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    squares, pairs = 0.0, 0.0
+    for start in range(0, queries, _BLOCK):
+        block = slice(start, min(start + _BLOCK, queries))
+        tile = bias_of(terms, call.num_heads, block, slice(0, keys))
+        if tile is None:
+            return 0.0
+        allowed = call.allow.rows(block)
+        weight = (
+            torch.ones_like(tile)
+            if allowed is None
+            else allowed.to(tile.dtype).expand(
+                max(tile.shape[0], allowed.shape[0]), max(tile.shape[1], allowed.shape[1]), -1, -1
+            )
+        )
+        count = weight.sum(dim=-1, keepdim=True)
+        mean = (tile * weight).sum(dim=-1, keepdim=True) / count.clamp(min=1)
+        squares += float(((tile - mean).square() * weight).sum())
+        pairs += float(count.sum())
+    return (squares / pairs) ** 0.5 if pairs else 0.0

@@ -1,1 +1,0 @@
-"""Biases on transformers models: attach, run beside caches and masks, save, load, look at."""

@@ -1,1 +1,0 @@
-"""Knowledge bases inside transformers models: convert feed-forward layers to entries and back."""

@@ -1,0 +1,192 @@
+"""`from_ffn` and `to_ffn`: the feed-forward layers of a transformers model as entries of one base, and back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Final, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from attnflow._core.checks import integer
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.conditions import conditions
+from attnflow.knowledge.layered import PARTS, EntryLayout, EntryScores, EntryValues, LayeredKnowledge
+from attnflow.models.feed_forward import FeedForward, find_feed_forward, stored
+
+KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
+_SITES: Final = "_attnflow_feed_forward"
+
+Model = TypeVar("Model", bound=nn.Module)
+# A layer as it was: where, which maps had a bias, whether its weights were stored (in, out), how many neurons.
+_Converted = tuple[FeedForward, tuple[bool, ...], bool, int]
+
+
+def from_ffn(model: Model, *, entry_dim: int | None = None, key_dim: int | None = None) -> Model:
+    """A copy of a model whose feed-forward layers read one explicit knowledge base, `.knowledge`; the same function.
+
+    Each neuron becomes an entry [w_up | w_down | b_up] (gated: [w_gate | w_up | w_down | b_gate | b_up]); projections
+    W_Q, W_K, W_V select its parts, and each layer sees the entries of its own (knowledge, sec. 5, corrected: what
+    the paper calls equivalence holds for entries of this width, not for d_E = d). Everything between the linear maps,
+    dropout and norms too, is the model's own code, so that it stays a transformers model.
+
+    Args:
+        model: a transformers model; it is not changed.
+        entry_dim: d_E, if the entries must be no wider; an error says by how much that is not exact.
+        key_dim: d_k, likewise.
+
+    Returns:
+        The converted copy, with `model.knowledge`, a `LayeredKnowledge`, to be searched and edited.
+
+    Raises:
+        TypeError: no model.
+        UnsupportedArchitecture: no feed-forward layers that are known, or layers of different widths or forms.
+        ValueError: converted already, or widths for which the conversion is not exact.
+
+    Cost: a copy of the model, with its feed-forward weights moved into the base.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))
+    >>> from_ffn(model).knowledge.num_entries
+    48
+    """
+    if not isinstance(cast(object, model), nn.Module):
+        raise TypeError(f"from_ffn takes a model, such as af.models.load_model(name).model, got {type(model).__name__}")
+    for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
+        if width is not None:
+            integer(name, width, 1)
+    if hasattr(model, _SITES):
+        raise ValueError(f"{type(model).__name__} reads a knowledge base already; to_ffn(model) undoes that")
+    sites = find_feed_forward(model)
+    layout = _layout(model, sites)
+    _check_widths(model, sites[0], layout, entry_dim, key_dim)
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        blocks = [_entries(made, site, layout) for site in sites]
+        base = LayeredKnowledge(torch.cat(blocks), [len(block) for block in blocks], layout)
+    biased: list[tuple[bool, ...]] = []
+    for index, site in enumerate(sites):
+        parent = made.get_submodule(site.name)
+        out = parent.get_submodule(site.last)
+        biased.append(tuple(getattr(parent.get_submodule(path), "bias", None) is not None for path in site.first))
+        for path, parts in _maps(site):
+            _put(parent, path, EntryScores(base, index, parts))
+        bias = cast("Tensor | None", getattr(out, "bias", None))
+        _put(parent, site.last, EntryValues(base, index, None if bias is None else bias.detach()))
+    made.add_module(KNOWLEDGE, base)
+    kinds = [isinstance(model.get_submodule(f"{s.name}.{s.last}".strip(".")), Conv1D) for s in sites]
+    counts = [len(block) for block in blocks]
+    setattr(made, _SITES, list(zip(sites, biased, kinds, counts, strict=True)))
+    made.train(model.training)
+    return made
+
+
+def to_ffn(model: Model) -> Model:
+    """A plain transformers model again: the inverse of `from_ffn`, with the entries as they are now.
+
+    Weights of entries that were not edited come back bit for bit.
+
+    Args:
+        model: converted by `from_ffn`; it is not changed.
+
+    Raises:
+        ValueError: not converted, or layers that now differ in their number of entries, which no config can say.
+    """
+    sites = cast("list[_Converted] | None", getattr(model, _SITES, None))
+    if sites is None:
+        raise ValueError(f"{type(model).__name__} reads no knowledge base; from_ffn(model) makes one that does")
+    counts = cast("list[int]", cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)).counts.tolist())
+    edited = counts != [before for _, _, _, before in sites]
+    if edited and len(set(counts)) > 1:
+        raise ValueError(
+            f"layers now have {min(counts)} to {max(counts)} entries; a plain model has the same number in each: "
+            "insert or delete until they agree, entries of zeros change nothing"
+        )
+    made = copy.deepcopy(model)
+    base = cast(LayeredKnowledge, made.get_submodule(KNOWLEDGE))
+    for index, (site, biased, transposed, _) in enumerate(sites):
+        parent = made.get_submodule(site.name)
+        entries = base.entries.detach()[base.rows(index)]
+        for (path, parts), has_bias in zip(_maps(site), biased, strict=True):
+            weight = torch.cat([entries[:, base.layout.key(part)] for part in parts])
+            bias = torch.cat([entries[:, base.layout.threshold(part)] for part in parts])
+            if not has_bias and bool(bias.any()):
+                raise ValueError(f"{site.name}.{path} has no bias, but its entries were given thresholds")
+            _put(parent, path, _linear(weight, bias if has_bias else None, transposed))
+        out = cast(EntryValues, parent.get_submodule(site.last))
+        bias = None if out.bias is None else out.bias.detach()
+        _put(parent, site.last, _linear(entries[:, base.layout.value].T, bias, transposed))
+    delattr(made, KNOWLEDGE)
+    delattr(made, _SITES)
+    config = getattr(made, "config", None)
+    for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim") if edited else ():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, counts[0])
+    made.train(model.training)
+    return made
+
+
+def _layout(model: nn.Module, sites: list[FeedForward]) -> EntryLayout:
+    widths = {stored(model.get_submodule(f"{site.name}.{site.last}".strip("."))).shape[0] for site in sites}
+    forms = {site.gated for site in sites}
+    if len(widths) > 1 or len(forms) > 1:
+        raise UnsupportedArchitecture(
+            f"feed-forward layers of {type(model).__name__} differ (widths {sorted(widths)}, gated {sorted(forms)}), "
+            "and their entries do not fit one base; pass one stack of it"
+        )
+    return EntryLayout(widths.pop(), forms.pop())
+
+
+def _check_widths(
+    model: nn.Module, site: FeedForward, layout: EntryLayout, entry_dim: int | None, key_dim: int | None
+) -> None:
+    if (entry_dim is None or entry_dim >= layout.entry_dim) and (key_dim is None or key_dim >= layout.model_dim):
+        return
+    parent = model.get_submodule(site.name)
+    keys = torch.cat([stored(parent.get_submodule(path)) for path in site.first]).detach().T
+    second = stored(parent.get_submodule(site.last)).detach().T
+    gate, first = keys.chunk(2, dim=1) if site.gated else (None, keys)
+    found = conditions(first, second, key_dim or layout.model_dim, entry_dim or layout.entry_dim, gate)
+    raise ValueError(
+        f"the first {'gated ' if site.gated else ''}layer is {found}. This conversion keeps weights bit for bit, with "
+        f"d_k = {layout.model_dim} and d_E = {layout.entry_dim}"
+    )
+
+
+def _entries(model: nn.Module, site: FeedForward, layout: EntryLayout) -> Tensor:
+    """The neurons of one layer as entries."""
+    parent = model.get_submodule(site.name)
+    out = stored(parent.get_submodule(site.last))
+    entries = out.new_zeros(out.shape[1], layout.entry_dim)
+    for path, parts in _maps(site):
+        module = parent.get_submodule(path)
+        bias = cast("Tensor | None", getattr(module, "bias", None))
+        for position, part in enumerate(parts):
+            rows = slice(position * len(entries), (position + 1) * len(entries))
+            entries[:, layout.key(part)] = stored(module)[rows]
+            if bias is not None:
+                entries[:, layout.threshold(part)] = bias[rows]
+    entries[:, layout.value] = out.T
+    return entries
+
+
+def _maps(site: FeedForward) -> list[tuple[str, tuple[str, ...]]]:
+    """(path, parts) of the maps into the neurons; families that fuse them put what is activated, the gate, first."""
+    parts = PARTS[site.gated]
+    return [(site.first[0], parts)] if site.fused else [(p, (part,)) for p, part in zip(site.first, parts, strict=True)]
+
+
+def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
+    out, into = weight.shape
+    made = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
+    made.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
+    if bias is not None:
+        made.bias = nn.Parameter(bias.contiguous())
+    return made
+
+
+def _put(parent: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(parent.get_submodule(owner), name, module)

@@ -1,0 +1,248 @@
+"""A logit as a sum over what embedding, attention and entries add to the stream, with the final norm frozen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow.knowledge.layered import EntryValues
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+
+Kind = Literal["embedding", "attention", "entries"]
+Add = Callable[[Kind, int, Tensor], None]
+
+_SUM: Final = 32  # units of rounding by which a sum over all layers may differ from the model's own
+_NORM: Final = re.compile(r"norm", re.IGNORECASE)
+_ELEMENT: Final = re.compile(r"\.\d+(?:\.|$)")  # of a list of blocks
+_LARGE: Final = 1e2  # of what a norm is probed with: the constant beside the variance vanishes
+
+
+class Stream:
+    """What a model adds to its residual stream for some positions of one sequence.
+
+    Args:
+        model: converted by `from_ffn`, or modular.
+        batch: number of sequences.
+        sequence: which one of them.
+        positions: of the tokens.
+    """
+
+    def __init__(self, model: nn.Module, batch: int, sequence: int, positions: Sequence[int]) -> None:
+        self.model, self.batch, self.sequence, self.positions = model, batch, sequence, list(positions)
+        self.paths = {
+            module.layer: name
+            for name, module in model.named_modules()
+            if isinstance(module, EntryValues | KnowledgeReader)
+        }
+
+    @contextmanager
+    def watching(self, add: Add) -> Generator[None]:
+        """Call `add(kind, layer, [positions, model_dim])` for whatever is added, as it comes; the embedding once."""
+        handles: list[Any] = []
+        blocks = {layer: block for layer, path in self.paths.items() if (block := _block(self.model, path)) is not None}
+        for layer, block in blocks.items():
+            handles.append(self.model.get_submodule(self.paths[layer]).register_forward_hook(self._on(add, layer)))
+            attentions = [child for child in block.children() if "Attention" in type(child).__name__]
+            handles += [child.register_forward_hook(self._on(add, layer, "attention")) for child in attentions]
+        if blocks:
+            first = min(blocks)
+
+            def entering(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+                add("embedding", first, self.pick(args[0] if args else kwargs["hidden_states"]))
+
+            handles.append(blocks[first].register_forward_pre_hook(entering, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def pick(self, hidden: Tensor) -> Tensor:
+        """The positions of the sequence, in the precision of sums."""
+        rows = hidden.reshape(self.batch, -1, hidden.shape[-1])  # some families flatten the tokens of a batch
+        return rows[self.sequence, self.positions].to(wide(hidden.dtype))
+
+    def _on(self, add: Add, layer: int, kind: Kind = "entries") -> Callable[..., None]:
+        def hook(_: nn.Module, __: object, output: object) -> None:
+            add(kind, layer, self.pick(cast(Any, output)[0] if isinstance(output, tuple) else cast(Tensor, output)))
+
+        return hook
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A layer norm or RMS norm as it was for some tokens: gain * centred(x) / scale + shift.
+
+    Attributes:
+        gain: [model_dim].
+        shift: [model_dim].
+        centred: whether the mean is subtracted.
+        scale: of each token, [positions, 1].
+    """
+
+    gain: Tensor
+    shift: Tensor
+    centred: bool
+    scale: Tensor
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The gradient of row . norm(x) with respect to x, with the scale held still."""
+        return _centred(rows * self.gain, self.centred) / self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """What turns a contribution to the residual stream into its direct effect on the logit of a target.
+
+    Attributes:
+        rows: one for each position, [positions, model_dim]; the effect of c is c . row.
+        targets: ids of the targets.
+        logits: of the targets, less the mean over the vocabulary.
+        constant: what the biases of the final norm and of the unembedding add.
+        norm: the final norm.
+        unembedding: its rows w.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    logits: Tensor
+    constant: Tensor
+    norm: Norm
+    unembedding: Tensor
+
+    def promoted(self, values: Tensor, count: int) -> list[list[int]]:
+        """The tokens whose logits each value raises most, the scale of the norm left aside."""
+        normed = _centred(values, self.norm.centred) * self.norm.gain
+        weight = self.unembedding.detach()
+        return (normed.to(weight.dtype) @ weight.T).topk(min(count, len(weight)), dim=-1).indices.tolist()
+
+
+def directions(
+    stream: Stream, run: Callable[[], object], targets: Callable[[Tensor], Sequence[int]]
+) -> Directions | str:
+    """The directions of direct effects, or why there are none.
+
+    A forward pass checks what the effects rest on: that the logits are read from a final norm, and that what enters it
+    is the sum of the embedding and of what attention and entries of each block add. So for decoders with norms before
+    their layers; not where norms follow them (BERT) or where outputs are normed or scaled before they are added.
+
+    Args:
+        stream: of the positions.
+        run: runs the model once.
+        targets: ids of the targets of the positions, given the logits of the last token.
+    """
+    find = getattr(stream.model, "get_output_embeddings", None)
+    head = cast("nn.Module | None", find() if callable(find) else None)
+    weight = getattr(head, "weight", None)
+    if head is None or not isinstance(weight, Tensor):
+        return "the model has no unembedding, so that no token has a logit"
+    added: list[Tensor] = []
+    outside = [m for name, m in stream.model.named_modules() if not _ELEMENT.search(name) and _is_norm(m)]
+    with stream.watching(lambda _kind, _layer, value: added.append(value)), _calls([*outside, head]) as calls:
+        said = getattr(run(), "logits", None)
+    _, entered, logits = next(one for one in calls if one[0] is head)
+    last = entered[stream.sequence, -1]
+    norms = [one for one in calls if one[0] is not head and torch.equal(one[2][stream.sequence, -1], last)]
+    if not norms or not added:
+        return "its unembedding does not read the output of a final norm"
+    module, before, after = norms[-1]
+    x, y = stream.pick(before), stream.pick(after)
+    total = torch.stack([one for one in added if one.shape == x.shape]).sum(dim=0)
+    error = float(((total - x).norm(dim=-1) / x.norm(dim=-1)).max())
+    if not error <= _SUM * _rounding(before.dtype):
+        return (
+            "what its final norm reads is not the sum of the embedding and of what attention and entries add (off by "
+            f"{100 * error:.2g} %): norms or scales lie between"
+        )
+    factor = _factor(logits, said)
+    if factor is None:
+        return "the logits are not those of its unembedding, nor a multiple of them (they may be capped)"
+    norm = _frozen(module, x, y, before)
+    if norm is None:
+        return f"its final norm, {type(module).__name__}, is neither a layer norm nor an RMS norm"
+    ids = torch.tensor(targets(logits[stream.sequence, -1]), device=weight.device)
+    bias = cast("Tensor | None", getattr(head, "bias", None))
+    rows, biases = factor * _towards(weight, ids), factor * _towards(bias, ids)
+    constant = (rows @ norm.shift + biases).expand(len(ids))
+    return Directions(norm.back(rows), ids, (rows * y).sum(dim=-1) + biases, constant, norm, weight)
+
+
+def _factor(read: Tensor, said: object) -> float | None:
+    """What a model multiplies the outputs of its unembedding by (Cohere, Granite); None where it does otherwise."""
+    if not isinstance(said, Tensor) or said.shape != read.shape or torch.equal(said, read):
+        return 1.0
+    kind = wide(read.dtype)
+    one, other = read.to(kind), said.to(kind)
+    factor = float((one * other).sum() / one.square().sum())
+    off = (other - factor * one).norm() / other.norm()
+    return factor if bool(off < 8 * torch.finfo(read.dtype).eps) else None
+
+
+@contextmanager
+def _calls(modules: Sequence[nn.Module]) -> Generator[list[tuple[nn.Module, Tensor, Tensor]]]:
+    """(module, input, output) of each call."""
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        calls.append((module, inputs[0], output))
+
+    handles = [module.register_forward_hook(cast(Any, hook)) for module in modules]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Unit of rounding of a norm: many compute in float32 whatever they are given."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+def _towards(table: Tensor | None, targets: Tensor) -> Tensor:
+    """Rows of targets less the mean row; zeros without a table."""
+    if table is None:
+        return torch.zeros((), device=targets.device)
+    dtype = wide(table.dtype)
+    return table.detach()[targets].to(dtype) - table.detach().mean(dim=0, dtype=dtype)
+
+
+def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> Norm | None:
+    """Gain, shift and scale of a norm from what it does to a few vectors: classes differ, this does not."""
+    signs = torch.ones_like(like[0, 0])
+    signs[1::2] = -1
+    with torch.no_grad():
+        zero, same, mixed = module(torch.stack([signs * 0, signs.abs() * _LARGE, signs * _LARGE])).to(x)
+    centred = bool((same - zero).norm() < 0.5 * (mixed - zero).norm())
+    # Signs in equal number have mean zero; where their number is odd, centring shrinks them by a known amount.
+    flat = _centred(signs.to(x), centred)
+    gain = (mixed - zero) * flat.square().mean().sqrt() / flat
+    straight = gain * _centred(x, centred)
+    scale = straight.square().sum(dim=-1, keepdim=True) / (straight * (y - zero)).sum(dim=-1, keepdim=True)
+    off = (straight / scale + zero - y).norm(dim=-1) / y.norm(dim=-1)
+    return Norm(gain, zero, centred, scale) if bool((off < 8 * _rounding(like.dtype)).all()) else None
+
+
+def _centred(rows: Tensor, centred: bool) -> Tensor:
+    return rows - rows.mean(dim=-1, keepdim=True) if centred else rows
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return _NORM.search(type(module).__name__) is not None
+
+
+def _block(model: nn.Module, path: str) -> nn.Module | None:
+    """The block, an element of a list, in which a module lies."""
+    found = _ELEMENT.search(path)
+    return None if found is None else model.get_submodule(path[: found.end()].rstrip("."))

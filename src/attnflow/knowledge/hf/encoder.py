@@ -1,0 +1,242 @@
+"""`TextEncoder`: texts to embeddings by a transformers encoder."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from attnflow._core.checks import integer, preview
+from attnflow.knowledge.encoder import Progress
+from attnflow.models.loader import load_model
+from attnflow.models.packages import MODELS
+
+Pooling = Literal["mean", "first"]
+
+_POOLINGS: Final = ("mean", "first")
+_WINDOW: Final = 64  # batches that are sorted by length together: all tokens of a million texts need not fit
+_DIGITS: Final = 12  # of the digest in a version
+
+
+class TruncatedText(UserWarning):
+    """The end of a text is not in its embedding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Embeddings of texts.
+
+    Attributes:
+        embeddings: one row for each text, float32.
+        truncated: positions of the texts that were longer than the encoder reads, whose ends are not embedded.
+    """
+
+    embeddings: Float[Tensor, "texts dim"]
+    truncated: tuple[int, ...]
+
+
+class TextEncoder:
+    """Embeddings of texts: the last hidden states of a transformers model, pooled over tokens and normalised.
+
+    What sentence-transformers wrote beside a model (pooling, longest text) is respected: all-MiniLM-L6-v2 takes means
+    over at most 256 tokens. Embeddings of length 1 make inner products cosines.
+
+    Attributes:
+        name: of the model; for one of `af.models.MODELS`, a folder or the hub it loads the same encoder again.
+        pooling: "mean" over the tokens of a text, or its "first" token.
+        max_length: tokens of a text that are read.
+        separator: ends what is embedded of a text, or None.
+
+    Args:
+        model: a short name of `af.models.MODELS`, a folder or a hub id; or a loaded (model, tokenizer).
+        name: what the version calls it; default as the model was named.
+        pooling: default as the model's folder says, else "mean".
+        normalise: to length 1.
+        max_length: default as the model's folder says, else as its tokenizer and positions allow.
+        separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
+        batch_size: texts of a forward pass.
+
+    Raises:
+        FileNotFoundError, MissingPackage, ValueError: no such model, or one that is no encoder of texts.
+
+    >>> from attnflow.knowledge.hf.encoder import TextEncoder
+    >>> encoder = TextEncoder("minilm")
+    >>> one, two, three = encoder(["a cat sat", "a kitten was sitting", "interest rates"])
+    >>> float(one @ two) > float(one @ three)
+    True
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | tuple[PreTrainedModel, PreTrainedTokenizerBase] = "minilm",
+        *,
+        name: str | None = None,
+        pooling: Pooling | None = None,
+        normalise: bool = True,
+        max_length: int | None = None,
+        separator: str | None = None,
+        batch_size: int = 32,
+    ) -> None:
+        if isinstance(model, tuple):
+            self.model, self.tokenizer = model
+            source = str(getattr(self.model.config, "name_or_path", "") or "")
+            self.name = name or source or type(self.model).__name__
+        else:
+            named = os.fspath(model)
+            self.model, tokenizer = load_model(named)
+            self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
+            folder = Path(named).expanduser()
+            local = named not in MODELS and folder.exists()
+            self.name = name or (str(folder.resolve()) if local else named)
+            source = str(getattr(self.model.config, "name_or_path", "") or "")
+        if "decoder_input_ids" in inspect.signature(self.model.forward).parameters:
+            raise ValueError(f"{self.name} has an encoder and a decoder; pass (model.get_encoder(), tokenizer)")
+        self.pooling: Pooling = _pooling(source) if pooling is None else pooling
+        if self.pooling not in _POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
+        self.normalise = normalise
+        self.separator = separator
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
+        integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
+
+    @property
+    def dim(self) -> int:
+        """Width of an embedding."""
+        return int(self.model.config.hidden_size)
+
+    @property
+    def version(self) -> str:
+        """`name@digest`; the digest is of the weights, the vocabulary and the settings above, but the batch size.
+
+        Computed anew each time, because weights may be trained. Cost: about 0.1 s for MiniLM.
+        """
+        digest = hashlib.sha256()
+        for key, value in sorted(self.model.state_dict().items()):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        settings = (vocabulary, self.pooling, self.normalise, self.max_length, self.separator)
+        digest.update(json.dumps(settings).encode())
+        return f"{self.name}@{digest.hexdigest()[:_DIGITS]}"
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "texts dim"]:
+        """One embedding for each text.
+
+        Warns:
+            TruncatedText: some were longer than the encoder reads; `encode` returns which.
+        """
+        found = self.encode(texts)
+        if found.truncated:
+            warnings.warn(
+                f"{len(found.truncated):,} of {len(texts):,} texts have more than {self.max_length} tokens, and their "
+                f"ends are not embedded: texts {preview(found.truncated)}; split them",
+                TruncatedText,
+                stacklevel=2,
+            )
+        return found.embeddings
+
+    def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Encoded:
+        """Embeddings, with the texts that were cut. Batches hold texts of similar length.
+
+        Args:
+            texts: n of them.
+            progress: called with (texts done, n) after each batch.
+
+        Raises:
+            TypeError: not a sequence of strings.
+            ValueError: a text without any token, or embeddings that are not finite.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in cast("Sequence[object]", texts)):
+            raise TypeError("texts must be a sequence of strings")
+        if self.separator is not None:
+            texts = [text.partition(self.separator)[0] for text in texts]
+        made = torch.empty(len(texts), self.dim)
+        truncated: list[int] = []
+        window = _WINDOW * self.batch_size
+        training = self.model.training
+        self.model.eval()
+        try:
+            for start in range(0, len(texts), window):
+                tokens = self._tokens(texts[start : start + window], start, truncated)
+                order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]), reverse=True)
+                for first in range(0, len(order), self.batch_size):
+                    rows = order[first : first + self.batch_size]
+                    made[[start + row for row in rows]] = self._embed([tokens[row] for row in rows])
+                    if progress is not None:
+                        progress(start + first + len(rows), len(texts))
+        finally:
+            self.model.train(training)
+        if not bool(torch.isfinite(made).all()):
+            row = int((~torch.isfinite(made).all(dim=1)).nonzero()[0])
+            raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")
+        return Encoded(made, tuple(truncated))
+
+    def _tokens(self, texts: Sequence[str], start: int, truncated: list[int]) -> list[list[int]]:
+        found = cast("list[list[int]]", self.tokenizer(list(texts), verbose=False)["input_ids"])
+        long = [place for place, ids in enumerate(found) if len(ids) > self.max_length]
+        if long:  # cut in a second call: the tokenizer does not say which texts it cuts
+            cut = self.tokenizer([texts[place] for place in long], truncation=True, max_length=self.max_length)
+            for place, ids in zip(long, cast("list[list[int]]", cut["input_ids"]), strict=True):
+                found[place] = ids
+            truncated.extend(start + place for place in long)
+        empty = next((place for place, ids in enumerate(found) if not ids), None)
+        if empty is not None:
+            raise ValueError(f"text {start + empty} has no tokens: {texts[empty]!r}")
+        return found
+
+    @torch.inference_mode()
+    def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        longest = max(map(len, tokens))
+        padding = getattr(self.tokenizer, "pad_token_id", None) or 0
+        device = self.model.device
+        ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in tokens], device=device)
+        lengths = torch.tensor([len(row) for row in tokens], device=device)
+        mask = torch.arange(longest, device=device) < lengths[:, None]
+        inner = cast(nn.Module, getattr(self.model, "base_model", self.model))  # without a language model's head
+        out: Any = inner(input_ids=ids, attention_mask=mask.long())
+        hidden = cast(Tensor, out.last_hidden_state).float()
+        pooled = hidden[:, 0] if self.pooling == "first" else (hidden * mask[..., None]).sum(1) / lengths[:, None]
+        return (functional.normalize(pooled, dim=-1) if self.normalise else pooled).cpu()
+
+
+def _pooling(source: str) -> Pooling:
+    """What sentence-transformers wrote beside the model; means where it wrote nothing."""
+    settings = _beside(source, "1_Pooling/config.json")
+    chosen = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
+    if not chosen or chosen == ["pooling_mode_mean_tokens"]:
+        return "mean"
+    if chosen == ["pooling_mode_cls_token"]:
+        return "first"
+    raise ValueError(f"{source} pools by {', '.join(chosen)}, which is not supported: choose pooling={_POOLINGS}")
+
+
+def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int:
+    positions = cast("int | None", getattr(model.config, "max_position_embeddings", None))
+    found = _beside(source, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
+    return min(int(found), positions) if positions else int(found)
+
+
+def _beside(source: str, name: str) -> dict[str, Any]:
+    """A file of sentence-transformers beside a model, {} if there is none."""
+    if not source:
+        return {}
+    try:
+        path = cached_file(source, name)
+    except OSError:
+        return {}
+    return {} if path is None else cast("dict[str, Any]", json.loads(Path(path).read_text(encoding="utf-8")))

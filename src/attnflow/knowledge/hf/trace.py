@@ -1,0 +1,223 @@
+"""`trace`: run a transformers model whose layers read entries, and keep which of them fired, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from attnflow._core import checks
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
+from attnflow.knowledge.hf.layer_trace import Effects, Kept, unobserved
+from attnflow.knowledge.hf.readers import LayerReader, SourceReader, readers
+from attnflow.knowledge.memory_layer.stored import StoredKnowledge
+from attnflow.knowledge.trace import By, LayerTrace, Trace
+from attnflow.models.inputs import Text, evaluating, model_inputs, model_name, sparing
+from attnflow.models.loader import Loaded
+
+_PROMOTED: Final = 5  # tokens named for an entry
+
+
+@runtime_checkable
+class Entries(Protocol):
+    """What has a text for an id, such as `af.knowledge.Store`."""
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def get(self, ids: Sequence[int]) -> Iterable[Any]:
+        """Entries with `.id` and `.text`."""
+        ...
+
+
+def trace(
+    model: nn.Module | Loaded,
+    text_or_ids: Text,
+    *,
+    layers: Sequence[int] | None = None,
+    positions: int | Sequence[int] | None = None,
+    top: int = 16,
+    by: By = "norm",
+    targets: str | int | Sequence[str | int] | None = None,
+    texts: Mapping[int, str] | Entries | None = None,
+    promoted: int = 128,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sequence: int = 0,
+) -> Trace:
+    """Which entries fired for each token and layer of a text, and what they did to the logit of the next token.
+
+    Args:
+        model: converted by `from_ffn`, or a `ModularForCausalLM`; or what `af.models.load_model` returned, with such a
+            model in it.
+        text_or_ids: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name.
+        layers: numbers of layers; by default all.
+        positions: of the tokens, negative ones from the end; by default all.
+        top: how many entries are kept for each token and layer.
+        by: which: those with the largest contribution ("norm"), or with the largest direct "effect".
+        targets: tokens whose logits the effects are about, one for all positions or one each; by default the next
+            token of the text, and at its end the token that the model deems most likely.
+        texts: id -> text of entries, or a store; by default the store that the model is connected to.
+        promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
+        tokenizer: needed for a text unless `model` brings one; else it names the tokens.
+        sequence: which one of a batch.
+
+    Returns:
+        The trace, on the CPU, in float32 (float64 for a model in float64). Without direct effects where a
+        contribution has none in closed form; `.without` then says why.
+
+    Raises:
+        ValueError: a model without entries, layers or positions that do not exist, a target that is not one token.
+        UnsupportedArchitecture: an encoder-decoder model.
+
+    Cost: two forward passes (the first finds the scale of the final norm), and for each layer as much again as its
+        product with the values. Memory: positions x top for each layer, and a few tables as large as one layer's
+        weights, of 64 MiB at most; never tokens x entries x model_dim.
+
+    >>> import attnflow as af
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = af.knowledge.from_ffn(LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)))
+    >>> found = trace(model, [5, 6, 7], top=24)
+    >>> found.layer(0).ids.shape
+    torch.Size([3, 24])
+    >>> bool((found.layer(0).explained - 1).abs().max() < 1e-5)
+    True
+    """
+    if isinstance(model, tuple):
+        model, tokenizer = model.model, tokenizer or model.tokenizer
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")
+    checks.integer("top", top, 1)
+    checks.integer("promoted", promoted)
+    if by not in ("norm", "effect"):
+        raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
+    found = readers(model)
+    chosen = _chosen(found, layers)
+    inputs = model_inputs(model, text_or_ids, tokenizer, sequence)
+    ids = inputs["input_ids"][sequence].tolist()
+    rows = _positions(positions, len(ids))
+    stream = Stream(model, len(inputs["input_ids"]), sequence, rows)
+    with evaluating(model), unobserved(found), torch.no_grad():
+        run = partial(cast(Any, model), **inputs, **sparing(model))
+        towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
+        if isinstance(towards, str) and (by == "effect" or targets is not None):
+            raise ValueError(f"there are no direct effects: {towards}")
+        known = towards if isinstance(towards, Directions) else None
+        effects, kept = Effects(known), [Kept(reader, stream, known, top, by) for reader in chosen]
+        for one in kept:
+            one.reader.observer = one.see
+        with stream.watching(effects.add):
+            run()
+        traced = tuple(one.finish(effects) for one in kept)
+        words = {} if known is None else _promoted(kept, known, promoted, tokenizer)
+    made = Trace(model_name(model), _names(tokenizer, ids), tuple(rows), traced, promoted=words)
+    source = found[0].source if isinstance(found[0], SourceReader) else None
+    known_texts = source.store if texts is None and isinstance(source, StoredKnowledge) else texts
+    made = replace(made, texts={} if known_texts is None else _texts(known_texts, traced))
+    if known is None:
+        return replace(made, without=cast(str, towards))
+    named = known.targets.tolist()
+    return replace(
+        made,
+        targets=_names(tokenizer, named),
+        target_ids=tuple(named),
+        logits=known.logits.cpu(),
+        embedding_effect=effects.of("embedding"),
+        constant_effect=known.constant.cpu(),
+        rest_effect=effects.rest([reader.layer for reader in chosen]),
+    )
+
+
+def _chosen(found: Sequence[LayerReader], layers: Sequence[int] | None) -> list[LayerReader]:
+    if layers is None:
+        return list(found)
+    numbers = {reader.layer: reader for reader in found}
+    missing = [layer for layer in layers if layer not in numbers]
+    if missing or not layers:
+        raise ValueError(f"layers must list some of the layers with entries, 0 to {max(numbers)}, got {list(layers)}")
+    return [numbers[layer] for layer in sorted(set(layers))]
+
+
+def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
+    if positions is None:
+        return list(range(size))
+    given = [positions] if isinstance(positions, int) else list(positions)
+    wrong = [position for position in given if not -size <= position < size]
+    if wrong or not given:
+        raise ValueError(f"positions must be of {size} tokens, {-size} to {size - 1}, got {given}")
+    return sorted({position % size for position in given})
+
+
+def _targets(
+    given: str | int | Sequence[str | int] | None,
+    ids: Sequence[int],
+    rows: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    logits: Tensor,
+) -> list[int]:
+    """Ids of the targets: as given, or the next token of the text and at its end the most likely one."""
+    if given is None:
+        return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
+    listed = [given] * len(rows) if isinstance(given, str | int) else list(given)
+    if len(listed) != len(rows):
+        raise ValueError(f"expected one target, or one for each of {len(rows)} positions, got {len(listed)}")
+    found = [_target(one, tokenizer) if isinstance(one, str) else int(one) for one in listed]
+    checks.index_array("targets", found, len(logits))
+    return found
+
+
+def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    if tokenizer is None:
+        raise ValueError("a target that is a text needs a tokenizer: pass tokenizer=..., or the token's id")
+    ids = cast(list[int], tokenizer(word, add_special_tokens=False)["input_ids"])
+    if len(ids) != 1:
+        raise ValueError(
+            f"a target must be one token, {word!r} is {len(ids)}: {[tokenizer.decode([token]) for token in ids]}; many "
+            "vocabularies want the space before a word, as in ' Paris'"
+        )
+    return ids[0]
+
+
+def _promoted(
+    kept: Sequence[Kept], known: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[tuple[int, int, int], tuple[str, ...]]:
+    """Tokens of the strongest entry of each position, then of the second of each, and so on, `count` in all."""
+    places = torch.cat([one.joined("places") for one in kept], dim=1).cpu()
+    heads = torch.cat([one.joined("heads") for one in kept], dim=1).cpu()
+    which = torch.cat([torch.full_like(one.joined("places"), i) for i, one in enumerate(kept)], dim=1).cpu()
+    size = torch.cat([one.joined("effects").abs() for one in kept], dim=1).cpu().masked_fill(places < 0, -1)
+    order = size.argsort(dim=1, descending=True)
+    ranked = torch.stack([table.gather(1, order).T.flatten() for table in (which, places, heads)], dim=1)
+    asked: dict[tuple[int, int, int], None] = {}
+    for index, place, head in cast(list[list[int]], ranked.tolist()):
+        if len(asked) == count:
+            break
+        if place >= 0:
+            asked.setdefault((index, place, head))
+    words: dict[tuple[int, int, int], tuple[str, ...]] = {}
+    for index, one in enumerate(kept):
+        mine = [(place, head) for i, place, head in asked if i == index]
+        if mine:
+            where, at = (torch.tensor(column, device=known.rows.device) for column in zip(*mine, strict=True))
+            values = one.reader.values(where).detach().to(known.rows)[at, torch.arange(len(at), device=at.device)]
+            ids = one.reader.ids(where).tolist()
+            for entry, (_, head), tokens in zip(ids, mine, known.promoted(values, _PROMOTED), strict=True):
+                words[one.reader.layer, entry, head] = _names(tokenizer, tokens)
+    return words
+
+
+def _texts(given: Mapping[int, str] | Entries, layers: Sequence[LayerTrace]) -> dict[int, str]:
+    ids = torch.cat([one.ids.flatten() for one in layers]).unique().tolist()
+    if isinstance(given, Mapping):
+        return {entry: given[entry] for entry in ids if entry in given}
+    known = [entry for entry in ids if entry >= 0 and entry in given]
+    return {int(one.id): str(one.text) for one in given.get(known) if one.text}
+
+
+def _names(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
+    return tuple(str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids)

@@ -1,0 +1,280 @@
+"""One layer that reads a shared base: all of it, or the best entries; and what it read, for those who watch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from attnflow._core.checks import integer
+from attnflow.knowledge.activations import ACTIVATIONS
+from attnflow.knowledge.attention import GeneralizedCrossAttention, weigh
+from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.memory_layer.retrieval import (
+    Retrieval,
+    best,
+    certify,
+    chosen,
+    straight_through,
+    sum_of_chosen,
+    sum_of_rows,
+)
+from attnflow.knowledge.memory_layer.source import Mode, Retrieved, Source
+
+_BLOCK: Final = 1 << 15  # entries whose values are held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What one layer read in one call.
+
+    Attributes:
+        layer: its number.
+        ids: of the entries read by each token and head (rows of a tensor, ids of a store; -1 where there were fewer),
+            int64[*tokens, heads, read]; None if all were read, in order.
+        scores: with their thresholds, of each part ("up", or "gate" and "up").
+        weights: after the activation; 0 where there is no entry.
+        certificate: of the search, with one element for each token and head, flattened; None if all were read.
+        up_norm: of gated layers where not all were read, the norm of the query for up scores, [*tokens, heads].
+    """
+
+    layer: int
+    ids: Int[Tensor, "*tokens heads read"] | None
+    scores: Float[Tensor, "parts *tokens heads read"]
+    weights: Float[Tensor, "*tokens heads read"]
+    certificate: Certificate | None = None
+    up_norm: Float[Tensor, "*tokens heads"] | None = None
+
+
+Observer = Callable[[Reading], None]
+
+
+class KnowledgeReader(nn.Module):
+    """Generalized cross-attention of one layer to entries that all layers share.
+
+    Attributes:
+        attention: the layer's projections and thresholds.
+        order: how all entries are evaluated, see `GeneralizedCrossAttention`.
+        retrieval: which entries are read; None: all.
+        observer: called with each `Reading`, or None. It must not change it.
+
+    Args:
+        layer: number of the layer.
+        attention: its cross-attention.
+        retrieval: see `Retrieval`.
+        order: see above.
+
+    >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
+    >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
+    torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        attention: GeneralizedCrossAttention,
+        retrieval: Retrieval | None = None,
+        order: str = "query_side",
+    ) -> None:
+        super().__init__()
+        self.layer = integer("layer", layer)
+        self.attention = attention
+        self.retrieval = retrieval
+        self.order = order
+        self.observer: Observer | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of thresholds that this layer needs in a source: parts x heads."""
+        return self.attention.parts * self.attention.num_heads
+
+    def threshold_columns(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
+        """The thresholds of entries as columns of a source, part by part, head by head."""
+        return self.attention.thresholds(entries).flatten(0, 1).T
+
+    def forward(
+        self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | Source
+    ) -> Float[Tensor, "*tokens model_dim"]:
+        """What the entries add to each token.
+
+        Args:
+            hidden: tokens.
+            source: E itself; or what can be searched, with this layer's thresholds from column layer * columns on.
+                Gradients reach E and the thresholds' network only through a tensor; through a source they reach the
+                queries and values of the entries that were read.
+
+        Raises:
+            ValueError: widths that do not fit; an approximate search of a tensor, which has no index.
+        """
+        if isinstance(source, Tensor):
+            return self._from_tensor(hidden, source)
+        self.attention.check(hidden)
+        queries = hidden.shape[:-1].numel() * self.attention.num_heads
+        if self.retrieval is not None and not self.retrieval.reads_all(source.num_entries, queries, copied=True):
+            return self._from_source(hidden, source, self.retrieval)
+        return self._read_all(hidden, *self._everything(source))
+
+    def error_bound(
+        self, reading: Reading, source: Float[Tensor, "entries entry_dim"] | Source
+    ) -> Float[Tensor, " tokens"]:
+        """How far the output of each token (flattened) can be from that of reading all entries, in Euclidean norm.
+
+        The sum over heads of the certificates' bounds times the largest norm of any value, and of gated layers times
+        the largest possible up score; 0 where all were read, infinite after an approximate search. Sparsemax weights
+        are exact where no entry left out can exceed their threshold tau; elsewhere the bound is that of two points of
+        the simplex, 2. It is about the computed scores: rounding in float32 comes on top.
+
+        Raises:
+            ValueError: an activation that is a function of one's own.
+
+        Cost: the values of all entries, in blocks.
+        """
+        attention = self.attention
+        if reading.certificate is None:
+            return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
+        name = next((name for name, function in ACTIVATIONS.items() if function is attention.activation), None)
+        if name is None:
+            raise ValueError(f"a bound is known for {', '.join(ACTIVATIONS)}, not for a function of one's own")
+        entries, thresholds = self._everything(source)
+        blocks = entries.detach().split(_BLOCK)
+        norms = [torch.einsum("ne,hed->hnd", block, attention.value.detach()).norm(dim=-1).amax(-1) for block in blocks]
+        left = _simplex_bound(reading) if name == "sparsemax" else reading.certificate.error_bound(1.0, name)
+        size = torch.stack(norms).amax(dim=0)
+        if reading.up_norm is not None:
+            largest = thresholds[1].detach().abs().amax(dim=-1)
+            size = size * (reading.up_norm.flatten(0, -2) * entries.detach().norm(dim=-1).amax() + largest)
+        bound = left.to(size.device).view(-1, attention.num_heads)
+        # Infinity times 0 is 0 here: values of norm 0 add nothing, whatever was left out.
+        return torch.where(size > 0, bound * size, 0).sum(dim=-1)
+
+    @property
+    def _first_column(self) -> int:
+        return self.layer * self.columns
+
+    def _everything(self, source: Tensor | Source) -> tuple[Tensor, Tensor]:
+        """E, and this layer's thresholds [parts, heads, entries]."""
+        attention = self.attention
+        if isinstance(source, Tensor):
+            return source, attention.thresholds(source)
+        rows = source.rows().to(attention.query)
+        self._check_width(rows.shape[1])
+        entries, columns = rows[:, : attention.entry_dim], rows[:, attention.entry_dim :]
+        columns = columns[:, self._first_column :][:, : self.columns]
+        return entries, columns.T.reshape(attention.parts, attention.num_heads, len(rows))
+
+    def _check_width(self, width: int) -> None:
+        """Raise where rows [e | columns] of a source do not fit."""
+        needed = self._first_column + self.columns
+        if width < self.attention.entry_dim + needed:
+            raise ValueError(
+                f"layer {self.layer} needs entries of width {self.attention.entry_dim} with {needed} columns of "
+                f"thresholds ({self.columns} for each layer up to this one), the source has rows of width {width}"
+            )
+
+    def _from_tensor(self, hidden: Tensor, entries: Tensor) -> Tensor:
+        retrieval, attention = self.retrieval, self.attention
+        if retrieval is None and self.observer is None:
+            return attention(hidden, entries, self.order)
+        attention.check(hidden, entries)
+        training = self.training and torch.is_grad_enabled()
+        thresholds = attention.thresholds(entries)
+        queries = hidden.shape[:-1].numel() * attention.num_heads
+        if retrieval is None or retrieval.reads_all(len(entries), queries, training):
+            return self._read_all(hidden, entries, thresholds)
+        if retrieval.search == "approximate":
+            raise ValueError("an approximate search needs an index: pass af.knowledge.IndexedEntries, or a store")
+        scores = attention.score(hidden, entries, thresholds)
+        ranked = scores[0].detach()
+        if self.observer is not None:
+            rows = best(ranked, retrieval)
+            certificate = certify(ranked, rows, retrieval)
+            self.observer(Reading(self.layer, rows, *self._kept(scores, rows), certificate, self._up_norm(hidden)))
+        if retrieval.k is not None and not training:
+            rows = best(ranked, retrieval)
+            return attention.write(sum_of_rows(self._kept(scores, rows)[1], rows, entries))
+        mask = chosen(ranked, retrieval)
+        sparse = self._weigh(scores, mask)
+        if training:
+            return attention.read(straight_through(sparse, weigh(scores, attention.activation)), entries)
+        return attention.write(sum_of_chosen(sparse, mask, entries))
+
+    def _from_source(self, hidden: Tensor, source: Source, retrieval: Retrieval) -> Tensor:
+        attention, heads = self.attention, self.attention.num_heads
+        shape = (*hidden.shape[:-1], heads)
+        queries = attention.project_query(hidden).reshape(attention.parts, -1, heads, attention.entry_dim)
+        mode: Mode = None if retrieval.search in ("auto", "dense") else retrieval.search
+        found: list[Retrieved] = []
+        for head in range(heads):
+            asked, column = queries[0, :, head].detach(), self._first_column + head
+            if retrieval.k is not None:
+                found.append(source.search(asked, retrieval.k, column, mode))
+            else:
+                found.append(source.range(asked, cast(float, retrieval.threshold), column, mode))
+        self._check_width(found[0].vectors.shape[-1] + found[0].thresholds.shape[-1])
+        most = max(one.ids.shape[1] for one in found)
+        ids = torch.stack([_padded(one.ids, most, -1) for one in found], dim=1).to(hidden.device)
+        vectors = torch.stack([_padded(one.vectors, most, 0) for one in found], dim=1).to(hidden)
+        columns = torch.stack([_padded(one.thresholds, most, 0) for one in found], dim=1).to(hidden)
+        here = columns[..., self._first_column :][..., : self.columns].unflatten(-1, (attention.parts, heads))
+        own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
+        scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own.movedim(-1, 0)
+        weights = self._weigh(scores, ids >= 0)
+        if self.observer is not None:
+            read = Reading(
+                self.layer,
+                ids.view(*shape, most),
+                scores.view(len(scores), *shape, most),
+                weights.view(*shape, most),
+                Certificate.joined([one.certificate for one in found]),
+                self._up_norm(hidden),
+            )
+            self.observer(read)
+        return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
+
+    def _read_all(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
+        if self.observer is None:
+            return self.attention.read_all(hidden, entries, thresholds)
+        scores = self.attention.score(hidden, entries, thresholds)
+        weights = weigh(scores, self.attention.activation)
+        self.observer(Reading(self.layer, None, scores, weights))
+        return self.attention.read(weights, entries)
+
+    def _kept(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and weights at rows, of which -1 is none."""
+        kept = scores.gather(-1, rows.clamp(min=0).expand(len(scores), *rows.shape))
+        return kept, self._weigh(kept, rows >= 0)
+
+    def _weigh(self, scores: Tensor, kept: Tensor) -> Tensor:
+        """Weights of the entries that are kept; of others, 0."""
+        lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
+        return weigh(scores.masked_fill(~kept, lowest), self.attention.activation).masked_fill(~kept, 0)
+
+    def _up_norm(self, hidden: Tensor) -> Tensor | None:
+        return self.attention.project_query(hidden)[1].detach().norm(dim=-1) if self.attention.gated else None
+
+
+def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
+    """A bound on the sum of the differences of sparsemax weights to those over all entries."""
+    certificate = cast(Certificate, reading.certificate)
+    scores, weights = reading.scores[0].detach().flatten(0, -2).double(), reading.weights.detach().flatten(0, -2)
+    if certificate.approximate:
+        return torch.full_like(certificate.last, math.inf, dtype=torch.float64)
+    if not scores.shape[-1]:
+        return torch.where(certificate.left_out == 0, 0.0, 1.0).double().to(weights.device)
+    # Every weight that is not 0 is score - tau; those of a gated layer have been multiplied since.
+    kept = cast(Tensor, reading.ids).flatten(0, -2) >= 0
+    again = ACTIVATIONS["sparsemax"](scores.masked_fill(~kept, torch.finfo(torch.float32).min))
+    tau = (scores - again).masked_fill(again <= 0, -math.inf).amax(dim=-1)
+    exact = (certificate.left_out == 0) | (certificate.last.to(tau) <= tau)
+    return torch.where(exact, 0.0, 2.0).to(weights.device)
+
+
+def _padded(values: Tensor, width: int, fill: int) -> Tensor:
+    """Values [queries, k, ...] with k made `width`."""
+    missing = width - values.shape[1]
+    return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], dim=1)

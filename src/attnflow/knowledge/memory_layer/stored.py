@@ -1,0 +1,145 @@
+"""A store as what a model reads: every layer searches it, and an edit is visible to the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from attnflow._core.checks import Indices
+from attnflow.knowledge.memory_layer.source import Mode, Retrieved
+from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.arguments import Vectors, matrix
+from attnflow.knowledge.store.entry import Found
+from attnflow.knowledge.store.errors import StoreError
+
+Thresholds = Callable[[Tensor], Tensor]
+
+_BLOCK: Final = 1 << 15  # entries whose thresholds are computed at once
+_TRIES: Final = 100
+
+
+class StoredKnowledge:
+    """A `Source` whose entries are in a store, with the thresholds that a model's layers give them.
+
+    Thresholds B1(E) are a function of the entry and of the model. They are stored beside the entry, so that one index
+    serves all layers; `stale` says where they are not the model's, `write_thresholds` computes them anew. Entries are
+    deleted, found and counted by the store itself.
+
+    Args:
+        store: with as many threshold columns as `thresholds` gives.
+        thresholds: of entries [n, d_E], all columns of all layers: [n, columns].
+
+    Raises:
+        ValueError: the store has another number of columns.
+    """
+
+    def __init__(self, store: Store, thresholds: Thresholds) -> None:
+        columns = thresholds(torch.zeros(1, store.dim)).shape[1]
+        if columns != store.num_thresholds:
+            raise ValueError(
+                f"the model's layers have {columns} columns of thresholds, the store has {store.num_thresholds}: make "
+                f"it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
+            )
+        self.store = store
+        self._thresholds = thresholds
+
+    @property
+    def num_entries(self) -> int:
+        """How many there are now."""
+        return len(self.store)
+
+    def insert(
+        self,
+        *,
+        embeddings: Vectors,
+        ids: Indices | None = None,
+        texts: Sequence[str | None] | None = None,
+        sources: Sequence[str | None] | None = None,
+        encoder: str | None = None,
+    ) -> Int64[Tensor, " n"]:
+        """`Store.insert` with the model's thresholds."""
+        rows, thresholds = self._with_thresholds(embeddings)
+        return self.store.insert(
+            embeddings=rows, ids=ids, texts=texts, sources=sources, thresholds=thresholds, encoder=encoder
+        )
+
+    def upsert(
+        self,
+        *,
+        ids: Indices,
+        embeddings: Vectors,
+        texts: Sequence[str | None] | None = None,
+        sources: Sequence[str | None] | None = None,
+        encoder: str | None = None,
+    ) -> None:
+        """`Store.upsert` with the model's thresholds."""
+        rows, thresholds = self._with_thresholds(embeddings)
+        self.store.upsert(
+            ids=ids, embeddings=rows, texts=texts, sources=sources, thresholds=thresholds, encoder=encoder
+        )
+
+    def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
+        """Ids of entries whose stored thresholds differ from the model's by more than a tolerance.
+
+        Cost: the thresholds of all entries, in blocks.
+        """
+        found = [torch.zeros(0, dtype=torch.int64)]
+        for ids in self.store.ids().split(_BLOCK):
+            rows = self.store.rows(ids)
+            wrong = (self._computed(rows[:, : self.store.dim]) - rows[:, self.store.dim :]).abs() > tolerance
+            found.append(ids[wrong.any(dim=1)])
+        return torch.cat(found)
+
+    def write_thresholds(self) -> int:
+        """Write the model's thresholds where they are stale; returns for how many entries. Their versions go up."""
+        ids = self.stale()
+        for block in ids.split(_BLOCK):
+            entries = self.store.get(block)
+            for encoder in {entry.encoder for entry in entries}:
+                some = [entry for entry in entries if entry.encoder == encoder]
+                vectors = torch.stack([entry.embedding for entry in some])
+                self.upsert(ids=[entry.id for entry in some], embeddings=vectors, encoder=encoder)
+        return len(ids)
+
+    def rows(self) -> Float[Tensor, "entries width"]:
+        """[E | columns] of all entries, in the order of `store.ids()`; a copy."""
+        return self.store.rows()
+
+    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
+        """The k entries with the highest score + threshold."""
+        return self._retrieved(lambda: self.store.search(queries, k, threshold_column=column, mode=mode))
+
+    def range(
+        self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
+    ) -> Retrieved:
+        """All entries above a score."""
+        return self._retrieved(lambda: self.store.range(queries, threshold, threshold_column=column, mode=mode))
+
+    def _retrieved(self, find: Callable[[], Found]) -> Retrieved:
+        """What a search finds with its rows; made again where another thread deletes an entry between the two."""
+        for _ in range(_TRIES):
+            found = find()
+            ids, places = found.ids.unique(return_inverse=True)
+            known = ids[ids >= 0]
+            try:
+                rows = self.store.rows(known)
+            except KeyError:
+                continue
+            if len(known) < len(ids):  # -1 sorts first: where there is no entry, a row of zeros
+                rows = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
+            gathered = rows[places]
+            dim = self.store.dim
+            return Retrieved(found.ids, gathered[..., :dim], gathered[..., dim:], found.scores, found.certificate)
+        raise StoreError(f"entries were deleted faster than {_TRIES} searches could read them")
+
+    def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
+        return rows, self._computed(rows)
+
+    @torch.no_grad()
+    def _computed(self, rows: Tensor) -> Tensor:
+        return self._thresholds(rows).float()

@@ -1,1 +1,0 @@
-"""Traces: which entries fired for a text, how strongly, and what they did to the logits."""

@@ -1,0 +1,293 @@
+"""`attach`: run a transformers model under a mask of ours, and undo it exactly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Literal, cast, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.masks.hf import attention
+from attnflow.masks.hf.attention import ATTRIBUTE, IMPLEMENTATIONS, Rule, base_implementation, registered_name
+from attnflow.masks.hf.placement import FLEX
+from attnflow.masks.hf.tables import MaskTables
+from attnflow.masks.mask import Mask
+from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
+
+Masks = Mask | Sequence[Mask]
+FlexOnCpu = Literal["forward", "sdpa"]
+OtherMixers = Literal["error", "keep"]
+
+_UNSET: Final = object()
+_log: Final = logging.getLogger("attnflow.masks")
+
+
+class MaskHandle:
+    """A mask in use; `remove()`, or leaving the `with` block, restores the model exactly.
+
+    Attributes:
+        model: the model.
+        backend: the implementation that computes attention: "sdpa", "eager" or "flex_attention".
+        masks: path of each masked attention module -> its mask.
+    """
+
+    def __init__(
+        self, model: nn.Module, backend: str, rules: Mapping[nn.Module, Rule], around: Sequence[nn.Module]
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.masks = {rule.name: rule.tables.mask for rule in rules.values() if rule.tables is not None}
+        self._rules = dict(rules)
+        # Handles on two parts of a model may share a config: each knows its own entry there by identity.
+        self._name = registered_name(backend)
+        self._before: list[tuple[nn.Module, object]] = []
+        self._configs: list[tuple[PreTrainedConfig, object]] = []
+        self._apply(around)
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is (still) under this handle's mask, or under one put on top of it."""
+        return bool(self._before)
+
+    def remove(self) -> None:
+        """Restore what the model had before; a second call does nothing.
+
+        Raises:
+            RuntimeError: a mask put on the same model later is still in use (nothing is restored); or somebody has
+                changed the model's attention implementation since, and with it taken the mask out of force (all is
+                restored).
+        """
+        if not self._before:
+            return
+        newer = any(module.__dict__.get(ATTRIBUTE) is not rule for module, rule in self._rules.items())
+        current = [config.__dict__["_attn_implementation_internal"] for config, _ in self._configs]
+        if newer or any(name is not self._name and attention.is_registered(name) for name in current):
+            raise RuntimeError("a mask or bias put on this model later is still in use: remove the newest first")
+        for module, before in self._before:
+            if before is _UNSET:
+                delattr(module, ATTRIBUTE)
+            else:
+                setattr(module, ATTRIBUTE, before)
+        for config, before in self._configs:
+            config.__dict__["_attn_implementation_internal"] = before
+        self._before, self._configs = [], []
+        changed = [name for name in current if name is not self._name]
+        if changed:
+            raise RuntimeError(
+                f"the model's attention implementation was set to {changed[0]!r} while a mask was in use, which took "
+                "the mask out of force; choose it with attach(..., attn_implementation=...)"
+            )
+
+    def __enter__(self) -> MaskHandle:
+        if not self._before:
+            raise RuntimeError("this mask was removed; call attach again")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        distinct = ", ".join(dict.fromkeys(map(repr, self.masks.values())))
+        state = "" if self.active else ", removed"
+        return f"<{distinct} on {len(self.masks)} attention modules of {type(self.model).__name__}{state}>"
+
+    def _apply(self, around: Sequence[nn.Module]) -> None:
+        attention.register()
+        configs = {id(m.config): cast(PreTrainedConfig, m.config) for m in (*around, *self._rules)}
+        for config in configs.values():
+            self._configs.append((config, config.__dict__["_attn_implementation_internal"]))
+            # Past the property, which would also set sub-configs that this mask is not for.
+            config.__dict__["_attn_implementation_internal"] = self._name
+        for module, rule in self._rules.items():
+            self._before.append((module, module.__dict__.get(ATTRIBUTE, _UNSET)))
+            setattr(module, ATTRIBUTE, rule)
+
+
+def attach(
+    model: nn.Module,
+    mask: Masks | Mapping[str, Masks],
+    *,
+    attn_implementation: str | None = None,
+    crop: bool = False,
+    flex_on_cpu: FlexOnCpu = "forward",
+    other_mixers: OtherMixers = "error",
+) -> MaskHandle:
+    """Run a transformers model under our mask, in place of its own, until the handle is removed.
+
+    Position i of the mask is the i-th token of the sequence: with a key-value cache the i-th since the cache was
+    empty, and in a padded batch the i-th after the row's *leading* pads, so that a padded batch gives each row what
+    it gives alone. Padding (a 2D `attention_mask`) removes keys; nothing of the model's own mask is left: neither
+    causality nor a sliding window nor packed sequences read into position ids. A query that may attend to nothing
+    gets the attention output 0 on every route.
+
+    Use it as a call (in force at once, until `.remove()`) or in a `with` statement. A mask put on top of another
+    replaces it until removed; the newest is removed first.
+
+    Args:
+        model: any model whose attention goes through the attention interface of transformers, or a part of it that
+            is a model itself (`model.get_decoder()`, the language model of a vision model).
+        mask: one mask for all layers; or a sequence with one per attention layer; or, for an encoder-decoder model,
+            a dict with any of "encoder", "decoder" (square) and "cross" (decoder x encoder positions); parts that it
+            leaves out keep the model's own mask.
+        attn_implementation: "sdpa", "eager" or "flex_attention"; default the model's own.
+        crop: allow sequences so short that the mask lets a query attend to a key beyond their end. Without it such
+            a sequence is an error; shorter sequences that lose no allowed key always run under the leading part.
+        flex_on_cpu: on the CPU, FlexAttention has no backward pass. "forward" runs it and raises where a gradient is
+            required; "sdpa" lets SDPA compute everything that lies on the CPU.
+        other_mixers: what to do about parts that move information between positions without attention (state-space
+            layers, convolutions): refuse the model, or "keep" them unmasked.
+
+    Returns:
+        A handle with `.remove()`, `.backend` and `.masks`, which is also a context manager.
+
+    Raises:
+        ValueError: a mask that is not square (except "cross"), a wrong number of masks, an implementation without
+            masks. While the model runs: a sequence longer than the mask, a 4D attention mask, keys that the model's
+            cache has dropped.
+        UnsupportedArchitecture: the model does not take the attention interface, or mixes positions in other ways.
+
+    Cost: sdpa and eager hold the mask dense, n * n bytes; flex_attention holds its blocks, and never n * n.
+
+    >>> import attnflow as af
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> with af.masks.attach(model, af.masks.block_two_stream(3, 2)) as handle:
+    ...     output = model(torch.arange(8)[None], position_ids=torch.tensor([[0, 1, 2, 3, 2, 3, 4, 5]]))
+    >>> handle.backend, handle.active
+    ('sdpa', False)
+    """
+    _check_options(flex_on_cpu, other_mixers)
+    sites = find_sites(model)
+    masks = _assign(sites, mask)
+    masked = [site for site in sites if site.module in masks]
+    if other_mixers == "error":
+        _refuse_mixers(model, masked)
+    backend = _implementation(model, masked, attn_implementation)
+    tables = {one: MaskTables(one) for one in set(masks.values())}  # equal masks share theirs
+    if backend != FLEX:
+        devices = {parameter.device for site in masked for parameter in site.module.parameters()}
+        for table in tables.values():
+            table.prepare(devices - {torch.device("meta")})
+    kernels = (backend, "sdpa") if backend == FLEX else (backend,)
+    owners = {id(site.owner) for site in masked}
+    rules = {
+        site.module: Rule(
+            name=site.name,
+            tables=tables[masks[site.module]] if site.module in masks else None,
+            cross=site.kind == "cross",
+            crop=crop,
+            flex_on_cpu=flex_on_cpu,
+            kernels={name: attention.kernel(site.module, name) for name in kernels},
+        )
+        for site in sites
+        if id(site.owner) in owners
+    }
+    names = ", ".join(dict.fromkeys(map(repr, masks.values())))
+    _log.info("attention of %s runs with %s under %s", type(model).__name__, backend, names)
+    return MaskHandle(model, backend, rules, models_around(model, masked))
+
+
+def _check_options(flex_on_cpu: object, other_mixers: object) -> None:
+    for name, value, allowed in (
+        ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)),
+        ("other_mixers", other_mixers, get_args(OtherMixers)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
+    mixers = mixers_beside(model, sites)
+    if mixers:
+        more = f" and {len(mixers) - 4} more" if len(mixers) > 4 else ""
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
+            f"{', '.join(mixers[:4])}{more}; pass other_mixers='keep' to mask its attention alone"
+        )
+
+
+def _assign(sites: Sequence[Site], mask: object) -> dict[nn.Module, Mask]:
+    """The mask of each attention module that gets one."""
+    by_part: dict[str, list[Site]] = {}
+    for site in sites:
+        by_part.setdefault("cross" if site.kind == "cross" else site.part, []).append(site)
+    two = any(site.part for site in sites)
+    if isinstance(mask, Mapping):
+        if not two:
+            raise ValueError("only an encoder-decoder model takes a dict of masks; pass one mask, or one per layer")
+        given = cast(Mapping[str, object], mask)
+        unknown = sorted(set(given) - {"encoder", "decoder", "cross"})
+        if unknown or not given:
+            raise ValueError(f'a dict of masks has keys "encoder", "decoder", "cross", got {unknown or "none"}')
+    elif two:
+        raise ValueError(
+            'an encoder-decoder model takes a dict of masks with any of "encoder", "decoder", "cross", got '
+            f"{type(mask).__name__}; or pass one half of it, such as model.get_decoder()"
+        )
+    else:
+        given = {"": mask}
+    found: dict[nn.Module, Mask] = {}
+    for part, value in given.items():
+        here = by_part.get(part, [])
+        if not here:
+            raise UnsupportedArchitecture(f"the model has no {part or 'self'}-attention on the attention interface")
+        _one_tower(here, part)
+        found |= dict(zip((s.module for s in here), _per_layer(value, here, part), strict=True))
+    return found
+
+
+def _per_layer(value: object, sites: Sequence[Site], part: str) -> list[Mask]:
+    """One mask per site, checked."""
+    if isinstance(value, Mask):
+        masks: list[object] = [value] * len(sites)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        masks = list(cast(Sequence[object], value))
+        if len(masks) != len(sites):
+            layers = getattr(sites[0].owner.config, "num_hidden_layers", len(sites))
+            shared = f" (shared by its {layers} layers: give it one mask)" if layers > len(sites) == 1 else ""
+            raise ValueError(f"expected one mask per attention module, {len(sites)}{shared}, got {len(masks)}")
+    else:
+        raise TypeError(
+            f"expected a Mask or a sequence of them, got {type(value).__name__}; wrap a tensor with af.masks.from_dense"
+        )
+    for one in masks:
+        if not isinstance(one, Mask):
+            raise TypeError(f"expected a Mask, got {type(one).__name__}; wrap a tensor with af.masks.from_dense")
+        if part != "cross" and one.num_queries != one.num_keys:
+            raise ValueError(
+                f"self-attention needs a square mask, got {one!r} of shape {one.shape}; a cache is handled by taking "
+                "the rows of the new tokens from a square mask over all tokens"
+            )
+    return cast(list[Mask], masks)
+
+
+def _one_tower(sites: Sequence[Site], part: str) -> None:
+    owners = {id(site.owner): site for site in sites}
+    if len(owners) > 1 and part != "cross":
+        names = ", ".join(f"{type(s.owner).__name__} ({s.layers})" for s in owners.values())
+        raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
+
+
+def _implementation(model: nn.Module, sites: Sequence[Site], wanted: str | None) -> str:
+    """The implementation to use, supported by every owner."""
+    owners = list({id(site.owner): site.owner for site in sites}.values())
+    name = wanted if wanted is not None else base_implementation(owners[0].config._attn_implementation or "sdpa")
+    if name not in IMPLEMENTATIONS:
+        origin = "attn_implementation" if wanted is not None else f"the implementation of {type(model).__name__}"
+        raise ValueError(
+            f"{origin} is {name!r}, which takes no mask of ours; choose one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    for owner in owners:
+        try:
+            owner.get_correct_attn_implementation(name)
+        except (ValueError, ImportError) as error:
+            raise UnsupportedArchitecture(f"{type(owner).__name__} does not run with {name!r}: {error}") from error
+    return name

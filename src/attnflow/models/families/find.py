@@ -1,0 +1,295 @@
+"""Finding the queries and keys of a checkpoint by the names and shapes of its tensors and its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final, cast
+
+from attnflow._core.checks import preview
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.families.heads import Heads, Stated
+from attnflow.models.families.latent import LatentKey, LatentQuery
+from attnflow.models.families.rows import Rows
+from attnflow.models.families.table import (
+    FUSED,
+    FUSED_WORDS,
+    GATED,
+    KNOWN,
+    LATENT,
+    SEPARATE,
+    UNIVERSAL,
+    is_query_or_key,
+    with_kv_heads,
+)
+from attnflow.models.query_key import Kind
+
+Shapes = Mapping[str, tuple[int, ...]]
+Config = Mapping[str, object]
+
+_CROSS: Final = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|multihead_attn", re.IGNORECASE)
+_TOWERS: Final = {
+    "vision": re.compile(r"(?:^|\.)(?:vision|visual|image)(?:_(?:model|tower|encoder|backbone))?(?:\.|$)"),
+    "audio": re.compile(r"(?:^|\.)audio_(?:model|tower|encoder)(?:\.|$)"),
+    "text": re.compile(r"(?:^|\.)(?:text|language)_(?:model|encoder|decoder)(?:\.|$)"),
+}
+# Small networks between two towers, with settings of their own, are no layers of either; and recurrent layers, which
+# have queries and keys, too, are no attention.
+_OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|linear_attn")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the query and key of one attention module are stored.
+
+    Attributes:
+        layer: number of the layer in its tower.
+        name: path of the module: the common stem of its tensors' names.
+        tower: as in `QueryKey`.
+        kind: as in `QueryKey`.
+        query: how to load the query heads.
+        key: how to load the key heads.
+        num_heads: heads of the query.
+        num_kv_heads: heads of the key.
+        discovered: whether it was found by names and shapes alone, as its family is not in the registry.
+    """
+
+    layer: int
+    name: str
+    tower: str
+    kind: Kind
+    query: Rows | LatentQuery
+    key: Rows | LatentKey
+    num_heads: int
+    num_kv_heads: int
+    discovered: bool
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.query.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A stem of tensor names behind which there seems to be an attention module."""
+
+    stem: str
+    word: str
+    suffix: str
+
+    def tensor(self, word: str) -> str:
+        return ".".join(part for part in (self.stem, word) if part) + self.suffix
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(part) for part in self.stem.split(".") if part.isdigit()]
+
+    @property
+    def kind(self) -> Kind:
+        return "cross" if _CROSS.search(f"{self.stem}.{self.word}") else "self"
+
+    @property
+    def tower(self) -> str:
+        return next((name for name, pattern in _TOWERS.items() if pattern.search(self.stem)), "")
+
+    @property
+    def side(self) -> str:
+        words = {"encoder": "encoder", "enc": "encoder", "decoder": "decoder", "dec": "decoder"}
+        return next((words[part] for part in self.stem.split(".") if part in words), "")
+
+
+def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None = None) -> tuple[Place, ...]:
+    """Where the queries and keys of a model are stored, in the order of its layers.
+
+    Args:
+        shapes: name and shape of every tensor.
+        config: what config.json says.
+        stated: what the attention module at a path says of its heads, for a model in memory; it wins over the config.
+
+    Returns:
+        One place for each attention module. Modules without a layer number, such as pooling heads, are left out where
+        others have one, and so are small networks between towers (resamplers, projectors) and linear attention.
+
+    Raises:
+        UnsupportedArchitecture: there is no attention that is known, or the shapes are not those of the config.
+
+    Cost: O(number of tensors).
+    """
+    _refuse_adapters(shapes)
+    sites = [site for site in _sites(shapes) if not _OTHER.search(site.stem)]
+    sites = [site for site in sites if site.numbers] or sites
+    places = [(site, _place(site, shapes, config, stated)) for site in sites]
+    found = [(site, place) for site, place in places if place is not None]
+    if not found:
+        raise UnsupportedArchitecture(_nothing_found(shapes, config))
+    return _ordered(found)
+
+
+def _refuse_adapters(shapes: Shapes) -> None:
+    adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
+    if adapted:
+        raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
+
+
+def _sites(shapes: Shapes) -> Iterator[_Site]:
+    for name, shape in shapes.items():
+        suffix = ".weight" if name.endswith(".weight") else ""
+        stem, _, word = name.removesuffix(suffix).rpartition(".")
+        named = word in SEPARATE or word in FUSED_WORDS or word in LATENT
+        # Tensors of torch's own attention are called in_proj_weight and q_proj_weight.
+        if len(shape) == 2 and named and bool(suffix) != word.endswith("_weight"):
+            yield _Site(stem, word, suffix)
+
+
+def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Config] | None) -> Place | None:
+    config = _config_of(root, site)
+    model_type = str(config.get("model_type") or root.get("model_type") or "")
+    if config.get("num_kv_shared_layers"):
+        raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
+    stage = next(iter(site.numbers), 0)
+    speakers = ([stated(site.stem)] if stated else []) + [with_kv_heads(config, model_type)]
+    layout = _layout(site, shapes, model_type, Stated(speakers, site.side), stage)
+    if layout is None:
+        return None
+    query, key, heads = layout
+    discovered = model_type not in KNOWN and site.word not in UNIVERSAL
+    if discovered:
+        _refuse_convolutions(site, shapes)
+    return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, discovered)
+
+
+def _refuse_convolutions(site: _Site, shapes: Shapes) -> None:
+    """In a family that is not known, a convolution beside the key may well stand between the key and the score."""
+    beside = next((name for name in shapes if name.startswith(f"{site.stem}.") and "conv" in name.lower()), None)
+    if beside is not None:
+        raise UnsupportedArchitecture(f"{beside} may change queries or keys, and this family is not in the registry")
+
+
+_Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]
+
+
+def _layout(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
+    if site.word in LATENT or site.tensor("kv_a_proj_with_mqa") in shapes:
+        return _latent(site, shapes, model_type, stated, stage)
+    if site.word == "q_attn":
+        return _beside_fused_key(site, shapes, stated, stage)
+    if site.word in SEPARATE:
+        return _separate(site, shapes, model_type, stated, stage)
+    if site.tensor("q_attn") in shapes:
+        return None  # key and value of cross-attention, found with its query
+    return _fused(site, shapes, model_type, stated, stage)
+
+
+def _separate(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
+    query, key = site.tensor(site.word), site.tensor(SEPARATE[site.word])
+    if key not in shapes or len(shapes[key]) != 2:
+        raise UnsupportedArchitecture(f"{query} has no key beside it: expected {key}")
+    parts = 2 if model_type in GATED else 1
+    rows, width = shapes[query]
+    heads = stated.separate(query, stage, rows // parts, shapes[key][0], None if model_type in KNOWN else width)
+    return (
+        Rows(query, heads.dim, parts, 0, 1, groups=heads.query)
+        if parts > 1
+        else Rows(query, heads.dim, heads.query, 0, heads.query),
+        Rows(key, heads.dim, heads.key, 0, heads.key),
+        heads,
+    )
+
+
+def _beside_fused_key(site: _Site, shapes: Shapes, stated: Stated, stage: int) -> _Layout:
+    query, both = site.tensor("q_attn"), site.tensor("c_attn")
+    if both not in shapes:
+        raise UnsupportedArchitecture(f"{query} has no key beside it: expected {both}")
+    heads = stated.separate(query, stage, shapes[query][1], shapes[both][1] // 2)
+    return (
+        Rows(query, heads.dim, heads.query, 0, heads.query, transposed=True),
+        Rows(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=True),
+        heads,
+    )
+
+
+def _fused(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
+    tensor = site.tensor(site.word)
+    known = [row for row in FUSED if row.word == site.word and (not row.model_types or model_type in row.model_types)]
+    if not known:
+        if site.word == "in_proj":
+            return None  # of a state-space layer, in every family but those registered
+        raise UnsupportedArchitecture(
+            f"{tensor} holds query and key together, and models of type {model_type!r} are not in the registry: the "
+            "order of its rows is not known, and a guess would give wrong scores"
+        )
+    row = known[0]
+    heads = stated.fused(tensor, stage, shapes[tensor][1 if row.transposed else 0])
+    return *row.arrange(tensor, heads, row.transposed), heads
+
+
+def _latent(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
+    names = [site.tensor(word) for word in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    if model_type not in KNOWN or any(n not in shapes for n in names[1:]):
+        raise UnsupportedArchitecture(
+            f"{site.stem} has latent attention, and models of type {model_type!r} are not in the registry"
+        )
+    query = site.tensor(site.word)
+    count = stated.query_heads(query, stage)
+    nope, rope, value = (next(iter(stated.values([word], stage)), 0) for word in _LATENT_WIDTHS)
+    dim = nope + rope
+    if shapes[query][0] != count * dim or shapes[names[2]][0] != count * (nope + value):
+        raise UnsupportedArchitecture(f"{site.stem}: the shapes of its latent attention are not those of its config")
+    low = site.word in LATENT
+    return (
+        LatentQuery(names[0], query, dim) if low else Rows(query, dim, count, 0, count),
+        LatentKey(names[1], names[2], count, nope, rope),
+        Heads(count, count, dim),
+    )
+
+
+_LATENT_WIDTHS: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def _config_of(root: Config, site: _Site) -> Config:
+    """The config of the tower that the site lies in: the root, or the part of it that is called after the tower."""
+    for key in (f"{site.tower}_config", f"{site.tower}_encoder", site.side):
+        part = root.get(key)
+        if isinstance(part, Mapping):
+            return cast(Config, part)
+    part = root.get("text_config")
+    if isinstance(part, Mapping) and not Stated([root], site.side).knows_heads:
+        return cast(Config, part)
+    return root
+
+
+def _ordered(found: Sequence[tuple[_Site, Place]]) -> tuple[Place, ...]:
+    """The places with their towers named and their layers numbered, by tower and layer."""
+    sides: dict[str, set[str]] = {}
+    for site, _ in found:
+        sides.setdefault(site.tower, set()).add(site.side)
+
+    def label(site: _Site) -> str:
+        several = len(sides[site.tower]) > 1
+        return " ".join(part for part in (site.tower, site.side if several else "") if part)
+
+    single = len({label(site) for site, _ in found}) == 1
+    named = [(site, replace(place, tower="" if single else label(site))) for site, place in found]
+    named.sort(key=lambda pair: (pair[0].tower, pair[0].side == "decoder", pair[1].kind == "cross", _natural(pair[0])))
+    result: list[Place] = []
+    for _, group in groupby(named, key=lambda pair: (pair[1].tower, pair[1].kind)):
+        places = [place for _, place in group]
+        if len({place.layer for place in places}) < len(places):  # stages of layers: number them through
+            places = [replace(place, layer=index) for index, place in enumerate(places)]
+        result += places
+    return tuple(result)
+
+
+def _natural(site: _Site) -> list[tuple[bool, int, str]]:
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in site.stem.split(".")]
+
+
+def _nothing_found(shapes: Shapes, config: Config) -> str:
+    near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
+    seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
+    if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):
+        seen = "its weights are quantised in a format that is not read; GGUF is"
+    return f"no queries and keys that are known (model type {config.get('model_type')!r}; {seen})"

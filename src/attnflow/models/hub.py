@@ -1,0 +1,144 @@
+"""Models on the hub, of which only the ranges of bytes that are asked for are fetched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, cast
+
+from huggingface_hub import HfApi, hf_hub_url, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+from attnflow._core.errors import AttnflowError
+from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder
+from attnflow.models.checkpoints.safetensors import find_safetensors
+from attnflow.models.checkpoints.torch_file import find_torch_files
+from attnflow.models.packages import MODELS
+
+# Of the HTTP client that the installed version of the hub's library brings.
+HTTPError: Final = cast(type[Exception], HfHubHTTPError.__bases__[0])
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class HubFile:
+    """A file of a model on the hub, read by range requests."""
+
+    def __init__(self, url: str, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._url = url
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """The bytes from `start` to the one before `stop`; requests that fail are repeated.
+
+        Raises:
+            BadCheckpoint: the server does not answer with this range.
+            OSError: it refuses, or cannot be reached.
+        """
+        if stop <= start:
+            return bytearray()
+        found = bytearray()
+        while len(found) < stop - start:
+            before = len(found)
+            try:
+                self._fetch(start + before, stop, found)
+            except HTTPError as error:
+                if isinstance(error, OSError):
+                    raise
+                raise ConnectionError(f"{self.name}: the hub cannot be reached ({error})") from error
+            if len(found) == before:
+                break
+        if len(found) != stop - start:
+            raise BadCheckpoint(f"{self.name} is truncated: {len(found)} bytes came of {stop - start}")
+        return found
+
+    def _fetch(self, start: int, stop: int, found: bytearray) -> None:
+        """Add what comes of a range; a connection that breaks on the way leaves the rest to be asked for again."""
+        # Compression would change what a range means.
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with http_stream_backoff("GET", self._url, headers=headers, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            if response.status_code != 206:  # a server that knows no ranges sends the whole file
+                raise BadCheckpoint(f"{self.name}: the server sends whole files only; download the model instead")
+            with suppress(HTTPError):
+                for chunk in response.iter_raw():
+                    found += chunk
+
+
+class HubFolder:
+    """The files of a model at one commit of the hub.
+
+    Args:
+        repo_id: the model.
+        commit: so that all files are of one state, whatever is uploaded in between.
+        sizes: name and length of every file.
+    """
+
+    def __init__(self, repo_id: str, commit: str, sizes: Mapping[str, int]) -> None:
+        self.name = repo_id
+        self.files = tuple(name for name in sizes if "/" not in name)
+        self._commit = commit
+        self._sizes = sizes
+
+    def file(self, name: str) -> HubFile:
+        """One of its files."""
+        url = hf_hub_url(self.name, name, revision=self._commit)
+        return HubFile(url, f"{self.name}/{name}", self._sizes[name])
+
+    def local(self, name: str) -> None:
+        """Nothing of it is on this machine."""
+
+
+def find_model(name: str) -> HubFolder | Path:
+    """The model that a short name of `af.models.MODELS` or a hub id stands for.
+
+    A model that is in the local cache in full is taken from there, if it is the hub's newest or the hub cannot be
+    reached; of any other, nothing is fetched yet but the list of its files.
+
+    Raises:
+        MissingPackage: the package of a short name is not installed.
+        FileNotFoundError: there is no such model, it is not open to this user, or the hub cannot be reached.
+    """
+    if name in MODELS:
+        return MODELS[name].path()
+    if _HUB_ID.fullmatch(name) is None or name.endswith((".safetensors", ".gguf", ".bin", ".pt")):
+        raise FileNotFoundError(f"no file or folder {name!r}, and it is no id of a model")
+    try:
+        info = HfApi().model_info(name, files_metadata=True)
+    except (HTTPError, OSError) as error:
+        cached = _cached(name, None)
+        if cached is not None and not _refused(error):
+            return cached
+        raise FileNotFoundError(
+            f"{name!r} is no local file or folder, and it cannot be had from the hub ({_why(error)}); short names are "
+            f"{', '.join(MODELS)}"
+        ) from error
+    if info.sha is None or info.siblings is None:
+        raise FileNotFoundError(f"the hub does not list the files of {name!r}")
+    return _cached(name, info.sha) or HubFolder(
+        name, info.sha, {file.rfilename: file.size or 0 for file in info.siblings}
+    )
+
+
+def _cached(name: str, commit: str | None) -> Path | None:
+    """The local copy of a model, if all its weights are there."""
+    try:
+        path = Path(snapshot_download(name, revision=commit, local_files_only=True))
+        folder = LocalFolder(path)
+        complete = find_safetensors(folder) or find_torch_files(folder)
+    except (LocalEntryNotFoundError, AttnflowError, OSError, ValueError):
+        return None
+    return path if complete or any(file.endswith(".gguf") for file in folder.files) else None
+
+
+def _refused(error: Exception) -> bool:
+    return isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set and it is not in the local cache"
+    return str(error).strip().split("\n")[0][:300]

@@ -1,0 +1,80 @@
+"""What is given to a model to be looked at: a text, token ids or named inputs; and how it is run for that."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
+
+
+def model_inputs(
+    model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
+) -> dict[str, Tensor]:
+    """The keyword arguments of the model's forward, batched, where its embeddings are."""
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise ValueError(
+                "a text needs a tokenizer: pass tokenizer=..., or what af.models.load_model returned in place of the "
+                "model, or token ids in place of the text"
+            )
+        given = cast(Mapping[str, Tensor], tokenizer(given, return_tensors="pt"))
+    if isinstance(given, Mapping):
+        found = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], given).items()}
+        if "input_ids" not in found:
+            raise ValueError(f"the inputs must hold input_ids, got {', '.join(found) or 'nothing'}")
+        found["input_ids"] = _batched(found["input_ids"])
+    else:
+        found = {"input_ids": _batched(torch.as_tensor(given))}
+        if len(found["input_ids"]) > 1:
+            raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
+    known = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
+    largest = int(found["input_ids"].max())
+    if known is not None and (largest >= known or int(found["input_ids"].min()) < 0):
+        raise ValueError(f"token ids must lie in 0 to {known - 1}, the model's vocabulary; got up to {largest}")
+    if not 0 <= sequence < len(found["input_ids"]):
+        raise ValueError(f"sequence must be a number of the batch of {len(found['input_ids'])}, got {sequence}")
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def sparing(model: nn.Module) -> dict[str, object]:
+    """What keeps a forward pass from making a cache and the logits of every token."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    known = inspect.signature(inner.forward).parameters
+    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+
+
+def model_name(model: nn.Module) -> str:
+    """The name that a model was loaded by, without the folders of this machine, or its class."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    name = str(getattr(inner.config, "_name_or_path", "") or type(inner).__name__)
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """The model in evaluation mode, then each module as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _batched(ids: Tensor) -> Tensor:
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"expected a text or token ids, got a tensor of {ids.dtype}")
+    if ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise ValueError(f"token ids must be [tokens] or [batch, tokens] with at least one token, got {ids.shape}")
+    return ids if ids.ndim == 2 else ids[None]

@@ -1,0 +1,158 @@
+"""Where a transformers model attends: the modules that call the attention interface, and what they belong to."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Final, Literal, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnflow._core.errors import UnsupportedArchitecture
+
+_INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
+_CROSS: Final = re.compile(r"cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
+# Modules that carry information between positions without attention, by class name.
+_MIXER: Final = re.compile(
+    r"Mamba|SSM(?![a-z])|Delta(Net|Attention)|Linear(Recurrent)?Attention|Lightning|Recurrent|RgLru|Rwkv|Retention"
+    r"|ShortConv|LongConv|Hyena|[sm]LSTM"
+)
+
+Kind = Literal["self", "cross"]
+Part = Literal["", "encoder", "decoder"]
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One module that calls the attention interface.
+
+    Attributes:
+        name: its path in the model.
+        module: itself.
+        kind: whether its keys are those of its own sequence.
+        part: the half of an encoder-decoder model that it lies in; "" in other models.
+        owner: the innermost transformers model around it, whose config names its attention implementation.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    part: Part
+    owner: PreTrainedModel
+
+    @property
+    def layers(self) -> str:
+        """The path of the list of layers that it lies in."""
+        return re.split(r"\.\d+(?:\.|$)", self.name)[0]
+
+
+def find_sites(model: object) -> tuple[Site, ...]:
+    """The modules of `model` that call the attention interface, in the order in which they are registered.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a module without a transformers model inside.
+        UnsupportedArchitecture: a transformers model of which no module calls the interface.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a transformers model, got {type(model).__name__}; see af.models.load_model")
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    if not owners:
+        raise ValueError(
+            f"expected a transformers model with a config, got {type(model).__name__}; pass the model, not one layer"
+        )
+    found = [(name, module) for name, module in model.named_modules() if _calls_interface(module)]
+    if not found:
+        attention = sorted({type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__})
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} does not take the attention interface of transformers: no module of it calls "
+            f"{_INTERFACE} (its attention: {', '.join(attention) or 'none'}), so that no mask can be given to it from "
+            "outside; af.audit still measures its order"
+        )
+    parts = {_part(name) for name, _ in found}
+    two = {"encoder", "decoder"} <= parts
+    return tuple(
+        Site(
+            name,
+            module,
+            "cross" if _CROSS.search(name) or getattr(module, "is_cross_attention", False) is True else "self",
+            _part(name) if two else "",
+            owners[max((o for o in owners if _inside(name, o)), key=len, default=next(iter(owners)))],
+        )
+        for name, module in found
+    )
+
+
+def models_around(model: nn.Module, sites: Sequence[Site]) -> list[PreTrainedModel]:
+    """The transformers models, from `model` inwards, that contain one of `sites`; each may ask for masks by its config.
+
+    `generate` with a static cache asks by the config of the outermost, forward passes by that of the innermost.
+    """
+    models = [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    return [module for name, module in models if any(_inside(site.name, name) for site in sites)]
+
+
+def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
+    """Paths of what moves information between positions beside the self-attention at `sites`; a mask rules none of it.
+
+    A layer without attention in a list of layers that have it, a module of a known recurrent, state-space or
+    convolutional class, and a convolution wider than one position inside a layer.
+    """
+    found: list[str] = []
+    covered = [site.name for site in sites]
+    for path in dict.fromkeys(site.layers for site in sites):
+        layers = model.get_submodule(path)
+        if not isinstance(layers, nn.ModuleList):
+            continue
+        for index, layer in enumerate(layers):
+            here = f"{path}.{index}"
+            attends = any(_inside(name, here) for name in covered)
+            inner = [(name, m) for name, m in layer.named_modules(prefix=here) if m is not layer and _mixes(m)]
+            found += [f"{name} ({type(m).__name__})" for name, m in inner]
+            if not attends and not inner:
+                found.append(f"{here} ({type(layer).__name__}, without attention)")
+    return found
+
+
+def eager_kernel(module: nn.Module) -> Callable[..., object]:
+    """The `eager` attention of a module: the default that it names when it asks the interface.
+
+    Raises:
+        UnsupportedArchitecture: it names none.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    for name in cast(CodeType, forward.__code__).co_names:
+        if name.endswith("eager_attention_forward"):
+            return cast(Callable[..., object], forward.__globals__[name])
+    raise UnsupportedArchitecture(
+        f"{type(module).__name__} names no eager attention; choose attn_implementation='sdpa' or 'flex_attention'"
+    )
+
+
+def _calls_interface(module: nn.Module) -> bool:
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return isinstance(code, CodeType) and _INTERFACE in code.co_names
+
+
+def _mixes(module: nn.Module) -> bool:
+    if _calls_interface(module):
+        return False
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return max(module.kernel_size) > 1
+    return isinstance(module, nn.RNNBase) or _MIXER.search(type(module).__name__) is not None
+
+
+def _part(name: str) -> Part:
+    for word in name.split("."):
+        if word in ("encoder", "decoder"):
+            return word
+    return ""
+
+
+def _inside(name: str, path: str) -> bool:
+    return path == "" or name == path or name.startswith(path + ".")

@@ -1,0 +1,302 @@
+"""The Hasse diagram as SVG: layered, lower classes at the bottom, information flowing upwards along the arrows."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from attnflow._core import checks
+from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
+from attnflow.order.hasse import Hasse
+from attnflow.report import hasse_summary as summary
+from attnflow.report import layered_layout as layout
+from attnflow.report.hasse_summary import Band, Box, Grouping
+from attnflow.report.layered_layout import Placement, Point
+
+MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
+SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
+_HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
+_MARGIN: Final = 14.0
+_MAX_WIDTH, _MAX_HEIGHT = 1240.0, 1700.0
+_LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
+STYLE: Final = (
+    "<style>.af-page{color:#1c2024;background:#fff}"
+    "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
+)
+
+
+def hasse_svg(
+    hasse: Hasse,
+    *,
+    labels: Sequence[str] | None = None,
+    highlight: Sequence[int] = (),
+    max_nodes: int = 60,
+    standalone: bool = True,
+) -> str:
+    """A Hasse diagram as one `<svg>`: crisp at any size, in light and dark, readable by screen readers.
+
+    While it fits, every class is a box and every cover a line. A larger diagram is summarised, in this order, until
+    it has at most `max_nodes` boxes: chains become a box; then classes with the same surroundings (nothing but their
+    names is lost); then classes with equally many covers below and above, the roles of a repeating pattern. Where
+    that does not help, the profile is drawn: how many classes lie on each level. The picture says what was done.
+
+    Args:
+        hasse: the diagram, `flow.hasse`.
+        labels: a text for each position (its token), shown above the position's number.
+        highlight: positions of a path, as `flow.path` returns it; drawn emphasised, each move with its layer.
+        max_nodes: boxes above which the diagram is summarised.
+        standalone: bring colours for a file of its own; False where a page's style sheet sets them.
+
+    Raises:
+        ValueError: labels are not as many as positions, or a highlighted position is not in the diagram.
+    """
+    checks.integer("max_nodes", max_nodes, 2)
+    class_of = {position: index for index, node in enumerate(hasse.nodes) for position in node}
+    if labels is not None and len(labels) != len(class_of):
+        raise ValueError(f"expected a label for each of {len(class_of)} positions, got {len(labels)}")
+    for position in highlight:
+        if position not in class_of:
+            raise ValueError(f"highlight must hold positions of the diagram, got {position!r}")
+    path = [class_of[position] for position in highlight]
+    if not hasse.nodes:
+        return _page("", 260.0, 30.0, ["No positions: the diagram is empty."], standalone, "Empty Hasse diagram")
+    for grouping in summary.groupings(hasse, max_nodes, list(dict.fromkeys(path))):
+        drawn = _boxes(hasse, grouping, labels, path, highlight, standalone)
+        if drawn is not None:
+            return drawn
+    return _profile(hasse, path, highlight, standalone)
+
+
+def _boxes(
+    hasse: Hasse,
+    grouping: Grouping,
+    labels: Sequence[str] | None,
+    path: list[int],
+    highlight: Sequence[int],
+    standalone: bool,
+) -> str | None:
+    texts = [_text(hasse, box, labels) for box in grouping.boxes]
+    sizes = [(max(44.0, 20 + max(7.4 * columns(a), 6.4 * columns(b))), 42.0 if b else 28.0) for a, b, _ in texts]
+    box_of = grouping.box_of()
+    stops = [box_of[index] for index in path]
+    moves = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1)))}
+    edges = [(link.lower, link.upper) for link in grouping.links]
+    hot = {edge: layer for edge, layer in moves.items() if edge[0] != edge[1]}
+    edges += [edge for edge in hot if edge not in set(edges)]  # a layer may pass several covers in one move
+    placement = layout.place(sizes, grouping.levels, edges)
+    if placement.width > _MAX_WIDTH or placement.height > _MAX_HEIGHT:
+        return None
+    counts = {(link.lower, link.upper): link.count for link in grouping.links}
+    parts: list[str] = []
+    for edge, route in sorted(zip(edges, placement.routes, strict=True), key=lambda item: item[0] in hot):
+        note = _edge_note(grouping, edge, counts.get(edge))
+        parts.append(_line(route, hot.get(edge), note, counts.get(edge)))
+    for index, box in enumerate(grouping.boxes):
+        parts.append(_box(placement, index, sizes[index], texts[index], len(box.classes) > 1, index in stops))
+    parts += [_badge(route, hot[edge]) for edge, route in zip(edges, placement.routes, strict=True) if edge in hot]
+    inside = sum(a == b for a, b in pairwise(stops))
+    caption = _caption(hasse, grouping, highlight, inside)
+    what = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
+    return _page("".join(parts), placement.width, placement.height, caption, standalone, what)
+
+
+def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> tuple[str, str, str]:
+    """(first line, second line, tooltip) of a box."""
+    positions = sorted(position for index in box.classes for position in hasse.nodes[index])
+    where, count = runs(positions), len(box.classes)
+    tooltip = f"{plural(count, 'class', 'classes')}, {plural(len(positions), 'position')}: {shorten(where, _FULL)}"
+    if count == 1:
+        words = "" if labels is None else " ".join(visible(labels[position]) or "∅" for position in positions[:64])
+        size = "" if len(positions) == 1 else f"{grouped(len(positions))} positions"
+        if labels is None:
+            return shorten(where, _LABEL), size, tooltip
+        return shorten(words, _LABEL), shorten(where, _LABEL), f"{tooltip} · {shorten(words, _FULL)}"
+    sizes = {len(hasse.nodes[index]) for index in box.classes}
+    of = f" of {min(sizes)}" if len(sizes) == 1 and max(sizes) > 1 else ""
+    if box.is_chain and box.parts == 1:
+        first, last = (hasse.nodes[box.classes[end]][0] for end in (0, -1))
+        return f"chain of {grouped(count)}", f"{first} → … → {last}", f"Chain of {tooltip}"
+    if box.is_chain:
+        return f"{grouped(box.parts)} chains", shorten(f"{grouped(count)} classes{of}", _LABEL + 4), tooltip
+    if box.inner_edges:
+        inside = f"{plural(box.inner_edges, 'cover')} inside"
+        return f"{grouped(count)} classes{of}", inside, f"{tooltip}; {inside}"
+    return f"× {grouped(count)}", f"{min(sizes)} positions each" if of else shorten(where, _LABEL), tooltip
+
+
+def runs(positions: Sequence[int]) -> str:
+    """Ascending positions as text, consecutive ones joined.
+
+    >>> runs([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7, 8'
+    """
+    parts: list[str] = []
+    steps = {b - a for a, b in pairwise(positions)} if len(positions) > 4 else set[int]()
+    if len(steps) == 1 and steps != {1}:
+        return f"{positions[0]}, {positions[1]}, …, {positions[-1]}"
+    start = previous = None
+    for position in [*positions, None]:
+        if start is not None and previous is not None and position != previous + 1:
+            long = previous > start + 1
+            parts += [f"{start}–{previous}"] if long else [str(p) for p in range(start, previous + 1)]
+            start = position
+        start = position if start is None else start
+        previous = position
+        if len(parts) > 200:
+            return ", ".join(parts) + ", …"
+    return ", ".join(parts)
+
+
+def _edge_note(grouping: Grouping, edge: tuple[int, int], count: int | None) -> str:
+    lower, upper = (grouping.boxes[end] for end in edge)
+    if count is None:
+        return "information moves here in one layer, past several covers"
+    if len(lower.classes) == len(upper.classes) == 1:
+        return ""
+    each = count / len(upper.classes)
+    return f"{plural(count, 'cover')}: {number(each)} below each of {plural(len(upper.classes), 'class', 'classes')}"
+
+
+def _line(route: list[Point], layer: int | None, note: str, count: int | None) -> str:
+    path = f"M{_pair(route[0])}"
+    for index, (x, y) in enumerate(route[1:], 1):
+        before_x, before_y = route[index - 1]
+        if index % 2 or abs(x - before_x) < 0.01:
+            path += "" if (x, y) == (before_x, before_y) else f"L{_pair((x, y))}"
+        else:
+            bend = (before_y - y) * 0.5
+            path += f"C{_pair((before_x, before_y - bend))} {_pair((x, y + bend))} {_pair((x, y))}"
+    x, y = route[-1]
+    hot = layer is not None
+    colour = _HOT if hot else "currentColor"
+    kind = "af-edge af-hot" if hot else "af-edge"
+    dash = None if count else "5 4"
+    width = (2.25 if hot else 1.1) + 0.8 * math.log10(count or 1)
+    head = element("path", d=f"M{_pair((x - 3.5, y + 7))}L{_pair((x, y))}L{_pair((x + 3.5, y + 7))}Z", fill=colour)
+    stroke = element("path", d=path, fill="none", stroke=colour, stroke_width=width, stroke_dasharray=dash)
+    title = element("title", escape(note)) if note else ""
+    return element("g", title + stroke + head, class_=kind, opacity=None if hot else "0.5")
+
+
+def _badge(route: list[Point], layer: int) -> str:
+    """The number of the layer in which the information moves, on the first bend of its line."""
+    (x0, y0), (x1, y1) = route[1], route[2]
+    x, y = (x0 + x1) / 2, (y0 + y1) / 2
+    width = 9 + 6.5 * len(str(layer))
+    disc = element("rect", x=x - width / 2, y=y - 8, width=width, height=16, rx=8, fill=_HOT)
+    text = element("text", str(layer), x=x, y=y + 4, text_anchor="middle", font_size=11, font_weight=600, fill="#fff")
+    return element("g", element("title", f"layer {layer}") + disc + text, class_="af-badge")
+
+
+def _box(
+    placement: Placement, index: int, size: tuple[float, float], text: tuple[str, str, str], several: bool, hot: bool
+) -> str:
+    (x, y), (width, height) = placement.centres[index], size
+    first, second, tooltip = text
+    colour = _HOT if hot else "currentColor"
+    common = {"width": width, "height": height, "rx": 7, "stroke": colour, "stroke_width": 2.0 if hot else 1.2}
+    parts = [element("title", escape(tooltip))]
+    left, top = x - width / 2, y - height / 2
+    if several:
+        parts.append(element("rect", x=left + 4, y=top - 4, fill="none", stroke_opacity=0.45, **common))
+    parts.append(element("rect", x=left, y=top, class_="af-face", fill="currentColor", fill_opacity=0.07, **common))
+    middle = y + 4.3 if not second else y - 3
+    parts.append(element("text", escape(first), x=x, y=middle, font_size=12, fill="currentColor"))
+    if second:
+        parts.append(
+            element("text", escape(second), x=x, y=y + 12, font_size=10.4, fill="currentColor", fill_opacity=0.72)
+        )
+    kind = "af-node" + (" af-several" if several else "") + (" af-hot" if hot else "")
+    return element("g", "".join(parts), class_=kind, text_anchor="middle", font_family=MONO)
+
+
+def _caption(hasse: Hasse, grouping: Grouping, highlight: Sequence[int], inside: int) -> list[str]:
+    lines: list[str] = []
+    if grouping.how:
+        shown = plural(len(grouping.boxes), "box", "boxes")
+        total = f"{plural(len(hasse.nodes), 'class', 'classes')} and {plural(len(hasse.edges), 'cover')}"
+        lines.append(f"Summarised: {total} drawn as {shown}; {grouping.how}.")
+        if max((link.count for link in grouping.links), default=1) > 1:
+            lines.append("A thick line stands for many covers.")
+    if len(highlight) > 1:
+        within = "all" if inside == len(highlight) - 1 else str(inside)
+        stays = f" ({within} of its moves stay inside a box)" if inside else ""
+        lines.append(
+            f"Emphasised: the path of the information from {highlight[0]} to {highlight[-1]}, by layer{stays}."
+        )
+    return lines
+
+
+def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone: bool) -> str:
+    """The diagram by its levels alone: a bar per level or band of levels, as long as it has classes."""
+    bands = summary.bands(hasse)
+    widest = max(band.classes for band in bands)
+    step, axis, reach = 26.0, 300.0, 300.0
+    parts: list[str] = []
+    for index, band in enumerate(bands):
+        y = (len(bands) - index - 0.5) * step
+        length = max(3.0, reach * band.classes / widest)
+        bar = element(
+            "rect", x=axis - length / 2, y=y - 8, width=length, height=16, rx=4, fill="currentColor", fill_opacity=0.28
+        )
+        name = _level_name(band)
+        left = element("text", escape(name), x=0, y=y + 4, font_size=12, fill="currentColor", fill_opacity=0.72)
+        count = f"{plural(band.classes, 'class', 'classes')}"
+        right = element("text", count, x=axis + reach / 2 + 14, y=y + 4, font_size=12, fill="currentColor")
+        note = f"{name}: {count}, {plural(band.positions, 'position')}, {plural(band.covers, 'cover')} from below"
+        parts.append(element("g", element("title", escape(note)) + bar + left + right, class_="af-band"))
+    band_of = {level: i for i, band in enumerate(bands) for level in range(band.first_level, band.last_level + 1)}
+    marks = [(axis, (len(bands) - band_of[hasse.levels[index]] - 0.5) * step) for index in path]
+    if marks:
+        line = "M" + "L".join(_pair(mark) for mark in dict.fromkeys(marks))
+        dots = [element("circle", cx=x, cy=y, r=4.5, fill=_HOT) for x, y in dict.fromkeys(marks)]
+        stroke = element("path", d=line, fill="none", stroke=_HOT, stroke_width=2.25)
+        parts.append(element("g", stroke + "".join(dots), class_="af-hot"))
+    total = f"{plural(len(hasse.nodes), 'class', 'classes')} and {plural(len(hasse.edges), 'cover')}"
+    share = percent(sum(len(node) == 1 for node in hasse.nodes) / len(hasse.nodes))
+    caption = [
+        f"Summarised: {total}, too irregular to draw as boxes. Bars count the classes on each level "
+        f"(the longest chain below a class); information flows upwards. {share} of the classes are single positions."
+    ]
+    if len(highlight) > 1:
+        caption.append(f"Emphasised: the levels on the path from {highlight[0]} to {highlight[-1]}.")
+    what = f"Profile of a Hasse diagram of {total}"
+    return _page("".join(parts), axis + reach / 2 + 120, len(bands) * step, caption, standalone, what)
+
+
+def _level_name(band: Band) -> str:
+    if band.first_level == band.last_level:
+        return f"level {grouped(band.first_level)}"
+    return f"levels {grouped(band.first_level)}–{grouped(band.last_level)}"
+
+
+def _page(body: str, width: float, height: float, caption: list[str], standalone: bool, what: str) -> str:
+    """The whole `<svg>`: the drawing centred, the caption wrapped below it."""
+    inner = max(width, 340.0 if caption else 0.0)
+    lines = [line for text in caption for line in textwrap.wrap(text, max(24, int(inner / 6.1)))]
+    full_width, full_height = inner + 2 * _MARGIN, height + 2 * _MARGIN + (8 + 17 * len(lines) if lines else 0)
+    drawing = element("g", body, transform=f"translate({_pair(((full_width - width) / 2, _MARGIN))})")
+    text = "".join(
+        element("text", escape(line), x=_MARGIN, y=height + _MARGIN + 24 + 17 * index)
+        for index, line in enumerate(lines)
+    )
+    if text:
+        text = element("g", text, class_="af-caption", font_size=11.5, fill="currentColor", fill_opacity=0.75)
+    return element(
+        "svg",
+        (STYLE if standalone else "") + element("title", escape(what)) + drawing + text,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {number(full_width)} {number(full_height)}",
+        width=full_width,
+        height=full_height,
+        role="img",
+        class_="af-svg af-page" if standalone else "af-svg",
+        font_family=SANS,
+    )
+
+
+def _pair(point: Point) -> str:
+    return f"{number(point[0])},{number(point[1])}"

@@ -1,1 +1,0 @@
-"""What the papers claim, made runnable: experiments on real models and real text."""

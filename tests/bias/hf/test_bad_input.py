@@ -1,0 +1,236 @@
+"""What cannot work is refused with a reason, and leaves the model as it was."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.models.t5 import modeling_t5
+
+import attnflow as af
+from tests.bias.hf.common import GUIDANCE, biased, disturb, family, outputs, same_state, tokens
+from tests.models_zoo import WITHOUT_INTERFACE
+
+CHECKED = "Type-check error"  # which comes first while the tests run
+
+
+def refused(model, error, match, *arguments, **options):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    with pytest.raises(error, match=match):
+        af.bias.attach(model, *arguments, **options)
+    assert same_state(model, before)
+    assert model.config._attn_implementation is implementation
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="has no bias attached"):
+        af.bias.detach(model)
+
+
+def test_options_out_of_range():
+    model = family("Llama")
+    refused(
+        model,
+        ValueError,
+        r"layers \[2, 7\] do not exist: the model has layers 0 to 1",
+        af.bias.BiasConfig(layers=[1, 2, 7]),
+    )
+    refused(model, TypeError, f"expected a BiasConfig.*got str|{CHECKED}", "guidance")
+    refused(model, TypeError, "got none", ())
+    refused(model, (ValueError, TypeError), f"train must be|{CHECKED}", GUIDANCE, train="bias")
+    refused(model, ValueError, "impl must be one of", GUIDANCE, impl="cuda")
+    refused(model, TypeError, "build must return an nn.Module", af.bias.Custom(lambda shape: 3))
+    with pytest.raises(ValueError, match="hidden_dim"):
+        af.bias.BiasConfig(hidden_dim=0)
+    with pytest.raises(ValueError, match="layers"):
+        af.bias.BiasConfig(layers=[-1])
+    with pytest.raises(ValueError, match="at least one layer"):
+        af.bias.BiasConfig(layers=[])
+
+
+def test_attaching_twice_and_detaching_twice():
+    model = biased("Llama")
+    with pytest.raises(ValueError, match=r"has a bias attached already; af.bias.detach\(model\) first"):
+        af.bias.attach(model, GUIDANCE)
+    with pytest.raises(ValueError, match="has a bias attached already"):
+        af.bias.attach(model.model, GUIDANCE)
+    with pytest.raises(ValueError, match="a part of the model that the bias was attached to"):
+        af.bias.detach(model.model)
+    af.bias.detach(model)
+    for use in (
+        af.bias.detach,
+        lambda model: next(af.bias.parameters(model)),
+        lambda model: af.bias.disabled(model).__enter__(),
+    ):
+        with pytest.raises(ValueError, match="has no bias attached"):
+            use(model)
+
+
+def test_what_is_not_a_transformers_model():
+    with pytest.raises(TypeError, match=f"expected a transformers model, got str|{CHECKED}"):
+        af.bias.attach("gpt2")
+    with pytest.raises(ValueError, match="expected a transformers model with a config"):
+        af.bias.attach(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_models_without_the_interface_or_without_attention(name):
+    refused(family(name), af.UnsupportedArchitecture, "does not take the attention interface", GUIDANCE)
+
+
+def test_latent_attention_says_which_vectors_are_missing():
+    model, ids = family("DeepseekV3"), tokens(2, 7)
+    for reference in ("unrotated", "per_head"):
+        config = af.bias.BiasConfig(layers="every", hidden_dim=4, reference=reference)
+        refused(model, af.UnsupportedArchitecture, "latent attention.*'rotated' or 'hidden' does without", config)
+    plain = outputs(model, input_ids=ids)
+    for reference in ("rotated", "hidden"):
+        af.bias.attach(model, af.bias.BiasConfig(layers="every", hidden_dim=4, reference=reference))
+        disturb(model)
+        assert (outputs(model, input_ids=ids) - plain).abs().max() > 1e-3
+        af.bias.detach(model)
+
+
+def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3nTextConfig(
+        **dict.fromkeys(("altup_num_inputs", "num_kv_shared_layers", "num_key_value_heads", "eos_token_id"), 2),
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 50),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "laurel_rank", "sliding_window"), 4),
+        **dict.fromkeys(("head_dim", "hidden_size_per_layer_input"), 8),
+        hidden_size=32,
+        intermediate_size=48,
+        layer_types=kinds,
+        activation_sparsity_pattern=[0.0] * 4,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
+    model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
+    every = af.bias.BiasConfig(layers="every", hidden_dim=4, reference="hidden")
+    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", every)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids)
+        af.bias.attach(model, af.bias.BiasConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))
+        assert torch.equal(outputs(model, input_ids=ids), plain)
+        disturb(model)
+        whole, cache = outputs(model, input_ids=ids, use_cache=False), DynamicCache(config=config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+    assert (whole - plain).abs().max() > 1e-3
+
+
+def test_kinds_that_a_layer_cannot_have():
+    refused(family("Bert"), ValueError, "kind='cumulative'.*is not causal", af.bias.BiasConfig("cumulative"))
+    for name in ("GPT2", "Bert", "OPT"):
+        config = af.bias.BiasConfig("alibi", rope="remove")
+        refused(family(name), af.UnsupportedArchitecture, "takes no rotary embedding from outside", config)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPTNeoX", "Phi3", "Gemma3"])
+def test_removing_rotary_embedding_makes_positions_equal(name):
+    """ALiBi in place of rotary embedding: without either, an encoder's or first layer's keys have no order."""
+    wide = {"sliding_window": 64} if name == "Gemma3" else {}
+    model, ids = family(name, num_hidden_layers=1, **wide), tokens(1, 6)
+    af.bias.attach(model, af.bias.BiasConfig("alibi", layers="every", rope="remove", init="zero"))
+    order = torch.tensor([2, 0, 1, 3, 4, 5])
+    with torch.no_grad():
+        first, second = (outputs(model, input_ids=one)[:, -1] for one in (ids, ids[:, order]))
+        torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-5)
+        disturb(model)
+        first, second = (outputs(model, input_ids=one)[:, -1] for one in (ids, ids[:, order]))
+        assert (second - first).abs().max() > 1e-4
+
+
+def test_t5_keeps_its_own_buckets_beside_the_bias():
+    model, ids, targets = family("T5"), tokens(2, 7), tokens(2, 5)
+    if not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
+        refused(model, af.UnsupportedArchitecture, "does not take the attention interface", GUIDANCE)
+        return
+    refused(model, ValueError, "several stacks of self-attention", GUIDANCE)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids, decoder_input_ids=targets)
+        for part in (model.get_encoder(), model.get_decoder()):
+            af.bias.attach(part, af.bias.BiasConfig("key", layers="every", hidden_dim=4), impl="reference")
+            same = outputs(model, input_ids=ids, decoder_input_ids=targets)
+            assert torch.equal(same, plain)
+            for bias in (module for module in part.modules() if isinstance(module, af.bias.LayerBias)):
+                bias._trained = True  # the path of a trained bias, whose B is still 0
+            torch.testing.assert_close(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
+            disturb(part)
+            assert (outputs(model, input_ids=ids, decoder_input_ids=targets) - plain).abs().max() > 1e-4
+            af.bias.detach(part)
+
+
+def test_vision_models():
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4
+    )
+    model, pixels = ViTModel(config).double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        plain = model(pixels)[0]
+        af.bias.attach(model, GUIDANCE)
+        assert torch.equal(model(pixels)[0], plain)
+        disturb(model)
+        assert (model(pixels)[0] - plain).abs().max() > 1e-4
+        af.bias.detach(model)
+        assert torch.equal(model(pixels)[0], plain)
+
+
+def test_parameters_of_the_paper_on_the_meta_device():
+    """daa, sec. 4: 8.4 M parameters on LLaMA-2-7B."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, hidden_size=4096, intermediate_size=11008))
+    summary = af.bias.attach(model)
+    assert summary.parameters == 8_392_720
+    assert (len(summary.layers), set(summary.layers.values())) == (16, {524_545})
+    assert str(summary) == (
+        "bias on 16 of 32 attention layers: 8,392,720 parameters (0.12 % of the base model's 6,738,415,616); "
+        "6,746,808,336 are trained"
+    )
+    assert all(parameter.is_meta for parameter in af.bias.parameters(model))
+    assert af.bias.BiasConfig() == af.bias.BiasConfig("guidance", "every_other", 64, "unrotated", True, "zero")
+
+
+def test_a_layer_on_several_devices():
+    model = family("Llama")
+    model.model.layers[0].self_attn.q_proj.to("meta")
+    with pytest.raises(ValueError, match=r"self_attn lies on several devices \(cpu, meta\); move it to one"):
+        af.bias.attach(model, GUIDANCE)
+    assert "score_terms" not in str(model)
+
+
+def test_guidance_only_training_freezes_and_detaching_thaws():
+    model = family("Llama")
+    model.lm_head.weight.requires_grad_(False)
+    summary = af.bias.attach(model, GUIDANCE, train="guidance")
+    assert summary.trainable == summary.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    af.bias.detach(model)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+
+
+def test_changing_the_attention_implementation_under_a_bias_is_noticed():
+    """Otherwise the bias would be out of force without a word."""
+    model, ids = biased("Llama"), tokens(1, 5)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="ran without it: the model's attention implementation was set to 'eager'"):
+        outputs(model, input_ids=ids)
+    with af.bias.disabled(model):
+        outputs(model, input_ids=ids)
+    af.bias.detach(model)
+    assert model.config._attn_implementation == "eager"  # what the user has chosen last
+    af.bias.attach(model, GUIDANCE)
+    outputs(model, input_ids=ids)
+
+
+def test_implementations_that_take_no_bias():
+    model = family("Llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2', which takes no bias; choose one of sdpa, eager"):
+        af.bias.attach(model)

@@ -1,0 +1,335 @@
+"""`capture` and `capturing` against the weights that the model itself returns, and against the paper's formula."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+import attnflow as af
+from attnflow.bias.layer import layer_biases
+from attnflow.models import Loaded
+from tests.models_zoo import tiny
+
+PROMPT = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
+
+
+def biased(name="Llama", seed=0, implementation="eager", **config):
+    """A tiny model with a bias that is large enough to matter."""
+    torch.manual_seed(seed)
+    model = tiny(name, torch.float32, attn_implementation=implementation)
+    af.bias.attach(model, af.bias.BiasConfig(**{"layers": "every", "hidden_dim": 8, "init": "kaiming", **config}))
+    with torch.no_grad():
+        for _, bias in layer_biases(model):
+            for parameter in bias.parameters():
+                parameter.mul_(3.0)
+    return model
+
+
+def ids(n, seed=1, batch=1):
+    return torch.randint(3, 50, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def attentions(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs, output_attentions=True).attentions
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = ["[UNK]", "[PAD]", "[EOS]", *(f"w{i}" for i in range(3, 50))]
+    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", padding_side="left")
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "GPT2", "GPTNeoX", "Qwen3", "Mistral", "Gemma2", "GptOss", "Bert", "ModernBert"]
+)
+def test_weights_are_the_models_own(name):
+    """With the bias and, from the disabled model, without; grouped queries, windows, softcaps, sinks, encoders."""
+    model, tokens = biased(name), ids(11)
+    found = af.bias.capture(model, tokens, heads="all")
+    with_bias = attentions(model, input_ids=tokens)
+    with af.bias.disabled(model):
+        base = attentions(model, input_ids=tokens)
+    assert [one.layer for one in found] == [0, 1]
+    for one in found:
+        for mine, own in ((one.weights, with_bias), (one.weights_base, base)):
+            torch.testing.assert_close(mine, own[one.layer][0].float(), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found.layer(0).weights, found.layer(0).weights_base, atol=1e-3)
+    torch.testing.assert_close(found.layer(0).weights_without, found.layer(0).weights_base, rtol=1e-4, atol=1e-6)
+    assert found.causal == (name not in ("Bert", "ModernBert"))
+    mean = af.bias.capture(model, tokens)
+    torch.testing.assert_close(mean.layer(1).weights[0], found.layer(1).weights.mean(0))
+    assert mean.heads == ()
+
+
+def test_raw_bias_is_the_papers_formula_on_full_width_unrotated_projections():
+    model, tokens = biased(layers=[0]), ids(7)
+    attention = model.model.layers[0].self_attn
+    seen = {}
+    hooks = [
+        getattr(attention, f"{side}_proj").register_forward_hook(
+            lambda m, i, out, side=side: seen.update({side: out[0]})
+        )
+        for side in "qk"
+    ]
+    found = af.bias.capture(model, tokens, base=False)
+    for hook in hooks:
+        hook.remove()
+    net, n = attention.score_terms.kinds[0], 7
+    first = torch.cat([net.query.weight[0], net.key.weight[0]], dim=1)
+    pairs = torch.cat([seen["q"][:, None].expand(n, n, -1), seen["k"][None].expand(n, n, -1)], dim=-1)
+    hidden = functional.layer_norm(pairs @ first.T + net.hidden_bias[0], (8,), net.norm.weight[0], net.norm.bias[0])
+    expected = functional.gelu(hidden) @ net.output_weight[0] + net.output_bias[0]
+    triangle = torch.ones(n, n, dtype=torch.bool).tril()
+    raw = found.layer(0).raw[0]
+    torch.testing.assert_close(raw[triangle], expected[triangle].detach(), rtol=1e-4, atol=1e-5)
+    assert not raw[~triangle].any()
+    means = found.layer(0).bias[0].double().sum(1) / triangle.sum(1)
+    assert means.abs().max() < 1e-6
+    assert found.layer(0).weights_base is None
+    assert found.layer(0).name == "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_during_generation_equals_the_full_sequence(name, cache):
+    """With a key-value cache, its window shorter than the text, the row of each step is that of one whole pass."""
+    model, tokens = biased(name, implementation="sdpa"), ids(6)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"use_cache": False} if cache == "none" else {"cache_implementation": cache}
+    if cache == "dynamic":
+        del options["cache_implementation"]
+    with torch.no_grad(), af.bias.capturing(model, heads=[0, 3]) as captured:
+        out = model.generate(tokens, **options)
+    found = captured.map()
+    whole = af.bias.capture(model, out[:, :-1], heads=[0, 3], queries=range(5, 9), base=False)
+    assert found.queries == whole.queries == (5, 6, 7, 8)
+    assert found.tokens == whole.tokens == tuple(str(token) for token in out[0, :-1].tolist())
+    assert found.produced == (*found.tokens[6:], "")
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one.allowed, other.allowed)
+        for part in ("raw", "bias", "weights", "weights_without"):
+            torch.testing.assert_close(getattr(one, part), getattr(other, part), rtol=1e-4, atol=1e-5)
+    again = af.bias.capture(model, tokens, generate=options, heads=[0, 3], base=False)
+    assert again.produced == tuple(str(token) for token in out[0, 6:].tolist())
+    assert again.queries == found.queries
+    torch.testing.assert_close(again.layer(1).bias, whole.layer(1).bias)
+
+
+def test_generate_by_a_number_and_by_beams():
+    model, tokens = biased(implementation="sdpa"), ids(5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    greedy = af.bias.capture(model, tokens, generate=3)
+    assert (greedy.queries, len(greedy.produced)) == ((4, 5, 6), 3)
+    beams = af.bias.capture(model, tokens, generate={"max_new_tokens": 3, "num_beams": 3, "do_sample": False})
+    out = model.generate(tokens, max_new_tokens=3, num_beams=3, do_sample=False)
+    assert beams.produced == tuple(str(token) for token in out[0, 5:].tolist())
+    assert beams.layer(0).weights_base is not None
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        af.bias.capture(model, tokens, generate={"max_new_tokens": 2, "num_beams": 2, "num_return_sequences": 2})
+
+
+def test_left_padding_is_no_key():
+    model = biased(implementation="sdpa")
+    short, long = ids(5, 2)[0], ids(9, 3)[0]
+    batch = {"input_ids": torch.stack([functional.pad(short, (4, 0)), long])}
+    batch["attention_mask"] = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    found = af.bias.capture(model, batch, queries=range(4, 9), sequence=0)
+    alone = af.bias.capture(model, short)
+    for one, other in zip(found, alone, strict=True):
+        assert not one.allowed[..., :4].any()
+        for part in ("raw", "bias", "weights", "weights_without", "weights_base"):
+            padded = getattr(one, part)
+            assert not padded[..., :4].any()
+            torch.testing.assert_close(padded[..., 4:], getattr(other, part), rtol=1e-4, atol=1e-5)
+    second = af.bias.capture(model, batch, sequence=1)
+    torch.testing.assert_close(second.layer(0).bias, af.bias.capture(model, long).layer(0).bias, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="sequence must be a number of the batch of 2, got 2"):
+        af.bias.capture(model, batch, sequence=2)
+
+
+def test_padded_batch_while_it_generates(tokenizer):
+    model = biased(implementation="sdpa")
+    batch = dict(tokenizer(["w5 w6 w7", "w8 w9 w10 w11 w12"], padding=True, return_tensors="pt"))
+    batch.pop("token_type_ids", None)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    with torch.no_grad(), af.bias.capturing(Loaded(model, tokenizer), sequence=0) as captured:
+        out = model.generate(**batch, **options)
+    found = captured.map()
+    assert found.tokens[:5] == ("[PAD]", "[PAD]", "w5", "w6", "w7")
+    assert not found.layer(0).allowed[..., :2].any()
+    alone = af.bias.capture(model, out[:1, 2:-1], queries=range(2, 5), base=False)
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one.bias[..., 2:], other.bias, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_that_is_zero_has_a_map_of_zeros():
+    model = tiny("Llama", torch.float32, attn_implementation="sdpa")
+    af.bias.attach(model, af.bias.BiasConfig(hidden_dim=8, layers="every"))
+    found = af.bias.capture(model, ids(6))
+    for one in found:
+        assert not one.raw.any()
+        assert not one.bias.any()
+        assert torch.equal(one.weights, one.weights_without)
+        torch.testing.assert_close(one.weights, one.weights_base)
+        assert one.strength == one.moved == 0.0
+    assert found.graph().edges == ()
+
+
+def test_looking_changes_nothing():
+    model, tokens = biased(), ids(8)
+    model.train()
+    with torch.no_grad():
+        before = model(tokens).logits
+    found = af.bias.capture(model, tokens)
+    assert all(module.training for module in model.modules())
+    assert all(bias.observer is None and bias.enabled for _, bias in layer_biases(model))
+    with torch.no_grad(), af.bias.capturing(model, every=True) as captured:
+        during = model(tokens).logits
+    assert torch.equal(before, during)
+    assert torch.equal(before, model(tokens).logits)
+    torch.testing.assert_close(captured.map().layer(1).bias, found.layer(1).bias)
+    model(tokens).logits.sum().backward()
+
+
+def test_defaults_for_long_texts_and_chosen_queries():
+    model = biased("GPTNeoX", implementation="sdpa", layers=[1])
+    model.config.max_position_embeddings = 256
+    tokens = ids(150)
+    found = af.bias.capture(model, tokens)
+    assert found.queries == tuple(range(118, 150))
+    assert found.layer(1).bias.shape == (1, 32, 150)
+    few = af.bias.capture(model, tokens, queries=[-1, 3, 149])
+    assert few.queries == (3, 149)
+    torch.testing.assert_close(few.layer(1).bias[0, 1], found.layer(1).bias[0, -1])
+    assert af.bias.capture(model, tokens[0].tolist(), queries=7, base=False).queries == (7,)
+
+
+def test_text_and_tokens(tokenizer):
+    model = biased(implementation="sdpa")
+    found = af.bias.capture(Loaded(model, tokenizer), "w5 w6 w7")
+    assert found.tokens == ("w5", "w6", "w7")
+    assert af.bias.capture(model, "w5 w6", tokenizer=tokenizer).tokens == ("w5", "w6")
+    assert af.bias.capture(model, [5, 6]).tokens == ("5", "6")
+    assert found.model == "LlamaForCausalLM"
+
+
+def test_chunked_prefill_and_cropped_caches():
+    model, tokens = biased(implementation="sdpa"), ids(10)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), af.bias.capturing(model, every=True) as captured:
+        model(tokens[:, :6], past_key_values=cache, use_cache=True)
+        cache.crop(-2)
+        model(tokens[:, 4:], past_key_values=cache, use_cache=True)
+    whole = af.bias.capture(model, tokens, base=False)
+    found = captured.map()
+    assert found.tokens == whole.tokens
+    torch.testing.assert_close(found.layer(1).bias, whole.layer(1).bias, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_the_decoder_of_two(name):
+    model = tiny(name, torch.float32, attn_implementation="eager")
+    af.bias.attach(model.get_decoder(), af.bias.BiasConfig(hidden_dim=8, init="kaiming", layers="every"))
+    given = {"input_ids": ids(7), "decoder_input_ids": ids(4, 5)}
+    found = af.bias.capture(model, given, heads="all")
+    assert found.queries == (0, 1, 2, 3)
+    assert found.tokens == tuple(str(token) for token in given["decoder_input_ids"][0].tolist())
+    with torch.no_grad():
+        own = model(**given, output_attentions=True).decoder_attentions
+    torch.testing.assert_close(found.layer(1).weights, own[1][0], rtol=1e-4, atol=1e-6)
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "num_beams": 1}
+    steps = af.bias.capture(model, given["input_ids"], generate=options)
+    assert (steps.queries, len(steps.produced)) == ((0, 1, 2), 3)
+    with pytest.raises(ValueError, match="the bias is in the decoder"):
+        af.bias.capture(model, given["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft's own making
+def test_beside_an_adapter():
+    peft = pytest.importorskip("peft")
+    model, tokens = biased(implementation="sdpa"), ids(6)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    found = af.bias.capture(adapted, tokens)
+    assert found.tokens == tuple(str(token) for token in tokens[0].tolist())
+    with adapted.disable_adapter():
+        plain = af.bias.capture(adapted, tokens)
+    assert not torch.allclose(found.layer(0).bias, plain.layer(0).bias, atol=1e-3)  # its queries are others
+    with torch.no_grad(), af.bias.capturing(adapted) as captured:
+        adapted.generate(input_ids=tokens, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    torch.testing.assert_close(captured.map().layer(0).bias[0, 0, :6], found.layer(0).bias[0, 5], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_ours_rules():
+    model = biased(implementation="sdpa")
+    mask = af.masks.document([4, 3])
+    with af.masks.attach(model, mask):
+        found = af.bias.capture(model, ids(7))
+    assert torch.equal(found.allowed(0), mask.dense())
+
+
+def test_several_biases_are_one_map():
+    torch.manual_seed(0)
+    model = tiny("Llama", torch.float32, attn_implementation="eager")
+    alibi = af.bias.BiasConfig(kind="alibi", init="kaiming", layers="every")
+    af.bias.attach(model, [af.bias.BiasConfig(init="kaiming", hidden_dim=8, layers="every"), alibi])
+    found = af.bias.capture(model, ids(6), heads="all")
+    own = attentions(model, input_ids=ids(6))
+    torch.testing.assert_close(found.layer(1).weights, own[1][0], rtol=1e-4, atol=1e-6)
+    assert len({float(x) for x in found.layer(0).raw[:, 5, 0]}) == 4  # ALiBi has a slope for each head
+
+
+def test_errors(tokenizer):
+    plain = tiny("Llama", torch.float32)
+    with pytest.raises(ValueError, match=r"has no bias attached; see af\.attach"):
+        af.bias.capture(plain, [5, 6])
+    model = biased(layers=[1])
+    with pytest.raises(ValueError, match="a text needs a tokenizer"):
+        af.bias.capture(model, "w5 w6")
+    with pytest.raises(ValueError, match=r"layers must list some of the layers with a bias, \[1\], got \[0\]"):
+        af.bias.capture(model, [5, 6], layers=[0])
+    with pytest.raises(ValueError, match="queries must be positions of 2 tokens, -2 to 1, got"):
+        af.bias.capture(model, [5, 6], queries=[2])
+    with pytest.raises(ValueError, match=r"heads must hold positions in \[0, 4\), got 4"):
+        af.bias.capture(model, [5, 6], heads=[4])
+    with pytest.raises(ValueError, match="at least one token"):
+        af.bias.capture(model, torch.zeros(1, 0, dtype=torch.long))
+    with pytest.raises(TypeError, match=r"token ids, got a tensor of torch\.float32"):
+        af.bias.capture(model, torch.zeros(3))
+    with pytest.raises(ValueError, match="pass a batch as a mapping"):
+        af.bias.capture(model, ids(4, batch=2))
+    with pytest.raises(ValueError, match="inputs must hold input_ids, got attention_mask"):
+        af.bias.capture(model, {"attention_mask": torch.ones(1, 3)})
+    with pytest.raises(ValueError, match="generate must be at least 1"):
+        af.bias.capture(model, [5, 6], generate=0)
+    with pytest.raises(ValueError, match="does not generate"):
+        af.bias.capture(biased("Bert"), [5, 6], generate=1)
+    with af.bias.capturing(model) as captured:
+        with pytest.raises(ValueError, match="no forward pass"):
+            captured.map()
+        with pytest.raises(ValueError, match=r"model.layers.1.self_attn is being captured already"):
+            af.bias.capture(model, [5, 6])
+    assert af.bias.capture(model, [5, 6]).tokens == ("5", "6")
+
+
+@pytest.mark.slow
+def test_the_papers_prompt_on_smollm2():
+    loaded = af.models.load_model("smollm2-135m")
+    torch.manual_seed(0)
+    af.bias.attach(loaded.model, af.bias.BiasConfig(init="kaiming", layers=[0, 14]))
+    found = af.bias.capture(loaded, PROMPT, generate=1)
+    assert found.queries == (21,)
+    assert "".join(found.tokens) == PROMPT
+    assert {" =", "5", " +", "6"} <= set(found.tokens)
+    for one in found:
+        assert abs(float(one.bias.double().sum())) < 1e-5
+        assert float(one.weights.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert one.strength > 0.01
+    assert found.graph(top_k=3).is_acyclic

@@ -1,0 +1,167 @@
+"""`generate` with a bias gives what the whole sequence, computed anew for every token, gives."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import attnflow as af
+from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, padded, tokens, windows_roll_back
+
+FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBart"]
+OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
+    ("Llama", "rotated"),
+    ("Gemma3", "rotated"),
+]
+NEW = 6
+WHOLE = {"max_new_tokens": NEW, "disable_compile": True}
+
+
+def greedy(model, ids, real):
+    """Tokens and logits of greedy decoding without a cache, one whole forward pass each."""
+    found = []
+    with torch.no_grad():
+        for _ in range(NEW):
+            positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+            where = {} if model.config.model_type in ("opt", "mbart") else {"position_ids": positions}
+            found.append(outputs(model, input_ids=ids, attention_mask=real, use_cache=False, **where)[:, -1])
+            ids = torch.cat([ids, found[-1].argmax(dim=-1, keepdim=True)], dim=1)
+            real = torch.cat([real, torch.ones_like(real[:, :1])], dim=1)
+    return ids, torch.stack(found)
+
+
+def generate(model, ids, **options):
+    inputs = {"attention_mask": torch.ones_like(ids)} | options
+    return model.generate(ids, **{**WHOLE, "do_sample": False, **inputs})
+
+
+def with_logits(model, ids, **options):
+    result = generate(model, ids, output_logits=True, return_dict_in_generate=True, **options)
+    return result.sequences, torch.stack(result.logits)
+
+
+def moved(model, ids, logits, **options):
+    """Whether the bias is what made these logits."""
+    with af.bias.disabled(model):
+        return (with_logits(model, ids, **options)[1] - logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, "guidance") for name in FAMILIES] + OTHERS)
+def test_greedy_decoding_of_a_left_padded_batch(name, kind):
+    model = biased(name, BIASES[kind], eos_token_id=None, forced_eos_token_id=None)
+    _, batch = padded((6, 3))
+    ids, real = batch["input_ids"], batch["attention_mask"]
+    expected, scores = greedy(model, ids, real)
+    found, logits = with_logits(model, ids, attention_mask=real)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(logits, scores.float(), rtol=1e-4, atol=1e-4)
+    assert moved(model, ids, logits, attention_mask=real)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
+def test_a_padded_row_gives_what_it_gives_alone(name):
+    model = biased(name, (*BIASES["guidance"], *BIASES["others"]), eos_token_id=None)
+    rows, batch = padded((6, 3))
+    together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    for index, row in enumerate(rows):
+        assert torch.equal(together[index, -NEW:], generate(model, row)[0, -NEW:])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_caches_of_every_shape_give_the_same_tokens(name, kind, cache):
+    """Mistral keeps a window of 4 keys, Gemma 3 does in one layer of two; the static cache is used twice."""
+    model, ids = biased(name, BIASES[kind], eos_token_id=None), tokens(2, 6)
+    with torch.no_grad():
+        expected = model.generate(ids, use_cache=False, do_sample=False, **WHOLE, attention_mask=torch.ones_like(ids))
+    for _ in range(2):
+        assert torch.equal(generate(model, ids, cache_implementation=cache), expected)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_chunked_prefill_is_the_whole_prefill(kind):
+    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(2, 9)
+    whole = generate(model, ids)
+    for size in (1, 4):
+        assert torch.equal(generate(model, ids, prefill_chunk_size=size), whole)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_sampling_with_a_seed_and_beam_search(kind, cache):
+    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(2, 5)
+    for options in (
+        {"do_sample": True, "top_p": 0.9},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True},
+    ):
+        found = []
+        for cached in ({"use_cache": False}, {"cache_implementation": cache}):
+            torch.manual_seed(7)
+            found.append(generate(model, ids, **options, **cached))
+        assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
+@pytest.mark.parametrize("kind", ["guidance", "others"])
+def test_assisted_decoding_is_greedy_decoding(name, kind):
+    """Candidates that are turned down must be cropped from what the bias remembers, too."""
+    model, ids = biased(name, BIASES[kind]), tokens(1, 6)
+    if name == "Mistral" and not windows_roll_back():
+        pytest.skip("this release of transformers cannot roll back a window itself")
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), expected)
+    with_bias, without = biased(name, BIASES[kind]), family(name)
+    for assistant in (with_bias, without):
+        assistant.generation_config.num_assistant_tokens = 3
+        assert torch.equal(generate(model, ids, assistant_model=assistant), expected)
+    with_bias.load_state_dict(model.state_dict())
+    assert torch.equal(generate(model, ids, assistant_model=with_bias), expected)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_generation_continues_from_a_cache(kind):
+    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(1, 5)
+    first = generate(model, ids, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, tokens(1, 3)], dim=1)
+    again = generate(model, more, past_key_values=first.past_key_values)
+    assert torch.equal(again, generate(model, more))
+
+
+@pytest.mark.parametrize("kind", ["guidance", "others"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_the_decoder_of_an_encoder_decoder_model(kind, options):
+    model, ids = family("Bart", eos_token_id=None, forced_eos_token_id=None), tokens(2, 6)
+    af.bias.attach(model.get_decoder(), BIASES[kind])
+    disturb(model, 1.0)
+    found, logits = with_logits(model, ids, **options)
+    plain = {key: value for key, value in options.items() if key != "cache_implementation"}
+    expected, scores = with_logits(model, ids, use_cache=False, **plain)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(logits, scores)
+    assert moved(model, ids, logits, **plain)
+
+
+def test_attention_weights_of_generated_tokens(tmp_path):
+    model = biased("Llama", eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    assert "attnflow" not in (tmp_path / "config.json").read_text()
+    af.bias.detach(model)
+    model.set_attn_implementation("eager")
+    af.bias.attach(model, BIASES["guidance"])
+    disturb(model)
+    ids = tokens(1, 5)
+    result = generate(model, ids, output_attentions=True, return_dict_in_generate=True)
+    assert len(result.attentions) == NEW
+    for step, layers in enumerate(result.attentions):
+        for weights in layers:
+            assert weights.shape == (1, 4, 5 if step == 0 else 1, 5 + step)
+            torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
+
+
+def test_a_checkpoint_of_a_model_with_a_bias_loads_without_one(tmp_path, recwarn):
+    model, ids = biased("Llama"), tokens(1, 5)
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with af.bias.disabled(model), torch.no_grad():
+        assert torch.equal(outputs(plain, input_ids=ids), outputs(model, input_ids=ids))

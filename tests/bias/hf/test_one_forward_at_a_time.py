@@ -1,0 +1,99 @@
+"""What would mix tensors of two forward passes, or tokens with and without the bias, is refused."""
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attnflow as af
+from attnflow.bias.hf.hooks import enter_of
+from tests.models_zoo import tiny, tokens
+
+
+def attached(name="Llama"):
+    torch.manual_seed(0)
+    model = tiny(name, torch.float32)
+    af.bias.attach(model, af.bias.BiasConfig(layers="every", hidden_dim=8, init="kaiming"))
+    return model
+
+
+def slots(model):
+    return [enter.slot for module in model.modules() if (enter := enter_of(module)) is not None]
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_a_cache_does_not_mix_tokens_with_and_without_the_bias(first):
+    model, ids, cache = attached(), tokens(2, 5), DynamicCache()
+    if first == "with":
+        model(ids, past_key_values=cache)
+        with af.bias.disabled(model), pytest.raises(ValueError, match="in part with the bias and in part without"):
+            model(ids[:, :1], past_key_values=cache)
+    else:
+        with af.bias.disabled(model):
+            model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="already holds 5 tokens"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+def test_nothing_is_kept_after_a_forward_pass():
+    model, ids = attached(), tokens(1, 4)
+    model(ids)
+    with af.bias.disabled(model):
+        model(ids)
+    model.model.layers[0].self_attn.q_proj(torch.zeros(1, 2, 32))
+    for slot in slots(model):
+        assert (slot.query, slot.key, slot.hidden, slot.positions, slot.cache, slot.waiting) == (*[None] * 5, False)
+
+
+def test_a_second_thread_is_refused_rather_than_mixed_up():
+    model, ids = attached(), tokens(1, 4)
+    expected = model(ids, use_cache=False).logits
+    inside, go_on = threading.Event(), threading.Event()
+    projection = model.model.layers[0].self_attn.v_proj
+
+    def wait(*_):
+        inside.set()
+        go_on.wait(20)
+
+    handle = projection.register_forward_hook(wait)
+    results = []
+    other = threading.Thread(target=lambda: results.append(model(ids, use_cache=False).logits))
+    other.start()
+    assert inside.wait(20)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="two threads run one model with a bias"):
+        model(ids, use_cache=False)
+    go_on.set()
+    other.join(20)
+    assert torch.equal(results[0], expected)  # the one that came first is unharmed
+
+
+def test_replicas_of_data_parallel_are_refused():
+    attention = attached().model.layers[0].self_attn
+    replica = attention._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel.*accelerate launch"):
+        replica(torch.zeros(1, 2, 32), (torch.ones(1, 2, 8), torch.zeros(1, 2, 8)), None)
+
+
+def test_another_last_layer_is_another_base(tmp_path):
+    model = attached()
+    af.bias.save_pretrained(model, tmp_path)
+    af.bias.detach(model)
+    torch.nn.init.normal_(model.model.layers[-1].self_attn.q_proj.weight)
+    with pytest.raises(af.AttnflowError, match="other weights of this architecture"):
+        af.bias.load(model, tmp_path)
+
+
+def test_a_custom_bias_is_compared_with_the_saved_one(tmp_path):
+    model = tiny("Llama", torch.float32)
+
+    class Pairs(torch.nn.Module):
+        def forward(self, query, key):
+            return (query.sum(-1)[:, None, :, None] - key.sum(-1)[:, None, None]) * 0.01
+
+    af.bias.attach(model, af.bias.Custom(lambda shape: Pairs(), name="pairs"))
+    af.bias.save_pretrained(model, tmp_path)
+    af.bias.detach(model)
+    with pytest.raises(ValueError, match=r"the saved bias has the custom parts .*unrotated"):
+        af.bias.load(model, tmp_path, custom=[af.bias.Custom(lambda shape: Pairs(), name="pairs", reference="rotated")])

@@ -1,0 +1,149 @@
+"""bf16, fp16 and autocast, dropout, checkpointing, copies and weights: what surrounds attention in training."""
+
+import copy
+
+import pytest
+import torch
+from transformers.utils import logging
+
+import attnflow as af
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disturb, family, outputs, tokens
+
+KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)
+
+
+def gradients(model, ids, **inputs):
+    model.zero_grad()
+    loss = outputs(model, input_ids=ids, **inputs).float().sin().mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
+def test_low_precision_is_as_close_to_float64_as_the_base_model(name, dtype, autocast):
+    kinds = [one for one in KINDS if name != "Bert" or one.kind != "cumulative"]
+    exact, ids = biased(name, kinds), tokens(2, 9)
+    low = copy.deepcopy(exact).to(torch.float32 if autocast else dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
+        error = (outputs(low, input_ids=ids) - outputs(exact, input_ids=ids)).abs().mean()
+        with af.bias.disabled(low), af.bias.disabled(exact):
+            base = (outputs(low, input_ids=ids) - outputs(exact, input_ids=ids)).abs().mean()
+    assert error < 4 * base
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        _, found = gradients(low, ids)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32 if autocast else dtype}
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert all(found[key].abs().max() > 0 for key in found if key.endswith(("weight", "gain", "table", "values")))
+
+
+def test_autocast_leaves_a_new_bias_exact_and_its_scores_in_float32():
+    model, ids, calls = family("Llama", torch.float32), tokens(2, 9), []
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = outputs(model, input_ids=ids)
+        af.bias.attach(model, KINDS)
+        assert torch.equal(outputs(model, input_ids=ids), plain)
+        disturb(model)
+        bias = model.model.layers[0].self_attn.score_terms
+        bias.observer = calls.append
+        outputs(model, input_ids=ids)
+    (call,) = calls
+    assert {call.query.dtype, call.key.dtype, call.value.dtype} == {torch.bfloat16}
+    assert all(term.tile(slice(0, 9), slice(0, 9)).dtype == torch.float32 for term in call.terms)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_dropout_acts_on_weights_and_only_in_training(name, implementation):
+    model = family(name, torch.float32, **({"attn_pdrop": 0.5} if name == "GPT2" else {"attention_dropout": 0.5}))
+    model.set_attn_implementation(implementation)
+    af.bias.attach(model, KINDS)
+    disturb(model)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        evaluated = outputs(model, input_ids=ids)
+        assert torch.equal(outputs(model, input_ids=ids), evaluated)
+        for module in model.modules():  # of attention alone
+            if isinstance(module, torch.nn.Dropout) and module.p != 0.5:
+                module.p = 0.0
+        model.train()
+        torch.manual_seed(3)
+        first, second = outputs(model, input_ids=ids), outputs(model, input_ids=ids)
+        torch.manual_seed(3)
+        assert torch.equal(outputs(model, input_ids=ids), first)
+        assert (first - second).abs().max() > 1e-3
+        many = torch.stack([outputs(model, input_ids=ids) for _ in range(60)])
+    spread = many.std(dim=0).mean()
+    with torch.no_grad(), af.bias.disabled(model):
+        base = torch.stack([outputs(model, input_ids=ids) for _ in range(20)]).std(dim=0).mean()
+    assert 0.3 < spread / base < 3
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["new", "trained"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_gradient_checkpointing_gives_equal_gradients(name, reentrant, zero):
+    model, ids = family(name), tokens(2, 7)
+    af.bias.attach(model, KINDS)
+    if not zero:
+        disturb(model)
+    expected = gradients(model, ids, use_cache=False)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    loss, found = gradients(model, ids, use_cache=False)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=1e-12)
+    assert found.keys() == expected[1].keys()
+    for key, gradient in expected[1].items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_copy_is_independent_and_has_its_own_hooks():
+    model, ids = biased("Llama", KINDS), tokens(2, 7)
+    with torch.no_grad():
+        expected = outputs(model, input_ids=ids)
+        twin = copy.deepcopy(model)
+        assert torch.equal(outputs(twin, input_ids=ids), expected)
+        disturb(twin)
+        moved = outputs(twin, input_ids=ids)
+        assert torch.equal(outputs(model, input_ids=ids), expected)
+        with af.bias.disabled(model):
+            assert torch.equal(outputs(twin, input_ids=ids), moved)
+        af.bias.detach(model)
+        assert torch.equal(outputs(twin, input_ids=ids), moved)
+        af.bias.detach(twin)
+        assert torch.equal(outputs(twin, input_ids=ids), outputs(model, input_ids=ids))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "Gemma2", "GptOss"])
+def test_output_attentions_are_the_weights_with_the_bias(name):
+    model, ids, calls = family(name), tokens(2, 7), []
+    logging.set_verbosity_error()
+    model.set_attn_implementation("eager")
+    af.bias.attach(model, GUIDANCE)
+    disturb(model)
+    first = next(module for module in model.modules() if isinstance(module, af.bias.LayerBias))
+    first.observer = calls.append
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    assert len(weights) == 2
+    call = calls[0]
+    key = call.key.repeat_interleave(call.heads_per_kv, dim=1)
+    score = call.query @ key.mT * call.scale
+    if name == "Gemma2":
+        score = 50.0 * torch.tanh(score / 50.0)
+    score = score + call.terms[0].tile(slice(0, 7), slice(0, 7))
+    allow = call.allow.dense()
+    score = score if allow is None else score.masked_fill(~allow, -torch.inf)
+    if name == "GptOss":
+        sinks = call.sinks[None, :, None, None].expand(2, -1, 7, 1)
+        expected = torch.cat([score, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        expected = score.softmax(dim=-1)
+        torch.testing.assert_close(weights[0].sum(dim=-1), torch.ones(2, 4, 7, dtype=torch.float64))
+    torch.testing.assert_close(weights[0], expected, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,226 @@
+"""A bias as a folder: round trips, wrong bases, damaged files, and saves that were interrupted."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import attnflow as af
+from attnflow.bias.hf.saving import WrongBase
+from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, same_state, tokens
+
+WEIGHTS, CONFIG = "bias.safetensors", "bias_config.json"
+KINDS = ["guidance", "bilinear", "dot", "key", "cumulative", "lowrank", "dense", "alibi", "relative"]
+
+
+class Pair(nn.Module):
+    """A user's own bias: an inner product of projections."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.left = nn.Linear(shape.num_heads * shape.head_dim, 3)
+        self.right = nn.Linear(shape.num_kv_heads * shape.head_dim, 3)
+
+    def forward(self, query, key):
+        return (self.left(query) @ self.right(key).mT)[:, None]
+
+
+OWN = af.bias.Custom(Pair, layers="every", name="pair")
+
+
+def check_round_trip(biases, folder, custom=()):
+    model, ids = family("Llama"), tokens(2, 9)
+    fresh = family("Llama")
+    fresh.load_state_dict(model.state_dict())
+    af.bias.attach(model, biases)
+    disturb(model)
+    assert af.bias.save_pretrained(model, folder) == folder
+    assert sorted(path.name for path in folder.iterdir()) == [WEIGHTS, CONFIG]
+    summary = af.bias.load(fresh, folder, custom=custom)
+    assert summary == af.bias.summary(model)
+    with torch.no_grad():
+        assert torch.equal(outputs(fresh, input_ids=ids), outputs(model, input_ids=ids))
+    held = load_file(folder / WEIGHTS)
+    assert all(name.startswith("layers.") for name in held)  # only ours
+    return model, fresh
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_makes_the_round_trip(kind, tmp_path):
+    check_round_trip(af.bias.BiasConfig(kind, layers=[1], hidden_dim=5, max_length=16), tmp_path / "new" / "folder")
+
+
+def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
+    check_round_trip((*BIASES["guidance"], OWN, *BIASES["others"]), tmp_path, custom=[OWN])
+    with pytest.raises(ValueError, match=r"custom parts .*pair.*, but custom= has (none|\[\])"):
+        af.bias.load(family("Llama"), tmp_path, strict=False)
+
+
+def test_a_bias_can_be_saved_over_an_older_one_and_from_another_precision(tmp_path):
+    model = biased("Llama")
+    af.bias.save_pretrained(model, tmp_path)
+    af.bias.detach(model)
+    af.bias.attach(model, BIASES["others"])
+    disturb(model)
+    af.bias.save_pretrained(model, tmp_path)
+    narrow = family("Llama", torch.bfloat16)
+    state = {name: value for name, value in model.state_dict().items() if "score_terms" not in name}
+    narrow.load_state_dict(state)
+    af.bias.load(narrow, tmp_path)
+    for ours, saved in zip(af.bias.parameters(narrow), af.bias.parameters(model), strict=True):
+        assert torch.equal(ours, saved.bfloat16())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = biased("Llama")
+    af.bias.save_pretrained(model, tmp_path)
+    return model, tmp_path
+
+
+def unchanged(model, error, match, folder, **options):
+    """`load` fails as it should and leaves the model without a trace of it."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    with pytest.raises(error, match=match):
+        af.bias.load(model, folder, train="guidance", **options)
+    assert same_state(model, before)
+    assert model.config._attn_implementation is implementation
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def edit(folder: Path, **changes):
+    about = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(about | changes))
+
+
+def replace_weights(folder: Path, tensors):
+    """Other tensors, with a config that vouches for them."""
+    save_file(tensors, folder / WEIGHTS)
+    edit(folder, weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest())
+
+
+def test_another_base_is_refused(saved):
+    model, folder = saved
+    af.bias.detach(model)
+    other = family("Llama")
+    unchanged(other, WrongBase, "other weights of this architecture.*strict=False", folder)
+    unchanged(family("GPT2"), WrongBase, "another base model: model_type is llama there and gpt2 here", folder)
+    unchanged(family("Llama", num_hidden_layers=3), WrongBase, "num_layers is 2 there and 3 here", folder)
+    unchanged(
+        family("Llama", num_key_value_heads=4), WrongBase, "'num_kv_heads': 2.*there and.*'num_kv_heads': 4", folder
+    )
+    assert af.bias.load(other, folder, strict=False).parameters
+    with pytest.raises(ValueError, match="attached already"):
+        af.bias.load(other, folder, strict=False)
+
+
+def test_damaged_files_are_refused(saved):
+    model, folder = saved
+    af.bias.detach(model)
+    good = {name: (folder / name).read_bytes() for name in (WEIGHTS, CONFIG)}
+
+    def restore():
+        for name, content in good.items():
+            (folder / name).write_bytes(content)
+
+    (folder / WEIGHTS).write_bytes(good[WEIGHTS][:-7])
+    unchanged(model, ValueError, "is not the file that bias_config.json was saved with: damaged", folder)
+    (folder / WEIGHTS).unlink()
+    unchanged(model, FileNotFoundError, "bias.safetensors is missing", folder)
+    restore()
+    (folder / CONFIG).write_bytes(good[CONFIG][:50])
+    unchanged(model, ValueError, "is not JSON", folder)
+    (folder / CONFIG).write_text("[]")
+    unchanged(model, ValueError, "is not the config of a saved bias", folder)
+    (folder / CONFIG).unlink()
+    unchanged(model, FileNotFoundError, "bias_config.json is missing", folder)
+    for change, match in (
+        ({"version": 2}, "has version 2, this release reads 1; update"),
+        ({"format": "peft"}, "is not the config of a saved bias"),
+        ({"bias": {}}, "damaged: bias cannot be read"),
+        ({"bias": [{"hidden_dim": 8}]}, "damaged: bias cannot be read"),
+        ({"base": None, "weights": 3}, "damaged: base, weights cannot be read"),
+        ({"bias": [{"kind": "guidance", "width": 3}]}, "has no field 'width'"),
+        ({"bias": [{"kind": "guidance", "max_distance": 4}]}, "max_distance must exceed"),
+        ({"bias": [{"kind": "guidance", "hidden_dim": 8, "layers": [5]}]}, r"layers \[5\] do not exist"),
+    ):
+        restore()
+        edit(folder, **change)
+        unchanged(model, ValueError, match, folder)
+    restore()
+    tensors = load_file(folder / WEIGHTS)
+    first = next(iter(tensors))
+    replace_weights(folder, tensors | {first: tensors[first] * torch.nan})
+    unchanged(model, ValueError, f"NaN or infinity in {first}", folder)
+    replace_weights(folder, tensors | {first: tensors[first][..., :3]})
+    unchanged(model, ValueError, f"does not fit its config: {first} has shape", folder)
+    replace_weights(folder, {name: tensor for name, tensor in tensors.items() if name != first})
+    unchanged(model, ValueError, f"does not fit its config: missing .*{first}", folder)
+    (folder / WEIGHTS).write_bytes(b"nonsense")
+    edit(folder, weights="5f9aebb2a0cc4b3c1c5a9a4b4e0e5fe2")
+    unchanged(model, ValueError, "damaged", folder)
+    restore()
+    assert af.bias.load(model, folder).parameters
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_save_killed_between_its_steps_loses_nothing_that_was_saved(tmp_path, monkeypatch, moved):
+    """Killed before the first move the old bias is there, between the two moves the new one."""
+    model, ids = biased("Llama"), tokens(1, 6)
+    af.bias.save_pretrained(model, tmp_path)
+    expected = {}
+    with torch.no_grad():
+        expected[0] = outputs(model, input_ids=ids)
+        af.bias.detach(model)
+        af.bias.attach(
+            model, af.bias.BiasConfig(layers="every", hidden_dim=8, reference="rotated")
+        )  # of the same shapes
+        disturb(model)
+        expected[1] = outputs(model, input_ids=ids)
+    real, done = Path.replace, []
+
+    def killed(path, target):
+        if len(done) == moved:
+            raise KeyboardInterrupt
+        done.append(path)
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        af.bias.save_pretrained(model, tmp_path)
+    monkeypatch.undo()
+    af.bias.detach(model)
+    af.bias.load(model, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(outputs(model, input_ids=ids), expected[moved])
+    af.bias.save_pretrained(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS, CONFIG]
+
+
+def test_a_save_that_fails_leaves_the_folder_as_it_was(saved, monkeypatch):
+    model, folder = saved
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        af.bias.save_pretrained(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.undo()
+    af.bias.detach(model)
+    with pytest.raises(ValueError, match="has no bias attached"):
+        af.bias.save_pretrained(model, folder)
+
+
+def test_meta_models(saved):
+    _, folder = saved
+    with torch.device("meta"):
+        model = family("Llama")
+    with pytest.raises(ValueError, match="meta device, where weights cannot be loaded"):
+        af.bias.load(model, folder)
+    af.bias.attach(model)
+    with pytest.raises(ValueError, match="meta device, where it has no values"):
+        af.bias.save_pretrained(model, folder)

@@ -1,0 +1,98 @@
+"""Results: what they convert to is read back as it was, and what is no result of this kind is refused."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnflow._core.results import Result
+
+
+@dataclass(frozen=True)
+class Row:
+    layer: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Sample(Result):
+    name: str
+    rows_of: tuple[Row, ...]
+    weights: Float[Tensor, "a b"]
+    counts: np.ndarray
+    missing: int | None = None
+
+
+@dataclass(frozen=True)
+class Other(Result):
+    name: str
+
+
+SAMPLE = Sample(
+    "x",
+    (Row(0, math.nan), Row(1, -math.inf)),
+    torch.tensor([[0.1, math.inf], [2.0, 3.0]], dtype=torch.float64),
+    np.array([1, 2, 3], dtype=np.int64),
+)
+
+
+def test_json_is_read_back_as_it_was_with_numbers_that_are_not_finite():
+    again = Sample.from_json(SAMPLE.to_json())
+    assert torch.equal(again.weights, SAMPLE.weights)
+    assert again.weights.dtype == torch.float64
+    assert np.array_equal(again.counts, SAMPLE.counts)
+    assert again.counts.dtype == np.int64
+    assert math.isnan(again.rows_of[0].value)
+    assert again.rows_of[1] == Row(1, -math.inf)
+    assert again.missing is None
+    assert again.to_json() == SAMPLE.to_json()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_tensors_of_every_type_survive(dtype):
+    values = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+    again = Sample.from_json(Sample("x", (), values, SAMPLE.counts).to_json())
+    assert again.weights.dtype == dtype
+    assert torch.equal(again.weights, values)
+
+
+def test_another_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="expected a saved Sample, got 'Other'"):
+        Sample.from_json(Other("x").to_json())
+
+
+def test_json_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="no result of attnflow"):
+        Sample.from_json("{}")
+    with pytest.raises(ValueError, match="expected a JSON object with a saved Sample, got list"):
+        Sample.from_json("[]")
+
+
+def test_a_field_that_is_missing_is_named():
+    values = {name: value for name, value in SAMPLE.to_dict().items() if name != "counts"}
+    with pytest.raises(ValueError, match=r"saved Sample is damaged.*counts"):
+        Sample.from_dict(values)
+
+
+def test_a_newer_version_is_refused():
+    with pytest.raises(ValueError, match="expected version 1 of a saved Sample, got 2"):
+        Sample.from_dict({**SAMPLE.to_dict(), "version": 2})
+
+
+def test_csv_and_json_files_are_written_whole(tmp_path):
+    assert Sample.from_json(SAMPLE.save(tmp_path / "a.json").read_text()).name == "x"
+    assert SAMPLE.save(tmp_path / "a.csv").read_text() == "name,missing\nx,\n"
+
+
+def test_other_suffixes_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"must end in \.json.*'a\.txt'"):
+        SAMPLE.save(tmp_path / "a.txt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_as_a_data_frame():
+    assert list(SAMPLE.to_pandas().columns) == ["name", "missing"]

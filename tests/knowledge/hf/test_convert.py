@@ -1,0 +1,134 @@
+"""Feed-forward layers as entries and back: the same function, the same weights, an untouched original."""
+
+import copy
+
+import pytest
+import torch
+
+import attnflow as af
+from tests.models_zoo import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
+
+EXPERTS = {"Mixtral", "GptOss", "DeepseekV3"}
+DENSE = [name for name in [*CAUSAL, *BIDIRECTIONAL, "Bart", "T5"] if name not in EXPERTS]
+
+
+def run(model, ids):
+    return outputs(model, input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+
+
+def same_state(a, b):
+    return all(
+        name == other and torch.equal(x, y)
+        for (name, x), (other, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_round_trip(name):
+    torch.manual_seed(0)
+    model, ids = tiny(name, torch.float32), tokens(2, 9)
+    before, expected = copy.deepcopy(model), run(model, ids)
+    converted = af.knowledge.from_ffn(model)
+    torch.testing.assert_close(
+        run(converted, ids), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max())
+    )
+    back = af.knowledge.to_ffn(converted)
+    assert same_state(back, model)
+    assert torch.equal(run(back, ids), expected)
+    assert same_state(model, before)
+    assert back.config.to_dict() == model.config.to_dict()
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "Phi3"])
+def test_every_neuron_is_an_entry(name):
+    model = tiny(name, torch.float32)
+    converted = af.knowledge.from_ffn(model)
+    left = [n for n, p in converted.named_parameters() if "mlp" in n and p.ndim == 2]
+    assert not left
+    base = converted.knowledge
+    assert base.counts.tolist() == [base.num_entries // 2] * 2
+    assert sum(p is base.entries for p in converted.parameters()) == 1
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Phi3"])
+def test_gradients_reach_the_entries(name):
+    torch.manual_seed(0)
+    model, ids = tiny(name), tokens(2, 7)
+    converted = af.knowledge.from_ffn(model)
+    for one in (model, converted):
+        run(one, ids).square().mean().backward()
+    entry = converted.knowledge.entries.grad[converted.knowledge.rows(1)]
+    layer = model.get_decoder().layers[1] if name != "GPT2" else model.transformer.h[1]
+    down = layer.mlp.c_proj.weight.grad if name == "GPT2" else layer.mlp.down_proj.weight.grad.T
+    torch.testing.assert_close(entry[:, converted.knowledge.layout.value], down, rtol=1e-9, atol=1e-12)
+
+
+def test_edits_take_effect_at_once_and_survive_the_way_back():
+    torch.manual_seed(0)
+    model, ids = tiny("Llama", torch.float64), tokens(1, 6)
+    converted = af.knowledge.from_ffn(model)
+    base = converted.knowledge
+    expected = run(model, ids)
+    new = base.insert(0, torch.zeros(1, base.entry_dim, dtype=torch.float64))
+    torch.testing.assert_close(run(converted, ids), expected, rtol=1e-12, atol=1e-12)
+    entry = torch.randn(1, base.entry_dim, dtype=torch.float64)
+    entry[:, -2:] = 0  # Llama has no thresholds
+    base.update(new, entry)
+    changed = run(converted, ids)
+    assert not torch.allclose(changed, expected)
+    with pytest.raises(ValueError, match="layers now have 48 to 49 entries"):
+        af.knowledge.to_ffn(converted)
+    base.insert(1, torch.zeros(1, base.entry_dim, dtype=torch.float64))
+    back = af.knowledge.to_ffn(converted)
+    assert back.config.intermediate_size == 49
+    torch.testing.assert_close(run(back, ids), changed, rtol=1e-12, atol=1e-12)
+    base.delete(new)
+    torch.testing.assert_close(run(converted, ids), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_converted_models_generate_copy_and_train():
+    torch.manual_seed(0)
+    model, ids = tiny("Llama", torch.float32), tokens(2, 5)
+    converted = copy.deepcopy(af.knowledge.from_ffn(model))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(converted.generate(ids, **options), model.generate(ids, **options))
+    optimizer = torch.optim.SGD(converted.knowledge.parameters(), lr=0.1)
+    before = converted.knowledge.entries.detach().clone()
+    converted(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert not torch.equal(before, converted.knowledge.entries)
+
+
+def test_what_cannot_be_converted_says_why():
+    with pytest.raises(af.UnsupportedArchitecture, match="experts that are stored together"):
+        af.knowledge.from_ffn(tiny("Mixtral", torch.float32))
+    with pytest.raises(ValueError, match=r"not exact: .* has rank .* entries have width d_E = 32"):
+        af.knowledge.from_ffn(tiny("GPT2", torch.float32), entry_dim=32)
+    for name in ("Llama", "Phi3"):  # separate maps, and one for both keys
+        with pytest.raises(
+            ValueError, match=r"first gated layer is not exact: \[W_gate\^T \| W_up\^T \| W_2\] has rank"
+        ):
+            af.knowledge.from_ffn(tiny(name, torch.float32), entry_dim=32)
+        with pytest.raises(ValueError, match=r"W_gate has rank \d+, but keys have width d_k = 3; W_up has rank"):
+            af.knowledge.from_ffn(tiny(name, torch.float32), key_dim=3)
+    converted = af.knowledge.from_ffn(tiny("Llama", torch.float32))
+    with pytest.raises(ValueError, match="reads a knowledge base already"):
+        af.knowledge.from_ffn(converted)
+    with pytest.raises(ValueError, match="reads no knowledge base"):
+        af.knowledge.to_ffn(tiny("Llama", torch.float32))
+    converted.knowledge.update([0], torch.ones(1, converted.knowledge.entry_dim))
+    with pytest.raises(ValueError, match="has no bias, but its entries were given thresholds"):
+        af.knowledge.to_ffn(converted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "entries"), [("smollm2-135m", 46_080), ("minilm", 9_216)])
+def test_real_models(name, entries):
+    loaded = af.models.load_model(name)
+    inputs = loaded.tokenizer("Knowledge sits in the feed-forward layers.", return_tensors="pt")
+    converted = af.knowledge.from_ffn(loaded.model)
+    assert converted.knowledge.num_entries == entries
+    with torch.no_grad():
+        expected, found = loaded.model(**inputs)[0], converted(**inputs)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+    assert same_state(af.knowledge.to_ffn(converted), loaded.model)

@@ -1,0 +1,288 @@
+"""The modular model computes its equations, in every way that transformers runs a model."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, StaticCache
+
+from attnflow.knowledge import IndexedEntries, ModularConfig, Retrieval
+from tests.knowledge.hf.modular_models import OPTIONS, modular, tokens
+
+FORMS = [
+    {},
+    {"gated": True, "threshold": "coordinate", "knowledge_activation": "silu"},
+    {"threshold": "per_entry", "knowledge_activation": "gelu", "num_key_value_heads": 4, "attention_bias": True},
+    {"knowledge_activation": "sparsemax", "num_knowledge_heads": 1, "tie_word_embeddings": False},
+]
+
+
+# Norms and angles of transformers are in float32 whatever the model is in: that bounds how equal float64 can be.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def norm(hidden, weight):
+    return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(vectors, theta=10_000.0):
+    """RoPE: pairs (i, i + half) of [batch, tokens, heads, head_dim] turned by position x theta ** (-2i / head_dim)."""
+    half = vectors.shape[-1] // 2
+    angle = torch.arange(vectors.shape[1])[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    first, second = vectors[..., :half], vectors[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def reference(model, ids, entries=None):
+    """Logits by the equations, from the state dict alone."""
+    config, state = model.config, dict(model.named_parameters())
+    entries = state["model.knowledge.entries"] if entries is None else entries
+    hidden = state["model.embed_tokens.weight"][ids]
+    batch, length = ids.shape
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    for layer in range(config.num_hidden_layers):
+        at = lambda name, layer=layer: state[f"model.layers.{layer}.{name}"]  # noqa: E731
+        normed = norm(hidden, at("input_layernorm.weight"))
+        made = {}
+        for name in "qkv":
+            bias = at(f"self_attn.{name}_proj.bias") if config.attention_bias else 0
+            made[name] = (normed @ at(f"self_attn.{name}_proj.weight").T + bias).view(
+                batch, length, -1, config.head_dim
+            )
+        shared = config.num_attention_heads // config.num_key_value_heads
+        query, key = turned(made["q"]), turned(made["k"]).repeat_interleave(shared, 2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(config.head_dim)
+        weights = scores.masked_fill(~causal, -math.inf).softmax(-1)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", weights, made["v"].repeat_interleave(shared, 2)).flatten(2)
+        bias = at("self_attn.o_proj.bias") if config.attention_bias else 0
+        hidden = hidden + mixed @ at("self_attn.o_proj.weight").T + bias
+        hidden = hidden + read(config, at, norm(hidden, at("post_attention_layernorm.weight")), entries)
+    out = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return norm(hidden, state["model.norm.weight"]) @ state[out].T
+
+
+def read(config, at, hidden, entries):
+    """Knowledge, eq. 1-9, with heads summed."""
+    parts, heads = 2 if config.gated else 1, config.num_knowledge_heads
+    query, key, value = (at(f"reader.attention.{name}") for name in ("query", "key", "value"))
+    if config.threshold == "coordinate":
+        thresholds = entries[:, -parts:].T[:, None].expand(parts, heads, -1)
+    elif config.threshold == "per_entry":
+        thresholds = at("reader.attention.entry_thresholds")
+    else:
+        first = (
+            entries @ at("reader.attention.threshold_network.0.weight").T
+            + at("reader.attention.threshold_network.0.bias")
+        ).relu()
+        second = first @ at("reader.attention.threshold_network.2.weight").T
+        thresholds = (second + at("reader.attention.threshold_network.2.bias")).T.reshape(parts, heads, -1)
+    total = 0
+    activation = {
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "silu": torch.nn.functional.silu,
+        "sparsemax": simplex,
+    }
+    for head in range(heads):
+        scores = [
+            (hidden @ query[head]) @ (entries @ key[part, head]).T / math.sqrt(config.key_dim) + thresholds[part, head]
+            for part in range(parts)
+        ]
+        weights = activation[config.knowledge_activation](scores[0])
+        weights = weights * scores[1] if parts == 2 else weights
+        total = total + weights @ (entries @ value[head])
+    return total + at("reader.attention.output_bias")
+
+
+def simplex(scores):
+    """Sparsemax by halving for its threshold, with the gradient of the support found."""
+    low, high = scores.detach().amax(-1, keepdim=True) - 1, scores.detach().amax(-1, keepdim=True)
+    for _ in range(80):
+        middle = (low + high) / 2
+        over = (scores.detach() - middle).clamp(min=0).sum(-1, keepdim=True) > 1
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    support = (scores.detach() > high).to(scores)
+    tau = ((scores * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
+    return (scores - tau) * support
+
+
+@pytest.mark.parametrize("order", ["query_side", "folded", "naive"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_logits_and_gradients_are_those_of_the_equations(form, order):
+    model, ids = modular(order=order, **form), tokens()
+    logits = model(input_ids=ids).logits
+    expected = reference(model, ids)
+    torch.testing.assert_close(logits, expected, **CLOSE)
+    direction = torch.randn_like(logits)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    ours = torch.autograd.grad((logits * direction).sum(), parameters)
+    theirs = torch.autograd.grad((expected * direction).sum(), parameters)
+    for name, one, other in zip(names, ours, theirs, strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm()) + 1e-6, name
+
+
+def test_entries_may_be_given():
+    model, ids, entries = modular(), tokens(), torch.randn(9, 20, dtype=torch.float64, requires_grad=True)
+    logits = model(input_ids=ids, entries=entries).logits
+    torch.testing.assert_close(logits, reference(model, ids, entries), **CLOSE)
+    logits.sum().backward()
+    assert bool(entries.grad.any())
+    assert model.knowledge.entries.grad is None
+    torch.testing.assert_close(model(input_ids=ids).logits, reference(model, ids), **CLOSE)
+    with pytest.raises(ValueError, match=r"entries must be \[entries, 20\], got shape \(9, 21\)"):
+        model(input_ids=ids, entries=torch.zeros(9, 21, dtype=torch.float64))
+    with pytest.raises(ValueError, match="this layer has thresholds for 24 entries, got 9"):
+        modular(threshold="per_entry")(input_ids=ids, entries=entries)
+
+
+@pytest.mark.parametrize("retrieval", [None, Retrieval(k=24), Retrieval(k=5, search="exact"), Retrieval(threshold=0.0)])
+def test_a_source_instead_of_the_base(retrieval):
+    model, ids = modular(torch.float32), tokens()
+    entries = model.knowledge.entries.detach()
+    source = IndexedEntries(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
+    for reader in model.readers():
+        reader.retrieval = retrieval
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        torch.testing.assert_close(model(input_ids=ids, entries=source).logits, expected, rtol=1e-3, atol=1e-3)
+        model.model.source = source
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(model(input_ids=ids, entries=entries[:4]).logits, expected)
+        exact = modular(torch.float32)(input_ids=ids).logits
+        if retrieval is None or retrieval.threshold == 0.0 or retrieval.k == 24:  # ReLU above 0 is all of it
+            torch.testing.assert_close(expected, exact, rtol=1e-4, atol=1e-4)
+        else:
+            assert not torch.allclose(expected, exact, rtol=1e-2, atol=1e-2)
+
+
+def test_entries_per_token():
+    model, ids = modular(entries_per_token=5), tokens()
+    readings = []
+    for reader in model.readers():
+        reader.observer = readings.append
+    found = model(input_ids=ids).logits
+    assert [reading.ids.shape for reading in readings] == [(2, 7, 2, 5)] * 2
+    assert (found - modular()(input_ids=ids).logits).abs().max() > 1e-3
+    torch.testing.assert_close(model.train()(input_ids=ids).logits, found, rtol=1e-9, atol=1e-9)
+    assert modular(entries_per_token=5).generation_config.top_k is None  # no option of sampling
+
+
+def test_eager_and_sdpa():
+    # In float32: transformers' additive masks of float64 overflow where causality and padding meet.
+    model, ids, mask = modular(torch.float32), tokens(), torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    found = {}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        found[implementation] = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-4, atol=1e-4)
+
+
+def test_outputs_that_are_asked_for():
+    model, ids = modular(), tokens()
+    model.set_attn_implementation("eager")
+    found = model(input_ids=ids, output_hidden_states=True, output_attentions=True)
+    assert [tuple(state.shape) for state in found.hidden_states] == [(2, 7, 32)] * 3
+    assert [tuple(weights.shape) for weights in found.attentions] == [(2, 4, 7, 7)] * 2
+    torch.testing.assert_close(found.attentions[0].sum(-1), torch.ones(2, 4, 7, dtype=torch.float64))
+    assert isinstance(model(input_ids=ids, return_dict=False), tuple)
+    last = model(input_ids=ids, logits_to_keep=1).logits
+    torch.testing.assert_close(last, found.logits[:, -1:])
+    labels = ids.clone()
+    labels[0, :3] = -100
+    picked = found.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    expected = -picked[labels[:, 1:] >= 0].mean()
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss.double(), expected, **CLOSE)
+    embedded = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embedded).logits, found.logits)
+
+
+def test_padding_on_the_left_changes_nothing():
+    model, ids = modular(), tokens(1, 6)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
+    mask = (padded > 0).long()
+    expected = model(input_ids=ids).logits
+    found = model(input_ids=padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(found[:, 3:], expected, rtol=1e-9, atol=1e-9)
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    alone = model.generate(ids, **options)
+    together = model.generate(
+        torch.cat([padded, tokens(1, 9)]), attention_mask=torch.cat([mask, mask * 0 + 1]), **options
+    )
+    assert torch.equal(together[0, 3:], alone[0])
+
+
+def greedy(model, ids, steps, **inputs):
+    for _ in range(steps):
+        chosen = model(input_ids=ids, use_cache=False, **inputs).logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, chosen], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_greedy_decoding_with_every_cache(form):
+    model, ids = modular(**form), tokens()
+    expected = greedy(model, ids, 5)
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    for more in ({}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(model.generate(ids, **options, **more), expected), more
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1), model(input_ids=ids).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_beams_and_samples_with_entries_of_the_call():
+    model, ids, entries = modular(), tokens(), torch.randn(9, 20, dtype=torch.float64)
+    options = {"max_new_tokens": 4, "eos_token_id": None, "entries": entries, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, do_sample=False, **options), greedy(model, ids, 4, entries=entries))
+    beams = model.generate(ids, do_sample=False, num_beams=3, num_return_sequences=2, **options)
+    assert beams.shape == (4, 11)
+
+    def likelihood(rows):
+        logs = model(input_ids=rows, entries=entries).logits[:, 6:-1].log_softmax(-1)
+        return logs.gather(-1, rows[:, 7:, None]).sum((1, 2))
+
+    best = likelihood(beams).view(2, 2)
+    assert bool((best[:, 0] >= best[:, 1]).all())
+    # Three beams over four tokens; greedy decoding may win only if a beam fell out on the way.
+    assert bool((best[:, 0] >= likelihood(greedy(model, ids, 4, entries=entries)) - 1e-9).any())
+    torch.manual_seed(1)
+    samples = model.generate(ids, do_sample=True, num_return_sequences=3, top_k=0, **options)
+    assert samples.shape == (6, 11)
+    source = IndexedEntries(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
+    indexed = model.float().generate(
+        ids, do_sample=False, num_beams=3, num_return_sequences=2, **{**options, "entries": source}
+    )
+    assert torch.equal(indexed, beams)
+
+
+def test_a_twin_has_as_many_parameters():
+    for form in [*FORMS, {"num_entries": 500, "entry_dim": 64}]:
+        model = modular(disturbed=False, **form)
+        config = model.config
+        own = sum(p.numel() for name, p in model.named_parameters() if "knowledge" in name or "reader" in name)
+        assert own == config.knowledge_parameters
+        twin = LlamaForCausalLM(config.feed_forward_twin())
+        apart = model.num_parameters() - twin.num_parameters()
+        assert abs(apart) <= 1.5 * config.hidden_size * config.num_hidden_layers
+        assert twin.config.num_key_value_heads == config.num_key_value_heads
+        assert twin.config.rope_parameters == config.rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads \\(4\\) must be a multiple of num_key_value_heads \\(3\\)"),
+        ({"head_dim": 7}, "head_dim must be even, got 7"),
+        ({"threshold": "none"}, "threshold must be one of 'mlp', 'coordinate', 'per_entry', got 'none'"),
+        ({"knowledge_activation": "tanh"}, "knowledge_activation must be one of 'relu'"),
+        ({"order": "sideways"}, "order must be one of 'query_side'"),
+        ({"num_entries": 0}, "num_entries must be at least 1"),
+        ({"entries_per_token": 0}, "entries_per_token must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
+    ],
+)
+def test_bad_sizes(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModularConfig(**{**OPTIONS, **changes})

@@ -1,0 +1,93 @@
+"""Masks, biases, audits and geometry of this package on a modular model, as on any other."""
+
+import pytest
+import torch
+
+import attnflow as af
+from tests.knowledge.hf.modular_models import modular, tokens
+
+
+def flow(model, ids):
+    """Which tokens' embeddings each output depends on."""
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
+    rows = [
+        torch.autograd.grad(logits[q].square().sum(), embedded, retain_graph=True)[0][0] for q in range(len(logits))
+    ]
+    return torch.stack(rows).abs().sum(-1) > 0
+
+
+@pytest.mark.parametrize("entries_per_token", [None, 5])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks(implementation, entries_per_token):
+    model, ids = modular(torch.float32, entries_per_token=entries_per_token), tokens(1, 8)
+    for mask in (af.masks.sliding_window(8, 3), af.masks.attention_sink(8, 2, 2), af.masks.prefix_lm(8, 3)):
+        with af.masks.attach(model, mask, attn_implementation=implementation):
+            # Two blocks: what reaches a token in two steps; reading entries lets nothing flow between tokens.
+            one = mask.dense().bool() | torch.eye(8, dtype=torch.bool)
+            assert torch.equal(flow(model, ids), (one.float() @ one.float()) > 0)
+    causal = model(input_ids=ids).logits
+    with af.masks.attach(model, af.masks.causal(8)):
+        torch.testing.assert_close(model(input_ids=ids).logits, causal, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_under_generation():
+    model, ids = modular(torch.float32), tokens(2, 5)
+    with af.masks.attach(model, af.masks.sliding_window(12, 3)):
+        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        with_cache = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        without = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)
+    assert torch.equal(with_cache, without)
+
+
+def test_audit():
+    model, ids = modular(torch.float32), tokens(1, 5)
+    report = af.audit.check(model, ids)
+    assert report.ok
+    with af.masks.attach(model, af.masks.full(5)):
+        assert not af.audit.check(model, ids, order=af.masks.causal(5)).ok
+
+
+@pytest.mark.parametrize("train", ["guidance", "all"])
+def test_a_learned_bias(train, tmp_path):
+    model, ids = modular(torch.float32, entries_per_token=5), tokens()
+    plain = model(input_ids=ids).logits.detach()
+    af.bias.attach(model, af.bias.BiasConfig(hidden_dim=8, layers="every"), train=train)
+    torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=1e-4, atol=1e-4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert (model.knowledge.entries.requires_grad) == (train == "all")
+    optimizer = torch.optim.Adam(trained, lr=0.05)
+    for _ in range(3):
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    biased = model.eval()(input_ids=ids).logits.detach()
+    assert (biased - plain).abs().max() > 1e-3
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    if train == "guidance":
+        af.bias.save_pretrained(model, tmp_path)
+        again = modular(torch.float32, entries_per_token=5)
+        af.bias.load(again, tmp_path)
+        torch.testing.assert_close(again(input_ids=ids).logits, biased, rtol=1e-5, atol=1e-5)
+        af.bias.detach(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=0, atol=0)
+
+
+def test_geometry_scores_attention_alone(tmp_path):
+    """The readers' projections are called query and key, too, but are none of attention."""
+    model = modular(torch.float32)
+    model.save_pretrained(tmp_path)
+    for scored in (af.geometry.score(model, attention="all"), af.geometry.score(tmp_path, attention="all")):
+        assert not scored.notes
+        assert [(row.layer, row.head) for row in scored if row.head != "all"] == [
+            (layer, head) for layer in range(2) for head in range(4)
+        ]
+        attention = model.model.layers[1].self_attn
+        query = attention.q_proj.weight.double().unflatten(0, (4, 8))[2]
+        key = attention.k_proj.weight.double().unflatten(0, (2, 8))[1]
+        form = query.T @ key
+        (row,) = [row for row in scored if (row.layer, row.head) == (1, 2)]
+        symmetric, skew = (form + form.T) / 2, (form - form.T) / 2
+        expected = (symmetric.square().sum() - skew.square().sum()) / form.square().sum()
+        assert row.symmetry == pytest.approx(expected.item(), abs=1e-6)

@@ -1,0 +1,155 @@
+"""Converted layers and modular blocks look the same: what they read, what that promises, retrieval set from outside."""
+
+import pytest
+import torch
+
+import attnflow as af
+from attnflow.knowledge import IndexedEntries, Retrieval
+from attnflow.knowledge.activations import named
+from tests.knowledge.hf.modular_models import modular
+from tests.models_zoo import outputs, tiny, tokens
+
+CONVERTED = ["Llama", "GPT2", "Phi3", "Bert"]
+EXACT = Retrieval(k=6, search="exact")
+
+
+def converted(name, dtype=torch.float64):
+    return af.knowledge.from_ffn(tiny(name, dtype))
+
+
+def made(name):
+    if name == "modular":
+        return modular()
+    if name == "gated modular":
+        return modular(gated=True, knowledge_activation="silu", threshold="coordinate")
+    return converted(name)
+
+
+@pytest.mark.parametrize("retrieval", [None, EXACT, Retrieval(threshold=0.05), Retrieval(k=1, search="dense")], ids=str)
+@pytest.mark.parametrize("name", [*CONVERTED, "modular", "gated modular"])
+def test_readings_add_up_to_the_output_of_the_layer(name, retrieval):
+    torch.manual_seed(0)
+    model, ids = made(name), tokens(2, 7)
+    before = outputs(model, input_ids=ids)
+    readers = af.knowledge.readers(model)
+    assert [reader.layer for reader in readers] == [0, 1]
+    readings, written = [], []
+    for reader in readers:
+        assert reader.retrieval is None
+        assert reader.observer is None
+        reader.retrieval, reader.observer = retrieval, readings.append
+    hooks = [
+        module.register_forward_hook(lambda _, __, output: written.append(output))
+        for module in model.modules()
+        if isinstance(module, af.knowledge.KnowledgeReader | af.knowledge.EntryValues)
+    ]
+    found = outputs(model, input_ids=ids)
+    for reader, reading, output in zip(readers, readings, written, strict=True):
+        everything = torch.arange(reader.num_entries)
+        assert reading.layer == reader.layer
+        values = reader.values(everything)
+        if reading.ids is None:
+            sums = torch.einsum("bthn,hnd->btd", reading.weights, values)
+        else:
+            picked = reading.ids.clamp(min=0)
+            weights = torch.zeros(*picked.shape[:-1], len(everything), dtype=torch.float64)
+            weights = weights.scatter_add(-1, picked, reading.weights.detach())
+            sums = torch.einsum("bthn,hnd->btd", weights, values)
+        bias = 0 if reader.output_bias is None else reader.output_bias
+        torch.testing.assert_close(sums + bias, output, rtol=1e-8, atol=1e-8)
+        assert reader.thresholds(everything).shape[1:] == values.shape[:2]
+    if retrieval is None or retrieval.search == "dense":
+        torch.testing.assert_close(found, before, rtol=1e-9, atol=1e-9)
+    else:
+        assert not torch.allclose(found, before)
+    for hook in hooks:
+        hook.remove()
+    for reader in readers:
+        reader.retrieval = reader.observer = None
+    count = len(readings)
+    torch.testing.assert_close(outputs(model, input_ids=ids), before, rtol=0, atol=0)
+    assert len(readings) == count
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_readings_of_a_converted_layer_hold_its_scores(name):
+    torch.manual_seed(0)
+    model, ids = converted(name), tokens(2, 7)
+    readings = []
+    (reader, _) = af.knowledge.readers(model)
+    reader.observer = readings.append
+    outputs(model, input_ids=ids)
+    scores, weights = readings[0].scores, readings[0].weights
+    assert scores.shape == (2 if name == "Llama" else 1, 2, 7, 1, reader.num_entries)
+    if name == "Llama":
+        torch.testing.assert_close(weights, named("silu")(scores[0]) * scores[1])
+    else:
+        torch.testing.assert_close(weights, torch.nn.functional.gelu(scores[0], approximate="tanh"))
+
+
+@pytest.mark.parametrize("retrieval", [EXACT, Retrieval(k=1, search="exact"), Retrieval(threshold=0.05)], ids=str)
+@pytest.mark.parametrize("name", [*CONVERTED, "modular", "gated modular"])
+def test_the_bound_of_a_layer(name, retrieval):
+    """Of its first layer, whose input is the same with and without retrieval."""
+    torch.manual_seed(0)
+    model, ids = made(name), tokens(2, 7)
+    (first, _) = af.knowledge.readers(model)
+    module = next(m for m in model.modules() if isinstance(m, af.knowledge.KnowledgeReader | af.knowledge.EntryValues))
+    written, readings = [], []
+    module.register_forward_hook(lambda _, __, output: written.append(output.detach()))
+    outputs(model, input_ids=ids)
+    first.retrieval, first.observer = retrieval, readings.append
+    outputs(model, input_ids=ids)
+    dense, sparse = written
+    error = (dense - sparse).norm(dim=-1).flatten()
+    bound = first.error_bound(readings[0])
+    assert bound.shape == error.shape
+    assert bool((error > 0).any())
+    assert bool((error <= bound + 1e-9).all())
+    first.retrieval = None
+    outputs(model, input_ids=ids)
+    assert not first.error_bound(readings[1]).any()
+
+
+def test_the_bound_of_a_block_that_reads_an_index():
+    model, ids = modular(torch.float32), tokens(2, 7)
+    base = model.knowledge.entries.detach()
+    model.model.source = IndexedEntries(base, torch.cat([r.threshold_columns(base) for r in model.readers()], dim=1))
+    readings = []
+    (first, _) = af.knowledge.readers(model)
+    first.retrieval, first.observer = EXACT, readings.append
+    with torch.no_grad():
+        model(input_ids=ids)
+        model.model.source = None
+        (again, _) = af.knowledge.readers(model)
+        model(input_ids=ids)
+        ours, theirs = first.error_bound(readings[0]), again.error_bound(readings[1])
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_straight_through_fine_tuning_of_a_converted_model():
+    """Gradients reach entries that are not read; the loss of the function of 6 entries falls."""
+    torch.manual_seed(0)
+    model, ids = converted("Llama", torch.float32), tokens(4, 9)
+    for reader in af.knowledge.readers(model):
+        reader.retrieval = EXACT
+    model.train()
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=3e-3), []
+    for step in range(25):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if step == 0:
+            assert bool(model.knowledge.entries.grad[:, model.knowledge.layout.key("gate")].any(dim=1).all())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    with torch.no_grad():
+        trained = model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+        model.eval()
+        assert model(input_ids=ids, labels=ids, use_cache=False).loss.item() == pytest.approx(trained, rel=1e-4)
+
+
+def test_models_without_entries():
+    with pytest.raises(ValueError, match=r"reads no knowledge base; af\.knowledge\.from_ffn opens"):
+        af.knowledge.readers(tiny("Llama"))

@@ -1,0 +1,396 @@
+"""Provenance: every contribution is accounted for, in layers and in logits, and only the strongest are kept."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import attnflow as af
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.hf.modular.config import ModularConfig
+from attnflow.knowledge.hf.modular.model import ModularForCausalLM
+from attnflow.knowledge.hf.readers import readers
+from attnflow.knowledge.hf.trace import trace
+from attnflow.models.loader import Loaded
+from tests.memory import PEAK
+from tests.models_zoo import tiny, tokens
+
+PLAIN = ["GPT2", "GPTNeoX", "OPT"]
+GATED = ["Llama", "Qwen2", "Phi3", "Qwen3"]
+MODULAR = {
+    "relu": {},
+    "heads": {"num_knowledge_heads": 2, "knowledge_activation": "gelu"},
+    "gated": {"gated": True, "knowledge_activation": "silu", "threshold": "coordinate"},
+    "best": {"entries_per_token": 5},
+}
+
+
+def converted(name, dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    return af.knowledge.from_ffn(tiny(name, dtype, **changes))
+
+
+def modular(kind, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_entries": 40}
+    model = ModularForCausalLM(ModularConfig(**{**sizes, "initializer_range": 0.3, **MODULAR[kind], **changes}))
+    return model.double().eval()
+
+
+def made(name):
+    return modular(name) if name in MODULAR else converted(name)
+
+
+def watched(model, ids):
+    """(what each layer's entries write, logits), from hooks of our own."""
+    paths = {reader.layer: None for reader in readers(model)}
+    kinds = ("EntryValues", "KnowledgeReader")
+    modules = {m.layer: m for m in model.modules() if type(m).__name__ in kinds}
+    handles = [
+        modules[layer].register_forward_hook(lambda _, __, out, layer=layer: paths.update({layer: out}))
+        for layer in paths
+    ]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    for handle in handles:
+        handle.remove()
+    return paths, logits
+
+
+def total_effect(found):
+    layers = sum(one.effect + one.attention_effect for one in found)
+    return found.embedding_effect + found.constant_effect + found.rest_effect + layers
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GATED, *MODULAR])
+def test_all_contributions_and_b2_sum_to_what_a_layer_writes(name):
+    model, ids = made(name), tokens(1, 7)
+    outputs, _ = watched(model, ids)
+    found = trace(model, ids, top=10_000)
+    for one, reader in zip(found, readers(model), strict=True):
+        values = reader.values(torch.arange(reader.num_entries)).detach()
+        kept = (one.ids >= 0).double()
+        rows = one.ids.clamp(min=0) - (reader.ids(torch.tensor([0])).item() if name not in MODULAR else 0)
+        written = torch.einsum("pk,pkd->pd", one.weights * kept, values[one.heads.clamp(min=0), rows])
+        bias = 0 if reader.output_bias is None else reader.output_bias.detach()
+        expected = outputs[one.layer].reshape(7, -1)
+        torch.testing.assert_close(written + bias, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(one.explained, torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-11)
+        torch.testing.assert_close(one.output_norm, (expected - bias).norm(dim=-1), rtol=1e-11, atol=1e-11)
+        norms = (one.weights.abs() * values[one.heads.clamp(min=0), rows].norm(dim=-1)) * kept
+        torch.testing.assert_close(one.norms, norms, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GATED, *MODULAR])
+def test_direct_effects_sum_to_the_logit(name):
+    model, ids = made(name), tokens(1, 7)
+    _, logits = watched(model, ids)
+    found = trace(model, ids, top=10_000)
+    assert found.without == ""
+    assert found.target_ids == (*ids[0, 1:].tolist(), int(logits[0, -1].argmax()))
+    centred = logits[0] - logits[0].mean(dim=-1, keepdim=True)
+    expected = centred[torch.arange(7), list(found.target_ids)]
+    # RMS norms of transformers compute in float32 whatever they are given.
+    close = {"rtol": 1e-11, "atol": 1e-11} if name in PLAIN else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found.logits, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(total_effect(found), expected, **close)
+    for one, reader in zip(found, readers(model), strict=True):
+        if reader.output_bias is None:  # b2's own effect is in the layer's, and in no entry's
+            torch.testing.assert_close(one.effects.sum(dim=-1), one.effect, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(total_effect(trace(model, ids, layers=[1])), expected, **close)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_direct_effect_is_the_gradient_with_the_norm_frozen(name):
+    """By another route: a contribution moves the logit by its effect, to first order, along the direct path alone."""
+    model, ids = made(name), tokens(1, 5)
+    found = trace(model, ids, top=3, positions=-1, targets=11)
+    final = model.model.norm if name == "Llama" else model.transformer.ln_f
+    seen = {}
+    handle = final.register_forward_hook(lambda _, x, y: seen.update(x=x[0].detach(), y=y.detach()))
+    model(input_ids=ids)
+    handle.remove()
+    x, last = seen["x"][0, -1], found.layer(1)
+    reader = readers(model)[1]
+    place = int(last.ids[0, 0] - reader.ids(torch.tensor([0])))
+    contribution = float(last.weights[0, 0]) * reader.values(torch.tensor([place]))[0, 0].detach()
+    middle = x.mean() if name == "GPT2" else 0.0
+    scale = (x - middle).square().mean() + final.eps if name == "GPT2" else x.square().mean() + final.variance_epsilon
+    linear = (contribution - (contribution.mean() if name == "GPT2" else 0.0)) * final.weight.detach() / scale.sqrt()
+    table = model.get_output_embeddings().weight.detach()
+    expected = float(((table[11] - table.mean(dim=0)) * linear).sum())
+    assert float(last.effects[0, 0]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_scores_thresholds_and_weights_are_those_of_the_layer():
+    model, ids = tiny("GPT2", torch.float64), tokens(1, 6)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.mlp.c_fc.bias.normal_()
+    inner = af.knowledge.from_ffn(model)
+    seen = {}
+    layer = model.transformer.h[1].mlp
+    layer.c_fc.register_forward_hook(lambda _, __, y: seen.update(scores=y[0].detach()))
+    layer.act.register_forward_hook(lambda _, __, y: seen.update(weights=y[0].detach()))
+    model(input_ids=ids)
+    one = trace(inner, ids, top=10).layer(1)
+    places = one.ids - one.num_entries
+    torch.testing.assert_close(one.scores[0], seen["scores"].gather(1, places), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one.weights, seen["weights"].gather(1, places), rtol=1e-12, atol=1e-12)
+    assert torch.equal(one.thresholds[0], layer.c_fc.bias.detach()[places])
+    assert torch.equal(one.active, (seen["scores"] > 0).sum(dim=1))
+    norms = (seen["weights"].abs() * layer.c_proj.weight.detach().norm(dim=1)).sort(descending=True).values
+    torch.testing.assert_close(one.norms, norms[:, :10], rtol=1e-12, atol=1e-12)
+
+
+def test_kept_by_effect_are_the_largest_effects():
+    model, ids = made("Llama"), tokens(1, 6)
+    everything = trace(model, ids, top=10_000).layer(0).effects.abs().sort(descending=True).values
+    kept = trace(model, ids, top=4, by="effect").layer(0)
+    torch.testing.assert_close(kept.effects.abs(), everything[:, :4], rtol=1e-12, atol=1e-12)
+
+
+def test_unread_entries_are_not_kept():
+    found = trace(modular("best"), tokens(1, 6), top=16)
+    assert all(one.ids.shape == (6, 16) for one in found)
+    assert all(int((one.ids >= 0).sum(dim=1).max()) <= 5 for one in found)
+    assert all(bool((one.active <= 5).all()) for one in found)
+    for reader in readers(none := modular("relu")):
+        reader.retrieval = af.knowledge.Retrieval(threshold=1e9)
+    assert all(bool((one.ids == -1).all()) for one in trace(none, tokens(1, 6)))
+    silent = modular("relu")
+    with torch.no_grad():
+        for reader in silent.readers():
+            reader.attention.threshold_network[-1].bias.fill_(-1e3)
+    assert all(bool((one.ids == -1).all()) and bool((one.explained == 1).all()) for one in trace(silent, tokens(1, 6)))
+
+
+def test_one_of_a_batch_and_some_positions():
+    model = made("OPT")  # flattens the tokens of a batch
+    ids = tokens(2, 6)
+    alone = trace(model, ids[1], positions=[1, -1])
+    batch = trace(model, {"input_ids": ids}, sequence=1, positions=[1, 5])
+    assert batch.positions == (1, 5)
+    for one, other in zip(alone, batch, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        torch.testing.assert_close(one.effects, other.effects, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "why"), [("Gemma2", "not the sum"), ("Olmo2", "not the sum")])
+def test_where_outputs_are_normed_there_is_no_direct_effect(name, why):
+    model, ids = made(name), tokens(1, 5)
+    found = trace(model, ids)
+    assert why in found.without
+    assert found.logits is None
+    assert all(one.effects is None and one.effect is None for one in found)
+    assert all(bool((one.norms > 0).all()) for one in found)
+    assert found.fired(-1, count=1)[0].effect is None
+    for arguments in ({"by": "effect"}, {"targets": 3}):
+        with pytest.raises(ValueError, match=why):
+            trace(model, ids, **arguments)
+
+
+def test_norms_after_layers_and_models_without_logits():
+    torch.manual_seed(0)
+    base = tiny("Bert")
+    encoder = trace(af.knowledge.from_ffn(base), tokens(1, 5))
+    assert "no unembedding" in encoder.without
+    masked = trace(af.knowledge.from_ffn(BertForMaskedLM(base.config).double().eval()), tokens(1, 5))
+    assert "not the sum" in masked.without
+    assert masked.promoted == {}
+    with pytest.raises(UnsupportedArchitecture, match="two streams"):
+        trace(af.knowledge.from_ffn(tiny("T5")), tokens(1, 4))
+
+
+def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
+    model, ids = made("Llama"), tokens(1, 6)
+    found = trace(model, ids, positions=-1, top=8, promoted=5)
+    assert len(found.promoted) == 5
+    strongest = {(one.layer, one.entry, one.head) for one in found.fired(count=5, by="effect")}
+    assert set(found.promoted) == strongest
+    base, head = model.knowledge, model.lm_head.weight.detach()
+    for (_, entry, _), words in found.promoted.items():
+        value = base.get([entry])[0][base.layout.value] * model.model.norm.weight.detach()
+        assert words == tuple(map(str, (head @ value).topk(5).indices.tolist()))
+    assert trace(model, ids, promoted=0).promoted == {}
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[UNK]", *(f"w{i}" for i in range(49))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+
+
+def test_texts_tokens_and_targets():
+    model, tokenizer = made("Llama"), word_tokenizer()
+    loaded = Loaded(model, tokenizer)
+    names = {0: "first", 50: "in layer 1", 10_000: "of no entry"}
+    found = trace(loaded, "w4 w5 w6", targets="w9", top=48, texts=names)
+    assert found.tokens == ("w4", "w5", "w6")
+    assert found.targets == ("w9",) * 3
+    assert found.texts == {0: "first", 50: "in layer 1"}
+    assert {one.text for one in found.fired() if one.entry == 50} == {"in layer 1"}
+    listed = trace(loaded, "w4 w5 w6", targets=["w9", 3, "w1"])
+    assert listed.target_ids == (10, 3, 2)
+    with pytest.raises(ValueError, match="one target, or one for each of 3 positions, got 2"):
+        trace(loaded, "w4 w5 w6", targets=[1, 2])
+    with pytest.raises(ValueError, match="must be one token, 'w1 w2' is 2"):
+        trace(loaded, "w4 w5 w6", targets="w1 w2")
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        trace(model, [5, 6], targets="w1")
+    with pytest.raises(ValueError, match="in \\[0, 50\\)"):
+        trace(model, [5, 6], targets=50)
+
+
+class Texts:
+    """What `trace` asks of a store."""
+
+    def __contains__(self, entry):
+        return entry % 2 == 0
+
+    def get(self, ids):
+        assert all(entry in self for entry in ids)
+        return [type("Entry", (), {"id": entry, "text": f"text of {entry}" if entry % 4 else None}) for entry in ids]
+
+
+def test_texts_from_a_store():
+    found = trace(made("Llama"), [5, 6], texts=Texts(), top=48)
+    assert found.texts
+    assert all(entry % 4 == 2 and text == f"text of {entry}" for entry, text in found.texts.items())
+
+
+@pytest.mark.parametrize("k", [None, 4])
+def test_entries_of_a_connected_store(k):
+    model = modular("gated").float()
+    base = model.knowledge.entries.detach()
+    ids = torch.arange(40).flip(0) * 3 + 7  # neither in order nor without gaps
+    own, text = trace(model, [5, 6, 7], top=40), [f"entry {i}" for i in range(40)]
+    with af.knowledge.Store.open("memory", dim=32, num_thresholds=af.knowledge.threshold_columns(model)) as store:
+        af.knowledge.connect(model, store).insert(embeddings=base, ids=ids, texts=text)
+        for reader in readers(model):
+            reader.retrieval = None if k is None else af.knowledge.Retrieval(k=k, search="exact")
+        found = trace(model, [5, 6, 7], top=40)
+        if k is None:
+            for one, other in zip(found, own, strict=True):
+                assert torch.equal(one.ids, ids[other.ids])
+                for name in ("scores", "thresholds", "weights", "norms", "effects"):
+                    torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=1e-4)
+        first, expected = found.layer(0), own.layer(0)
+        torch.testing.assert_close(total_effect(found), found.logits, rtol=1e-4, atol=1e-4)
+        for row in range(3):
+            kept = first.ids[row][first.ids[row] >= 0]
+            best = expected.ids[row][expected.scores[0, row].topk(k or 40).indices]
+            assert set(kept.tolist()) == set(ids[best].tolist())
+        assert all(one.text == f"entry {(ids == one.entry).nonzero().item()}" for one in found.fired())
+
+
+def test_the_model_is_left_as_it_was():
+    model = made("Llama").train()
+    calls = []
+    modular_model = modular("relu")
+    modular_model.readers()[0].observer = calls.append
+    trace(modular_model, [5, 6])
+    assert calls == []  # who counts what a model reads does not count this
+    assert modular_model.readers()[0].observer == calls.append
+    trace(model, [5, 6])
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": [2]}, "layers must list some of the layers with entries, 0 to 1"),
+        ({"layers": []}, "layers must list"),
+        ({"positions": 2}, "positions must be of 2 tokens"),
+        ({"positions": []}, "positions must be of 2 tokens"),
+        ({"top": 0}, "top must be at least 1"),
+        ({"sequence": 1}, "batch of 1"),
+    ],
+)
+def test_what_does_not_exist_is_said(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        trace(made("Llama"), [5, 6], **arguments)
+
+
+def test_models_without_entries_are_refused():
+    with pytest.raises(ValueError, match="from_ffn"):
+        trace(tiny("Llama"), [5, 6])
+
+
+def test_half_precision():
+    model, ids = converted("Llama", torch.bfloat16), tokens(1, 6)
+    found = trace(model, ids)
+    assert found.without == ""
+    assert found.layer(0).weights.dtype == torch.float32
+    error = (total_effect(found) - found.logits).abs()
+    assert float(error.max()) < 0.2 * float(found.logits.abs().max())
+
+
+MEMORY = """
+import torch, attnflow as af
+from transformers import LlamaConfig, LlamaForCausalLM
+from attnflow.knowledge.hf.trace import trace
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=4096, num_hidden_layers=2,
+                                     num_attention_heads=4, max_position_embeddings=512))
+model = af.knowledge.from_ffn(model)
+ids = torch.randint(0, 64, (1, 384))
+with torch.no_grad():
+    model(input_ids=ids)
+before = peak()
+trace(model, ids)
+print(peak() - before)
+"""
+
+
+def test_memory_is_far_below_tokens_times_entries_times_width():
+    program = PEAK + MEMORY
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    whole = 384 * 4096 * 256 * 4 / 2**20  # 1,536 MiB for one layer
+    assert float(done.stdout) < whole / 8
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        (CohereForCausalLM, CohereConfig, {"logit_scale": 0.0625}),
+        (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
+    ],
+    ids=["Cohere", "Granite"],
+)
+def test_effects_are_on_the_logits_that_the_model_returns(model):
+    """Some families multiply what the unembedding gives."""
+    kind, config, scale = model
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    special = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    opened = af.knowledge.from_ffn(kind(config(**sizes, **special, **scale)).double().eval())
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        logits = opened(ids).logits[0]
+    found = trace(opened, ids, targets=7)
+    torch.testing.assert_close(found.logits, logits[:, 7] - logits.mean(dim=-1))
+    if not found.rest_effect.isnan().any():
+        parts = [one.effect + one.attention_effect for one in found]
+        total = sum(parts) + found.embedding_effect + found.constant_effect + found.rest_effect
+        torch.testing.assert_close(total, found.logits)

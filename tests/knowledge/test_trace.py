@@ -1,0 +1,154 @@
+"""`Trace`: selection, table, CSV, JSON and figure of what `af.knowledge.trace` returns."""
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+
+from attnflow.knowledge.trace import LayerTrace, Trace
+
+
+def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torch.float32):
+    """Random numbers, of which the last kept entry of the first position did not fire."""
+    draw = torch.Generator().manual_seed(seed + number)
+    ids = torch.stack([torch.randperm(20, generator=draw)[:kept] + 20 * number for _ in range(positions)])
+    ids[0, -1] = -1
+    heads = torch.zeros_like(ids)
+    heads[ids < 0] = -1
+
+    def random(*shape):
+        return torch.randn(*shape, generator=draw, dtype=dtype)
+
+    return LayerTrace(
+        number, f"layers.{number}.mlp.down_proj", 20, ids, heads, random(parts, positions, kept),
+        random(parts, positions, kept), random(positions, kept), random(positions, kept).abs().sort(descending=True)[0],
+        random(positions, kept) if effects else None, torch.randint(0, 20, (positions,), generator=draw),
+        random(positions).abs(), random(positions).abs() / 9,
+        random(positions) if effects else None, random(positions) if effects else None,
+    )  # fmt: skip
+
+
+def made(effects=True, dtype=torch.float32, **options):
+    layers = tuple(layer(number, effects=effects, dtype=dtype, **options) for number in (0, 2))
+    if not effects:
+        return Trace("tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, without="norms lie between")
+    numbers = [torch.randn(3, generator=torch.Generator().manual_seed(i), dtype=dtype) for i in range(4)]
+    entry = int(layers[1].ids[2, 0])
+    return Trace(
+        "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, (" capital", " of", "\n"), (5, 6, 7), *numbers,
+        texts={entry: "Paris | is,\n\"big\""}, promoted={(0, int(layers[0].ids[2, 0]), 0): (" city", "town")},
+    )  # fmt: skip
+
+
+def same(one, other):
+    return all(
+        torch.equal(torch.nan_to_num(x, 7.0), torch.nan_to_num(y, 7.0)) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(vars(one).values(), vars(other).values(), strict=True)
+        if not isinstance(x, tuple) or not x or not isinstance(x[0], LayerTrace)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("effects", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_json_reads_back_number_for_number(effects, parts, dtype):
+    found = made(effects, parts=parts, dtype=dtype)
+    found.layers[0].thresholds[0, 1, 1] = float("nan")
+    again = Trace.from_json(found.to_json())
+    assert same(again, found)
+    assert all(same(x, y) for x, y in zip(again, found, strict=True))
+    assert again.layers[0].weights.dtype == dtype
+    assert again.to_json() == found.to_json()
+    assert json.loads(found.to_json())["schema"] == "attnflow.knowledge.trace/1"
+
+
+def test_json_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"attnflow\.knowledge\.trace/1"):
+        Trace.from_json('{"schema": "attnflow.bias.map/1"}')
+    with pytest.raises(ValueError, match="JSON text of a Trace"):
+        Trace.from_json("[1]")
+    path = tmp_path / "trace.json"
+    assert path.exists() is False
+    assert made().to_json(path) == path.read_text()
+
+
+def test_csv_has_a_line_for_each_entry_that_fired(tmp_path):
+    found, path = made(), tmp_path / "trace.csv"
+    text = found.to_csv(path)
+    assert path.read_text() == text
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 2 * (3 * 4 - 1)
+    one = found.layers[1]
+    mine = [row for row in rows if row["layer"] == "2" and row["position"] == "3"]
+    assert [int(row["entry"]) for row in mine] == one.ids[2].tolist()
+    for place, row in enumerate(mine):
+        for name, table in (("score", one.scores[0]), ("up_score", one.scores[1]), ("weight", one.weights)):
+            assert torch.tensor(float(row[name])) == table[2, place]
+        assert float(row["effect"]) == pytest.approx(float(one.effects[2, place]), rel=1e-8)
+    assert mine[0]["text"] == 'Paris | is,↵"big"'
+    assert mine[0]["target"] == "↵"
+    plain = list(csv.DictReader(io.StringIO(made(False, parts=1).to_csv())))
+    assert {row["effect"] + row["up_score"] for row in plain} == {""}
+
+
+def test_fired_is_ordered_and_leaves_out_what_did_not_fire():
+    found = made()
+    every = found.fired()
+    assert len(every) == 2 * (3 * 4 - 1)
+    assert [abs(one.effect) for one in every] == sorted((abs(one.effect) for one in every), reverse=True)
+    by_norm = found.fired(by="norm", count=5)
+    assert [one.norm for one in by_norm] == sorted((one.norm for one in every), reverse=True)[:5]
+    assert {one.layer for one in found.fired(layer=2)} == {2}
+    assert {one.position for one in found.fired(-1)} == {3}
+    assert {one.token for one in found.fired(position=1)} == {" capital"}
+    assert made(False).fired(count=1)[0].norm == max(one.norm for one in made(False).fired())
+    with pytest.raises(ValueError, match="no direct effects: norms lie between"):
+        made(False).fired(by="effect")
+
+
+def test_what_was_not_traced_is_said():
+    found = made()
+    for call in (lambda: found.layer(1), lambda: found.fired(layer=1), lambda: found.table(layer=1)):
+        with pytest.raises(ValueError, match=r"layer must be one of \[0, 2\], got 1"):
+            call()
+    for call in (lambda: found.row(2), lambda: found.fired(-4), lambda: found.figure(position=2)):
+        with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):
+            call()
+
+
+def test_table_and_summary_say_what_fired():
+    found = made()
+    lines = found.table(count=40).split("\n")
+    assert lines[0].split()[:3] == ["layer", "token", "entry"]
+    assert len(lines) == 1 + 8
+    assert any('Paris | is,↵"big"' in line for line in lines)
+    promoted = next(one for one in found.fired() if one.promotes)
+    assert any(line.endswith(("+" if promoted.weight > 0 else "−") + " city town") for line in lines)
+    assert "effect" in lines[0]
+    text = repr(found)
+    assert text.startswith("Trace('tiny': 3 positions of 4 tokens, 2 layers)")
+    assert "4 kept explain" in text
+    assert repr(made(False)).endswith("no direct effects: norms lie between")
+
+
+@pytest.mark.parametrize("effects", [True, False])
+def test_figure_shows_layers_tokens_and_entries(effects, tmp_path):
+    pytest.importorskip("matplotlib")
+    from attnflow.report import save_figure
+
+    found = made(effects)
+    figure = found.figure(count=5, title="the $title")
+    shares, written, bars = figure.axes[:3]
+    assert shares.images[0].get_array().shape == (2, 3)
+    expected = [one.active / 20 for one in found]
+    assert torch.allclose(torch.tensor(shares.images[0].get_array()), torch.stack(expected).double())
+    table = [one.effect if effects else one.output_norm for one in found]
+    assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
+    strongest = found.fired(-1, count=5)
+    sizes = [one.effect if effects else one.norm for one in strongest]
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
+    assert [text.get_text() for text in bars.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in strongest]
+    for suffix in ("png", "svg"):
+        assert save_figure(figure, tmp_path / f"trace.{suffix}").stat().st_size > 5000

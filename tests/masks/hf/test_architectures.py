@@ -1,0 +1,141 @@
+"""The mask takes effect, wholly and alone, in every architecture that takes the attention interface."""
+
+import numpy as np
+import pytest
+import torch
+
+import attnflow as af
+from tests.models_zoo import BIDIRECTIONAL, CAUSAL, HYBRID, WIDTH, WITHOUT_INTERFACE, outputs, tiny, tokens
+
+LENGTH = 10
+
+
+def closure(masks):
+    """Which query moves with which key after the layers, from the definition."""
+    reach = np.eye(LENGTH, dtype=bool)
+    for mask in masks:
+        reach = ((mask.dense().numpy() | np.eye(LENGTH, dtype=bool)).astype(int) @ reach.astype(int)) > 0
+    return reach
+
+
+def moved(model, length=LENGTH, **inputs):
+    """moved[i, j]: whether the output at i changes when the embedding at j does; all j in one batch."""
+    embeddings = torch.randn(1, length, WIDTH, dtype=model.dtype).expand(length + 1, -1, -1).clone()
+    for j in range(length):
+        embeddings[j, j] += torch.randn(WIDTH, dtype=model.dtype)
+    with torch.no_grad():
+        result = outputs(model, inputs_embeds=embeddings, **inputs)
+    return ((result[:length] - result[length:]).abs().amax(dim=-1) > 1e-10).T.numpy()
+
+
+def random_mask(share=0.2):
+    return af.masks.from_dense(torch.rand(LENGTH, LENGTH) < share)
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *BIDIRECTIONAL])
+@pytest.mark.parametrize("implementation", [None, "eager"])
+def test_outputs_move_exactly_with_what_the_mask_reaches(name, implementation):
+    model, mask = tiny(name), random_mask()
+    own, chosen = moved(model), model.config._attn_implementation
+    with af.masks.attach(model, mask, attn_implementation=implementation) as handle:
+        assert handle.backend == (implementation or chosen)
+        assert np.array_equal(moved(model), closure([mask] * 2))
+    assert np.array_equal(moved(model), own)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "ModernBert"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_one_mask_per_layer(name, implementation):
+    model, masks = tiny(name), [random_mask(), random_mask()]
+    assert masks[0] != masks[1]
+    with af.masks.attach(model, masks, attn_implementation=implementation) as handle:
+        assert list(handle.masks.values()) == masks
+        assert np.array_equal(moved(model), closure(masks))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("implementation", [None, "eager"])
+def test_causal_mask_is_the_plain_causal_model(name, implementation):
+    window = {"sliding_window": None} if name in {"Mistral", "Qwen2"} else {}
+    window = {"sliding_window": 64} if name in {"Gemma2", "Gemma3", "Cohere2", "GptOss"} else window
+    model = tiny(name, **window)
+    if implementation:
+        model.set_attn_implementation(implementation)
+    ids = tokens(2, LENGTH)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids)
+        with af.masks.attach(model, af.masks.causal(LENGTH)):
+            ours = outputs(model, input_ids=ids)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    if implementation:
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_sliding_window_mask_is_the_plain_mistral(implementation):
+    model = tiny("Mistral")
+    model.set_attn_implementation(implementation)
+    ids = tokens(1, LENGTH)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids)
+        with af.masks.attach(model, af.masks.sliding_window(LENGTH, 4)):
+            torch.testing.assert_close(outputs(model, input_ids=ids), plain, rtol=1e-12, atol=1e-12)
+        with af.masks.attach(model, af.masks.causal(LENGTH)):
+            assert not torch.allclose(outputs(model, input_ids=ids), plain)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Albert", "DistilBert"])
+def test_full_mask_is_the_plain_encoder(name):
+    model, ids = tiny(name), tokens(2, LENGTH)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids)
+        with af.masks.attach(model, af.masks.full(LENGTH)):
+            torch.testing.assert_close(outputs(model, input_ids=ids), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_vision_encoders_which_ask_for_no_mask():
+    from transformers import ViTConfig, ViTModel
+
+    model = ViTModel(
+        ViTConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=12,
+            patch_size=4,
+            initializer_range=0.3,
+        )
+    ).eval()
+    image = torch.randn(1, 3, 12, 12)
+    other = image.clone()
+    other[:, :, -1, -1] += 1.0  # the last patch
+    with torch.no_grad(), af.masks.attach(model, af.masks.causal(10)):
+        change = (outputs(model, pixel_values=image) - outputs(model, pixel_values=other)).abs().amax(dim=-1)[0]
+    assert (change[:9] == 0).all()
+    assert change[9] > 0
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_models_without_the_attention_interface_are_refused(name):
+    model = tiny(name, torch.float32)
+    with pytest.raises(af.UnsupportedArchitecture, match="does not take the attention interface"):
+        af.masks.attach(model, af.masks.causal(4))
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_models_that_mix_positions_beside_attention_are_refused_unless_told(name):
+    model = tiny(name, torch.float32)
+    with pytest.raises(af.UnsupportedArchitecture, match=r"mamba.*other_mixers='keep'"):
+        af.masks.attach(model, af.masks.causal(4))
+    with torch.no_grad():
+        plain = outputs(model, input_ids=(ids := tokens(1, 4)))
+        with af.masks.attach(model, af.masks.full(4), other_mixers="keep"):
+            assert not torch.allclose(outputs(model, input_ids=ids), plain)
+        assert torch.equal(outputs(model, input_ids=ids), plain)
+
+
+def test_a_layer_list_of_a_shared_layer_is_refused():
+    model = tiny("Albert")
+    with pytest.raises(ValueError, match="shared by its 2 layers"):
+        af.masks.attach(model, [af.masks.causal(4)] * 2)

@@ -1,0 +1,144 @@
+"""A padded batch gives each row what it gives alone: leading pads do not count as positions, pads are never keys."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attnflow as af
+from tests.models_zoo import outputs, tiny, tokens
+
+LENGTHS = (9, 6, 1)
+SIZE = max(LENGTHS)
+MASKS = {
+    "causal": af.masks.causal(SIZE),
+    "window": af.masks.sliding_window(SIZE, 3),
+    "sink": af.masks.attention_sink(SIZE, 2, 2),
+    "full": af.masks.full(SIZE),
+    "prefix": af.masks.prefix_lm(SIZE, 4),
+    "longformer": af.masks.longformer(SIZE, 2, [1]),
+    "permuted": af.masks.causal(SIZE).permute([3, 1, 4, 0, 5, 8, 2, 6, 7]),
+}
+
+
+def padded(rows, side, extra=0):
+    """(ids, attention mask, position ids) of a batch padded to the longest row plus `extra`."""
+    width = SIZE + extra
+    ids, real = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, where], real[i, where] = row, 1
+    return ids, real, (real.cumsum(dim=1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "GPT2"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_each_row_is_what_it_is_alone(name, implementation, side, kind):
+    model, mask = tiny(name), MASKS[kind]
+    rows = [tokens(1, n)[0] for n in LENGTHS]
+    ids, real, positions = padded(rows, side)
+    with torch.no_grad(), af.masks.attach(model, mask, attn_implementation=implementation, crop=True):
+        batch = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+        for i, row in enumerate(rows):
+            alone = outputs(model, input_ids=row[None])[0]
+            torch.testing.assert_close(batch[i][real[i].bool()], alone, rtol=1e-6, atol=1e-6)
+    assert batch.isfinite().all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_beyond_the_mask_is_allowed_and_tokens_are_not(side):
+    model, mask = tiny("Llama"), af.masks.full(SIZE)
+    rows = [tokens(1, n)[0] for n in LENGTHS]
+    ids, real, positions = padded(rows, side, extra=3)
+    with torch.no_grad(), af.masks.attach(model, mask, crop=True):
+        batch = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+        alone = outputs(model, input_ids=rows[1][None])[0]
+        torch.testing.assert_close(batch[1][real[1].bool()], alone)
+        with pytest.raises(ValueError, match=r"12 positions, but full.* covers 9"):
+            outputs(model, input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def test_right_padding_needs_no_crop():
+    """A padded batch is as long as its mask; that a row has fewer tokens is said by the attention mask."""
+    model = tiny("Bert")
+    rows = [tokens(1, n)[0] for n in LENGTHS]
+    ids, real, positions = padded(rows, "right")
+    with torch.no_grad(), af.masks.attach(model, af.masks.full(SIZE)):
+        ours = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_generate_from_left_padded_prompts(implementation):
+    # In float64 the plain eager model turns leading pads into NaN: it takes its softmax in float32.
+    model, rows = tiny("Llama", torch.float32, eos_token_id=None), [tokens(1, 6)[0], tokens(1, 3)[0]]
+    model.set_attn_implementation(implementation)
+    ids, real = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, 6 - len(row) :], real[i, 6 - len(row) :] = row, 1
+    options = {"max_new_tokens": 7, "do_sample": False}
+    plain = model.generate(ids, attention_mask=real, **options)
+    with af.masks.attach(model, af.masks.causal(20)):
+        assert torch.equal(model.generate(ids, attention_mask=real, **options), plain)
+    with af.masks.attach(model, af.masks.attention_sink(20, 2, 3)):  # not invariant under shifts
+        batch = model.generate(ids, attention_mask=real, **options)
+        alone = model.generate(rows[1][None], attention_mask=torch.ones(1, 3, dtype=torch.int64), **options)
+    assert torch.equal(batch[1, 3:], alone[0])
+
+
+def test_left_padded_cache_in_chunks():
+    model, mask = tiny("GPT2"), af.masks.attention_sink(SIZE, 2, 3)
+    rows = [tokens(1, n)[0] for n in LENGTHS]
+    ids, real, positions = padded(rows, "left")
+    with torch.no_grad(), af.masks.attach(model, mask):
+        whole = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+        cache, parts = DynamicCache(), []
+        for start, stop in ((0, 4), (4, 5), (5, 9)):
+            parts.append(
+                model(
+                    ids[:, start:stop],
+                    attention_mask=real[:, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=cache,
+                ).logits
+            )
+    shown = real.bool()
+    torch.testing.assert_close(torch.cat(parts, dim=1)[shown], whole[shown])
+
+
+def test_a_long_mask_over_a_short_padded_batch():
+    model, n = tiny("Llama"), 200_000  # 40 GB as a dense table
+    rows = [tokens(1, length)[0] for length in LENGTHS]
+    ids, real, positions = padded(rows, "left")
+    with torch.no_grad():
+        with af.masks.attach(model, MASKS["sink"]):
+            expected = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+        with af.masks.attach(model, af.masks.attention_sink(n, 2, 2)):
+            assert torch.equal(outputs(model, input_ids=ids, attention_mask=real, position_ids=positions), expected)
+
+
+def test_holes_keep_their_positions():
+    """Only leading pads shift; a pad in the middle is a position that nobody reads."""
+    model, ids = tiny("Llama"), tokens(1, SIZE)
+    real = torch.ones_like(ids)
+    real[0, 4] = 0
+    mask = af.masks.sliding_window(SIZE, 3)
+    table = mask.dense()
+    table[:, 4] = False
+    with torch.no_grad():
+        with af.masks.attach(model, mask):
+            ours = outputs(model, input_ids=ids, attention_mask=real)
+        with af.masks.attach(model, af.masks.from_dense(table)):
+            torch.testing.assert_close(ours, outputs(model, input_ids=ids))
+
+
+def test_a_row_of_padding_alone_is_finite():
+    model, ids = tiny("Llama"), tokens(2, SIZE)
+    real = torch.ones_like(ids)
+    real[1] = 0
+    for implementation in ("sdpa", "eager"):
+        with torch.no_grad(), af.masks.attach(model, MASKS["causal"], attn_implementation=implementation):
+            assert outputs(model, input_ids=ids, attention_mask=real).isfinite().all()

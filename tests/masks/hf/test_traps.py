@@ -1,0 +1,178 @@
+"""Ways in which a mask is lost or changed on its way through transformers, each seen to happen without us."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import attnflow as af
+from attnflow.masks.hf import attention
+from tests.models_zoo import outputs, tiny, tokens
+
+LENGTH = 8
+LAYOUT = af.masks.block_two_stream(3, 2)
+POSITIONS = torch.tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
+
+
+def additive(mask, dtype=torch.float64):
+    table = torch.zeros(mask.shape, dtype=dtype)
+    return table.masked_fill(~mask.dense(), torch.finfo(dtype).min)[None, None]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_both_registries_know_the_name(implementation):
+    with af.masks.attach(tiny("Llama"), af.masks.causal(2), attn_implementation=implementation) as handle:
+        name = handle.model.config._attn_implementation
+    assert name == f"attnflow_{implementation}"
+    assert name in ALL_ATTENTION_FUNCTIONS
+    assert name in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def test_without_a_mask_function_the_model_would_see_the_future():
+    """The trap itself: a registered attention function alone gets the mask None."""
+    seen = []
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("spy_without_mask_function", spy)
+    model = tiny("Llama")
+    model.set_attn_implementation("spy_without_mask_function")
+    model(tokens(1, LENGTH))
+    assert seen == [None, None]
+
+
+def test_a_missing_mask_function_does_not_lose_our_mask(monkeypatch):
+    model, ids = tiny("Llama"), tokens(1, LENGTH)
+    with torch.no_grad(), af.masks.attach(model, LAYOUT):
+        expected = outputs(model, input_ids=ids)
+        monkeypatch.delitem(AttentionMaskInterface._global_mapping, "attnflow_sdpa")
+        assert torch.equal(outputs(model, input_ids=ids), expected)
+        cache = DynamicCache()
+        model(ids[:, :4], past_key_values=cache)
+        with pytest.raises(ValueError, match="given the attention mask None"):
+            model(ids[:, 4:], past_key_values=cache)
+
+
+def test_eager_adds_a_bool_mask_as_one_and_ours_masks():
+    model, ids = tiny("Llama"), tokens(1, LENGTH)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        masked = model(ids, position_ids=POSITIONS, attention_mask=additive(LAYOUT)).logits
+        added = model(ids, position_ids=POSITIONS, attention_mask=LAYOUT.dense()[None, None]).logits
+        assert not torch.allclose(added, masked)  # the trap
+        with af.masks.attach(model, LAYOUT):
+            assert torch.equal(model(ids, position_ids=POSITIONS).logits, masked)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_position_ids_that_jump_do_not_cut_the_sequence(implementation, use_cache):
+    model, ids = tiny("Llama"), tokens(2, LENGTH)
+    model.set_attn_implementation(implementation)
+    positions = POSITIONS.expand(2, -1)
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, attention_mask=additive(LAYOUT).expand(2, -1, -1, -1)).logits
+        if not use_cache:  # the trap: the plain model takes the jump for the start of another sequence
+            cut = model(ids, position_ids=positions, use_cache=False).logits
+            whole = model(ids, position_ids=positions, attention_mask=additive(af.masks.causal(LENGTH))).logits
+            assert not torch.allclose(cut, whole)
+        with af.masks.attach(model, LAYOUT):
+            ours = model(ids, position_ids=positions, use_cache=use_cache).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_four_dimensional_masks_and_block_masks_are_refused(implementation):
+    model, ids = tiny("Llama"), tokens(1, LENGTH)
+    block_mask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, LENGTH, LENGTH, device="cpu")
+    with torch.no_grad(), af.masks.attach(model, LAYOUT, attn_implementation=implementation):
+        with pytest.raises(ValueError, match=r"Tensor of shape \(1, 1, 8, 8\), which would bypass the mask"):
+            model(ids, attention_mask=additive(af.masks.full(LENGTH)))
+        with pytest.raises(ValueError, match="BlockMask of shape"):
+            model(ids, attention_mask=block_mask)
+
+
+def test_a_model_that_reads_its_mask_is_refused():
+    """The placement stands for a mask; arithmetic on it must not go through unnoticed."""
+    placement = attention.Placement(1, 4, 4)
+    for use in (
+        lambda: placement[:, :, :2],
+        lambda: placement.dtype,
+        lambda: placement.float(),
+        lambda: placement.expand(2, -1, -1, -1),
+    ):
+        with pytest.raises(af.UnsupportedArchitecture, match="outside of the attention interface"):
+            use()
+    with pytest.raises(TypeError):
+        placement + torch.zeros(1)
+    with pytest.raises(AttributeError):
+        _ = placement.no_such_thing
+    assert placement.to("cpu") is placement.contiguous() is placement
+
+
+def test_the_is_causal_flag_of_the_modules_does_not_hold():
+    """SDPA of transformers is causal by a flag of the module where the mask is None; ours is never None."""
+    model, ids = tiny("Llama"), tokens(1, LENGTH)
+    assert all(site.is_causal for site in model.modules() if hasattr(site, "is_causal"))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=additive(af.masks.full(LENGTH))).logits
+        with af.masks.attach(model, af.masks.full(LENGTH)):
+            torch.testing.assert_close(outputs(model, input_ids=ids), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "keyword"), [("Gemma2", "softcap"), ("GptOss", "s_aux")])
+def test_other_keywords_reach_the_kernel_unchanged(name, keyword, monkeypatch):
+    model, ids = tiny(name), tokens(1, LENGTH)
+    model.set_attn_implementation("eager")
+    seen = []
+    real = attention.eager_kernel
+
+    def spied(module):
+        def spy(*args, **kwargs):
+            seen.append(kwargs.get(keyword))
+            return real(module)(*args, **kwargs)
+
+        return spy
+
+    monkeypatch.setattr(attention, "eager_kernel", spied)
+    with torch.no_grad(), af.masks.attach(model, af.masks.causal(LENGTH)):
+        outputs(model, input_ids=ids)
+    assert len(seen) == 2
+    assert all(value is not None for value in seen)
+
+
+def test_flex_attention_with_gradients_on_the_cpu_is_a_clear_error():
+    model, ids = tiny("Llama", torch.float32), tokens(1, LENGTH)
+    with (
+        af.masks.attach(model, LAYOUT, attn_implementation="flex_attention"),
+        pytest.raises(RuntimeError, match=r"no gradients on the CPU.*flex_on_cpu='sdpa'"),
+    ):
+        model(ids)
+
+
+def test_sdpa_stands_in_for_flex_attention_on_the_cpu_where_the_caller_said_so():
+    model, ids = tiny("Llama"), tokens(1, LENGTH)
+    with af.masks.attach(model, LAYOUT, attn_implementation="flex_attention", flex_on_cpu="sdpa") as handle:
+        ours = model(ids).logits
+        ours.sum().backward()
+        assert handle.backend == "flex_attention"
+    gradient = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    with af.masks.attach(model, LAYOUT, attn_implementation="sdpa"):
+        expected = model(ids).logits
+        expected.sum().backward()
+    assert torch.equal(ours, expected)
+    assert torch.equal(gradient, model.model.embed_tokens.weight.grad)
+
+
+def test_sdpa_does_not_stand_in_where_it_would_drop_a_soft_cap():
+    model = tiny("Gemma2", torch.float32)
+    with (
+        af.masks.attach(model, af.masks.causal(4), attn_implementation="flex_attention", flex_on_cpu="sdpa"),
+        pytest.raises(ValueError, match="passes softcap, which sdpa cannot apply"),
+    ):
+        model(tokens(1, 4))

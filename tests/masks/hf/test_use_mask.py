@@ -1,0 +1,310 @@
+"""The handle: in force at once, undone exactly, nested, copied; and what it says to bad input."""
+
+import copy
+import inspect
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import attnflow as af
+from tests.models_zoo import outputs, tiny, tokens
+
+LENGTH = 8
+USE_MASK = inspect.unwrap(af.masks.attach)  # our own messages, also where a type checker would speak first
+WINDOW, CAUSAL = af.masks.sliding_window(LENGTH, 2), af.masks.causal(LENGTH)
+
+
+@pytest.fixture(name="model")
+def _model():
+    return tiny("Llama")
+
+
+def state(model):
+    """Everything about a model that attach could have touched."""
+    return [
+        (name, sorted(module.__dict__), dict(getattr(getattr(module, "config", None), "__dict__", {})))
+        for name, module in model.named_modules()
+    ]
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return outputs(model, input_ids=ids)
+
+
+def test_call_and_context_manager_are_the_same_and_undone_exactly(model):
+    ids, before = tokens(1, LENGTH), state(model)
+    plain = logits(model, ids)
+    handle = af.masks.attach(model, WINDOW)
+    masked = logits(model, ids)
+    assert handle.active
+    assert not torch.equal(masked, plain)
+    handle.remove()
+    handle.remove()  # harmless
+    assert not handle.active
+    assert state(model) == before
+    with af.masks.attach(model, WINDOW) as handle:
+        assert torch.equal(logits(model, ids), masked)
+        assert repr(handle) == "<sliding_window(n=8, window=2, causal=True) on 2 attention modules of LlamaForCausalLM>"
+    assert state(model) == before
+    assert torch.equal(logits(model, ids), plain)
+
+
+def test_undone_after_exceptions_inside_and_outside_of_the_model(model):
+    before = state(model)
+    with pytest.raises(KeyError), af.masks.attach(model, WINDOW):
+        raise KeyError
+    with pytest.raises(ValueError, match="9 positions"), af.masks.attach(model, WINDOW):
+        model(tokens(1, 9))
+    assert state(model) == before
+
+
+def test_nothing_is_left_behind_when_use_mask_itself_fails(model):
+    before = state(model)
+    for bad in (af.masks.full(4, 5), [WINDOW], [WINDOW] * 3):
+        with pytest.raises(ValueError, match=r"square|one mask per"):
+            af.masks.attach(model, bad)
+    with pytest.raises(ValueError, match="flash"):
+        af.masks.attach(model, WINDOW, attn_implementation="flash_attention_2")
+    assert state(model) == before
+
+
+def test_the_newest_mask_holds_and_is_removed_first(model):
+    ids, before = tokens(1, LENGTH), state(model)
+    with af.masks.attach(model, WINDOW):
+        window = logits(model, ids)
+        with af.masks.attach(model, CAUSAL, attn_implementation="eager") as inner:
+            assert inner.backend == "eager"
+            causal = logits(model, ids)
+        assert torch.equal(logits(model, ids), window)
+        with af.masks.attach(model, CAUSAL) as inner:  # the implementation below is the model's, not the outer name
+            assert inner.backend == "sdpa"
+    assert not torch.allclose(window, causal)
+    older, newer = af.masks.attach(model, WINDOW), af.masks.attach(model, CAUSAL)
+    with pytest.raises(RuntimeError, match="newest first"):
+        older.remove()
+    assert older.active
+    newer.remove()
+    older.remove()
+    assert state(model) == before
+    with pytest.raises(RuntimeError, match="was removed"), older:
+        pass
+
+
+def test_masks_on_parts_that_share_a_config():
+    model, source, target = tiny("Bart"), tokens(1, LENGTH), tokens(1, LENGTH)
+    before = state(model)
+
+    def run():
+        with torch.no_grad():
+            return model(input_ids=source, decoder_input_ids=target).logits
+
+    plain = run()
+    with af.masks.attach(model, {"encoder": WINDOW, "decoder": WINDOW}):
+        both = run()
+    encoder = af.masks.attach(model.get_encoder(), WINDOW)
+    decoder = af.masks.attach(model.get_decoder(), WINDOW)
+    assert torch.equal(run(), both)
+    with pytest.raises(RuntimeError, match="newest first"):
+        encoder.remove()  # would take the decoder's mask out of force
+    assert torch.equal(run(), both)
+    decoder.remove()
+    assert not torch.allclose(run(), both)
+    encoder.remove()
+    assert torch.equal(run(), plain)
+    assert state(model) == before
+
+
+def test_changing_the_implementation_under_a_mask_does_not_pass_unnoticed(model):
+    before = state(model)
+    with (
+        pytest.raises(RuntimeError, match="set to 'eager' while a mask was in use, which took the mask out of force"),
+        af.masks.attach(model, WINDOW),
+    ):
+        model.set_attn_implementation("eager")
+    assert state(model) == before
+
+
+def test_models_that_share_a_config_do_not_share_the_mask(model):
+    twin = type(model)(model.config).double().eval()
+    ids = tokens(1, LENGTH)
+    plain = logits(twin, ids)
+    real = torch.ones_like(ids)
+    real[0, 6:] = 0
+    with torch.no_grad():
+        plain_padded = twin(ids, attention_mask=real).logits
+    for implementation in ("sdpa", "eager"):
+        with af.masks.attach(model, WINDOW, attn_implementation=implementation), torch.no_grad():
+            torch.testing.assert_close(logits(twin, ids), plain, rtol=1e-6, atol=1e-6)
+            shown = twin(ids, attention_mask=real).logits[:, :6]
+            torch.testing.assert_close(shown, plain_padded[:, :6], rtol=1e-6, atol=1e-6)
+
+
+def test_copies_and_pickles_carry_the_mask_and_saved_models_do_not(model, tmp_path):
+    ids = tokens(1, LENGTH)
+    with af.masks.attach(model, [WINDOW, CAUSAL]):
+        masked = logits(model, ids)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        model.save_pretrained(tmp_path)
+    for twin in twins:
+        assert torch.equal(logits(twin, ids), masked)
+    saved = type(model).from_pretrained(tmp_path)
+    assert saved.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(logits(saved, ids), logits(model, ids))
+    assert "attnflow" not in (tmp_path / "config.json").read_text()
+
+
+def test_state_dict_and_training_mode_are_untouched(model):
+    keys = list(model.state_dict())
+    with af.masks.attach(model, WINDOW):
+        assert list(model.state_dict()) == keys
+        assert not model.training
+
+
+def test_a_part_of_a_model_is_a_model(model):
+    ids = tokens(1, LENGTH)
+    with af.masks.attach(model, WINDOW):
+        masked = logits(model, ids)
+    with af.masks.attach(model.model, WINDOW):
+        assert torch.equal(logits(model, ids), masked)
+
+
+def test_a_mask_follows_the_tensors_of_the_model(model):
+    """Masks have no device: here the tables move with a model that lives on another one."""
+    with af.masks.attach(model, WINDOW):
+        ids = tokens(1, LENGTH)
+        expected = logits(model, ids)
+        model.to("meta")
+        assert logits(model, ids.to("meta")).device.type == "meta"
+    assert expected.device.type == "cpu"
+
+
+def test_attention_weights_of_the_eager_route(model):
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), af.masks.attach(model, WINDOW & ~af.masks.from_edges([(3, 2), (3, 3)], LENGTH)):
+        weights = model(tokens(1, LENGTH), output_attentions=True).attentions
+    allowed = WINDOW.dense()
+    allowed[3] = False
+    for layer in weights:
+        assert ((layer[0] > 0) == allowed).all()
+
+
+def test_backend_is_logged_once(model, caplog):
+    with caplog.at_level(logging.INFO, logger="attnflow.masks"), af.masks.attach(model, WINDOW):
+        logits(model, tokens(1, LENGTH))
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention of LlamaForCausalLM runs with sdpa under sliding_window(n=8, window=2, causal=True)"
+    ]
+
+
+def test_trainer(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, positions = tiny("Llama", torch.float32), torch.tensor([0, 1, 2, 3, 2, 3, 4, 5])
+    rows = [{"input_ids": row, "labels": row, "position_ids": positions} for row in tokens(4, LENGTH)]
+    options = TrainingArguments(
+        tmp_path, max_steps=3, learning_rate=0.01, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    with af.masks.attach(model, af.masks.block_two_stream(3, 2)):
+        trainer = Trainer(model, options, train_dataset=rows, eval_dataset=rows)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        batch = torch.stack([row["input_ids"] for row in rows])
+        with torch.no_grad():
+            loss = model(batch, labels=batch, position_ids=positions.expand(4, -1)).loss
+    assert after < before
+    assert after == pytest.approx(float(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_with_beams(beams):
+    model, ids = tiny("Llama", eos_token_id=None), tokens(2, 4)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "num_beams": beams, "do_sample": False}
+    plain = model.generate(ids, **options)
+    with af.masks.attach(model, af.masks.causal(10)):
+        assert torch.equal(model.generate(ids, **options), plain)
+
+
+def test_masks_of_size_one_and_zero(model):
+    with af.masks.attach(model, af.masks.causal(1)):
+        assert logits(model, tokens(1, 1)).isfinite().all()
+    with (
+        af.masks.attach(model, af.masks.causal(0)),
+        pytest.raises(ValueError, match=r"1 positions, but causal\(n=0\) covers 0"),
+    ):
+        logits(model, tokens(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (af.masks.full(LENGTH, 5), ValueError, r"square mask, got full\(n=8, num_keys=5\) of shape \(8, 5\)"),
+        (CAUSAL.dense(), TypeError, r"got Tensor; wrap a tensor with af\.masks\.from_dense"),
+        ([CAUSAL.dense(), CAUSAL.dense()], TypeError, "expected a Mask, got Tensor"),
+        ([CAUSAL], ValueError, "one mask per attention module, 2, got 1"),
+        ([], ValueError, "one mask per attention module, 2, got 0"),
+        ("causal", TypeError, "got str"),
+        (None, TypeError, "got NoneType"),
+        ({"decoder": CAUSAL}, ValueError, "only an encoder-decoder model takes a dict"),
+    ],
+)
+def test_bad_masks(model, bad, error, message):
+    with pytest.raises(error, match=message):
+        USE_MASK(model, bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_implementation": "flash_attention_2"}, "flash_attention_2.*choose one of sdpa, eager, flex_attention"),
+        ({"attn_implementation": "paged"}, "'paged'"),
+        ({"flex_on_cpu": "eager"}, "flex_on_cpu must be one of 'forward', 'sdpa', got 'eager'"),
+        ({"other_mixers": "ignore"}, "other_mixers must be one of 'error', 'keep', got 'ignore'"),
+    ],
+)
+def test_bad_options(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        USE_MASK(model, CAUSAL, **options)
+
+
+def test_not_a_model(model):
+    with pytest.raises(TypeError, match="expected a transformers model, got str"):
+        USE_MASK("smollm2-135m", CAUSAL)
+    with pytest.raises(ValueError, match=r"with a config, got Linear"):
+        USE_MASK(nn.Linear(2, 2), CAUSAL)
+    with pytest.raises(ValueError, match="pass the model, not one layer"):
+        USE_MASK(model.model.layers[0], CAUSAL)
+
+
+def test_implementations_that_an_architecture_lacks():
+    model = tiny("Gemma2", torch.float32)
+    if model._supports_sdpa:
+        pytest.skip("this version of transformers lets Gemma 2 run with sdpa, without its soft cap")
+    with pytest.raises(af.UnsupportedArchitecture, match="Gemma2Model does not run with 'sdpa'"):
+        USE_MASK(model, CAUSAL, attn_implementation="sdpa")
+
+
+def test_models_of_several_stacks_ask_which():
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**tower, "vocab_size": 20, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+            vision_config={**tower, "image_size": 8, "patch_size": 4},
+        )
+    )
+    # A vision-language model takes a mask on its language model.
+    with pytest.raises(ValueError, match=r"several stacks.*CLIPText.*CLIPVision.*pass the one"):
+        USE_MASK(model, CAUSAL)
+    ids, image = tokens(1, LENGTH) % 20, torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        text, picture = (model.text_model(ids)[0], model.vision_model(image)[0])
+        with USE_MASK(model.text_model, af.masks.full(LENGTH)):
+            assert not torch.allclose(model.text_model(ids)[0], text, atol=1e-4)
+            assert torch.equal(model.vision_model(image)[0], picture)
+        assert torch.equal(model.text_model(ids)[0], text)

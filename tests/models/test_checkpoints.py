@@ -1,0 +1,196 @@
+"""Every format gives the weights of the model that it was written from."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from attnflow.geometry.score import score
+from attnflow.models.checkpoints import BadCheckpoint
+from attnflow.models.live import live_query_keys
+from tests.geometry.zoo import ZOO
+from tests.models.checkpoints import repack, same_weights, write_gguf
+
+
+def test_safetensors(llama):
+    model, folder = llama
+    same_weights(folder, model)
+    same_weights(folder / "model.safetensors", model)
+    same_weights(str(folder), model)
+
+
+def test_a_model_in_memory(llama):
+    model, _ = llama
+    same_weights(model, model)
+
+
+def test_shards(llama, tmp_path):
+    model, _ = llama
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert not (tmp_path / "shards" / "model.safetensors").exists()
+    same_weights(tmp_path / "shards", model)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_torch_files(llama, legacy, nested):
+    model, folder = llama
+    (folder / "model.safetensors").unlink()
+    state = model.state_dict()
+    saved = {"state_dict": state, "step": 3} if nested else state
+    torch.save(saved, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    same_weights(folder, model)
+    same_weights(folder / "pytorch_model.bin", model)
+
+
+def test_torch_shards(llama):
+    model, folder = llama
+    (folder / "model.safetensors").unlink()
+    state = model.state_dict()
+    names = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(state)}
+    for file in set(names.values()):
+        torch.save({name: state[name] for name in names if names[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    same_weights(folder, model)
+    (folder / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(BadCheckpoint, match="lacks 1 of 2 shards"):
+        score(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(llama, tmp_path, dtype):
+    model, _ = llama
+    half = model.to(dtype)
+    half.save_pretrained(tmp_path / "half")
+    same_weights(tmp_path / "half", half)
+    torch.save(half.state_dict(), tmp_path / "half" / "model.pt")
+    same_weights(tmp_path / "half" / "model.pt", half)
+    same_weights(half, half)
+
+
+@pytest.mark.parametrize("blocks", ["tensor", "row", "block", "none"])
+def test_eight_bit_floats_are_multiplied_by_their_scales(llama, blocks):
+    model, folder = llama
+    (folder / "config.json").write_text(
+        json.dumps({**model.config.to_dict(), "quantization_config": {"weight_block_size": [24, 20]}})
+    )
+
+    def packed(tensors):
+        for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
+            weight = tensors[name]
+            scale = {
+                "tensor": weight.abs().amax() / 400,
+                "row": weight.abs().amax(1, keepdim=True) / 400,
+                "block": torch.rand(-(-weight.shape[0] // 24), 2) / 100 + 0.01,
+                "none": torch.tensor(1.0),
+            }[blocks]
+            spread = scale
+            if blocks == "block":
+                spread = scale.repeat_interleave(24, 0).repeat_interleave(20, 1)[: weight.shape[0], :32]
+            tensors[name] = (weight / spread).to(torch.float8_e4m3fn)
+            weights = dict(model.named_parameters())
+            weights[name].data = tensors[name].float() * spread
+            if blocks != "none":
+                tensors[f"{name}_scale" if blocks == "row" else f"{name}_scale_inv"] = scale
+
+    repack(folder, packed)
+    same_weights(folder, model, 1e-6)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "base_model.model."])
+def test_prefixes_of_names_do_not_matter(llama, prefix):
+    model, folder = llama
+    repack(folder, lambda tensors: {prefix + name.removeprefix("model."): value for name, value in tensors.items()})
+    same_weights(folder, model)
+
+
+def test_names_of_llamas_own_format(llama, tmp_path):
+    model, _ = llama
+    state = {
+        f"layers.{live.layer}.attention.w{letter}.weight": weight
+        for live in (live.read() for live in live_query_keys(model))
+        for letter, weight in (("q", live.query), ("k", live.key))
+    }
+    torch.save(state, tmp_path / "consolidated.00.pth")
+    (tmp_path / "params.json").write_text(json.dumps({"n_heads": 4, "n_kv_heads": 2}))
+    same_weights(tmp_path, model)
+    assert "names and shapes" in score(tmp_path).notes[0]
+
+
+def test_mobilellm_is_laid_out_as_llama(llama):
+    model, folder = llama
+    config = {**json.loads((folder / "config.json").read_text()), "model_type": "mobilellm"}
+    (folder / "config.json").write_text(json.dumps(config))
+    same_weights(folder, model)
+    assert not score(folder).notes
+
+
+def as_llama_cpp(weight, heads):
+    """The rows of each head from halves to neighbouring pairs, as llama.cpp's converter does."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 0.2)])
+def test_gguf_is_unpacked_and_its_rows_put_back(llama, tmp_path, kind, error):
+    model, _ = llama
+    tensors = {}
+    for live in live_query_keys(model):
+        found = live.read()
+        tensors[f"blk.{live.layer}.attn_q.weight"] = as_llama_cpp(found.query, 4).contiguous()
+        tensors[f"blk.{live.layer}.attn_k.weight"] = as_llama_cpp(found.key, 2).contiguous()
+    file = write_gguf(tmp_path / "m.gguf", "llama", tensors, kind=gguf.GGMLQuantizationType[kind])
+    same_weights(file, model, error)
+    same_weights(tmp_path, model, error)
+    assert not score(file).notes
+
+
+def test_gguf_of_other_architectures_keeps_its_rows(llama, tmp_path):
+    model, _ = llama
+    tensors = {}
+    for live in live_query_keys(model):
+        found = live.read()
+        tensors[f"blk.{live.layer}.attn_q.weight"] = found.query.contiguous()
+        tensors[f"blk.{live.layer}.attn_k.weight"] = found.key.contiguous()
+    same_weights(write_gguf(tmp_path / "m.gguf", "qwen2", tensors), model)
+
+
+def test_gguf_with_fused_weights(tmp_path):
+    model = ZOO["Phi3"].build().float()
+    tensors = {
+        f"blk.{index}.attn_qkv.weight": layer.self_attn.qkv_proj.weight.detach()
+        for index, layer in enumerate(model.model.layers)
+    }
+    same_weights(write_gguf(tmp_path / "m.gguf", "phi3", tensors), model)
+
+
+def test_gguf_of_an_encoder_and_a_decoder(tmp_path):
+    model = ZOO["T5"].build().float()
+    words = {("encoder", "self"): "enc.blk.{}.attn", ("decoder", "self"): "dec.blk.{}.attn"}
+    words["decoder", "cross"] = "dec.blk.{}.cross_attn"
+    tensors = {}
+    for live in live_query_keys(model):
+        stem = words[live.tower, live.kind].format(live.layer)
+        tensors[f"{stem}_q.weight"], tensors[f"{stem}_k.weight"] = live.read().query, live.read().key
+    file = write_gguf(tmp_path / "m.gguf", "t5", tensors, kv_heads=4)
+    same_weights(file, model)
+    assert {(row.tower, row.kind) for row in score(file, attention="all")} == set(words)
+
+
+def test_defaults_of_the_family_are_filled_in(tmp_path):
+    """Released configs of models with two towers name no heads where these are the default."""
+    kinds = {"text_config": "siglip_text_model", "vision_config": "siglip_vision_model"}
+    config = {"model_type": "siglip", **{part: {"model_type": kind} for part, kind in kinds.items()}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stem = "{}_model.encoder.layers.0.self_attn.{}_proj.weight"
+    save_file(
+        {stem.format(t, p): torch.randn(768, 768) for t in ("text", "vision") for p in "qk"}, tmp_path / "a.safetensors"
+    )
+    scores = score(tmp_path)
+    assert [(row.tower, row.head) for row in scores if row.head in ("all", 11)] == [
+        ("text", "all"), ("text", 11), ("vision", "all"), ("vision", 11),
+    ]  # fmt: skip
+    assert not scores.notes
