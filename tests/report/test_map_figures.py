@@ -6,8 +6,8 @@ import torch
 
 from attnflow._core.errors import MissingExtra
 from attnflow.bias import BiasMap, LayerMap
-from attnflow.report.bias_figures import compare_figure
 from attnflow.report import save_figure
+from attnflow.report.bias_figures import compare_figure
 from tests.bias.test_map import make
 
 

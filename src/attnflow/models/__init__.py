@@ -7,7 +7,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnflow.models.loader import Loaded, load_model
+    from attnflow.models.loaded import Loaded
+    from attnflow.models.loader import load_model
     from attnflow.models.packages import MODELS, MissingPackage
     from attnflow.models.text import sample_text
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 import transformers
@@ -23,17 +23,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
+from attnflow.models.loaded import Loaded
 from attnflow.models.packages import MODELS
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
-
-
-class Loaded(NamedTuple):
-    """A model and its tokenizer, which is None if it was not asked for."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
 
 
 def load_model(

@@ -19,7 +19,7 @@ from attnflow.bias.hf.recorder import Recorder
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.models.inputs import Text, evaluating, model_inputs, model_name, sparing
-from attnflow.models.loader import Loaded
+from attnflow.models.loaded import Loaded
 
 Heads = Sequence[int] | Literal["all"] | None
 

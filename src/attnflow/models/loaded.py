@@ -1,0 +1,34 @@
+"""A model with its tokenizer, as `load_model` returns it and as every verb that takes a model accepts it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+class Loaded(NamedTuple):
+    """A model and its tokenizer, which is None if it was not asked for."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def split(given: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+    """(the model, its tokenizer if it came with one) of a module or of what `load_model` returned.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(given, Loaded):
+        return given
+    if not isinstance(given, nn.Module):
+        raise TypeError(
+            f"expected a torch module or what af.load_model returns, got {type(given).__name__}; "
+            "load a model by its name or folder with af.load_model(...)"
+        )
+    return given, None
