@@ -1,0 +1,1 @@
+"""The papers' experiments, made runnable: one folder each."""

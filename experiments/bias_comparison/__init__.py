@@ -1,0 +1,1 @@
+"""A learned bias against its controls at equal parameters."""

@@ -1,4 +1,6 @@
-"""Guidance-only training against its controls at equal parameters: `python -m experiments.bias_comparison.compare OUTPUT`.
+"""Guidance-only training against its controls at equal parameters.
+
+`python -m experiments.bias_comparison.compare OUTPUT`
 
 Every finished run is a file, so that an interrupted comparison goes on where it stopped, and several processes can
 share the work by taking arms each (`--arms`).

@@ -1,0 +1,1 @@
+"""The theorems of the geometry paper, measured on a small language model."""

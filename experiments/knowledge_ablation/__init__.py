@@ -1,0 +1,1 @@
+"""What single entries of a pretrained model's knowledge base do."""

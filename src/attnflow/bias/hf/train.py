@@ -39,7 +39,7 @@ class Trained:
     """What came out of training.
 
     Attributes:
-        folder: where everything lies: the bias (`af.bias.load`), `training.json`, `curve.csv`, `curve.png`, checkpoints, and
+        folder: where everything lies: the bias (`af.bias.load`), training.json, curve.csv, curve.png, checkpoints, and
             `model/` if the base model was trained, too.
         summary: of the bias.
         before: held-out loss without training, in nats per token.
