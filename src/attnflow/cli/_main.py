@@ -40,6 +40,7 @@ _OK: Final = 0
 _BAD_USAGE: Final = 2
 _INTERRUPTED: Final = 130
 _BROKEN_PIPE: Final = 141  # as a shell reports a program that SIGPIPE ended
+_PACKAGE: Final = Path(__file__).parents[1]
 _EPILOG: Final = "Exit code: 0 nothing found, 1 a finding (such as a leak), 2 bad usage or the command could not run."
 
 app = typer.Typer(
@@ -132,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         return _fail(f"{where}{error.strerror or error}")
+    except (ValueError, TypeError) as error:
+        return _fail(str(error) if _is_answer(error) else _internal(error))
     except Exception as error:  # a traceback would exit with 1, which means "a finding"
         return _fail(_internal(error))
     return code if isinstance(code, int) else _OK
@@ -145,6 +148,12 @@ def _message(error: BaseException) -> str:
 def _fail(message: str, code: int = _BAD_USAGE) -> int:
     print(f"attnflow: {message}", file=sys.stderr)
     return code
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the package raised it on purpose, to tell its caller what is wrong with an argument."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
 
 
 def _internal(error: Exception) -> str:

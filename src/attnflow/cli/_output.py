@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
+    from attnflow._core.results import Result
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 
 
@@ -34,6 +36,11 @@ def console(stderr: bool = False) -> Console:
 def say(screen: Console, text: str, style: str = "") -> None:
     """Print `text` as it is: no markup, no narrow spaces, and lines left whole for the terminal or a pipe."""
     screen.print(text.replace("\u202f", ",").replace("\xa0", " "), style=style, markup=False, soft_wrap=True)
+
+
+def print_result(result: Result) -> None:
+    """What `--json` prints: the result as strict JSON, which its `from_json` reads again."""
+    print(result.to_json(), end="")
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
