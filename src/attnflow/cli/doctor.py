@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import textwrap
+from typing import Final
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._output import JsonFlag, console, print_result, say, working
+
+_STYLES: Final = {"ok": "green", "absent": "dim", "note": "yellow", "broken": "bold red"}
 
 
 def doctor(json_output: JsonFlag = False) -> None:
@@ -14,25 +17,25 @@ def doctor(json_output: JsonFlag = False) -> None:
 
     Shows versions, extras, real models and accelerators; exits with 1 if something needed is broken.
     """
-    from attnflow.cli._environment import examine
+    from attnflow.testing import examine
 
     with working("examining the environment"):
-        findings = examine()
-    broken = [f.name for f in findings if f.status == "broken"]
+        environment = examine()
     if json_output:
-        print_json("attnflow.doctor/1", {"ok": not broken, "findings": [asdict(f) for f in findings]})
-    else:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False)
-        for column in ("part", "status", "found", "for / advice"):
-            table.add_column(column, overflow="fold", no_wrap=column in ("part", "status"))
-        styles = {"ok": "green", "absent": "dim", "note": "yellow", "broken": "bold red"}
-        for f in findings:
-            table.add_row(f.name, Text(f.status, styles[f.status]), Text(f.found), Text(f.advice))
-        screen = console()
-        screen.print(table)
-        verdict = f"broken: {', '.join(broken)}" if broken else "everything needed works"
-        say(screen, f"\n{verdict}", "bold red" if broken else "bold green")
-    raise typer.Exit(1 if broken else 0)
+        print_result(environment)
+        raise typer.Exit(0 if environment.ok else 1)
+    screen = console()
+    margin = max(len(part.name) for part in environment.parts) + 2
+    for part in environment.parts:
+        line = f"{part.name:<{margin}}{part.status:<8}{part.state}"
+        advice = f"{'':{max(2, margin + 30 - len(line))}}{part.advice}"
+        if len(line + advice) > screen.width:
+            indent = "\n" + " " * margin
+            width = max(20, screen.width - margin)
+            advice = indent + indent.join(
+                textwrap.wrap(part.advice, width, break_long_words=False, break_on_hyphens=False)
+            )
+        say(screen, (line + advice).rstrip(), _STYLES[part.status])
+    verdict = "everything needed works" if environment.ok else f"broken: {', '.join(environment.broken)}"
+    say(screen, f"\n{verdict}", "bold green" if environment.ok else "bold red")
+    raise typer.Exit(0 if environment.ok else 1)

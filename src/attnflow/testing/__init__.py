@@ -1,14 +1,18 @@
-"""Oracles and tolerances for tests of code that uses attnflow: slow, small and obviously correct."""
+"""For tests of code that uses attnflow: slow, small and obviously correct oracles; tolerances; what a machine has."""
 
+from attnflow.testing.environment import Environment, Part, examine
 from attnflow.testing.oracles import classes, closure, covers, depth, path_exists, power, product, product_depth
 from attnflow.testing.tolerance import assert_as_accurate, tolerance
 
 __all__ = [
+    "Environment",
+    "Part",
     "assert_as_accurate",
     "classes",
     "closure",
     "covers",
     "depth",
+    "examine",
     "path_exists",
     "power",
     "product",
