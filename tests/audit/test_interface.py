@@ -15,7 +15,7 @@ from torch import nn
 
 import attnflow as af
 from attnflow.audit import AuditReport, audit
-from attnflow.models import evaluation as state
+from attnflow.models import evaluation
 from tests.audit.zoo import LENGTH, inputs, tiny, tokens, wrapped
 
 
@@ -55,8 +55,8 @@ def test_the_model_is_left_as_it_was(mode, dtype):
 
 def test_random_generators_are_left_as_they_were():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    with state.preserved(nn.Dropout()):
-        state.seed_all(3)
+    with evaluation.evaluating(nn.Dropout()):
+        evaluation.seed_all(3)
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]

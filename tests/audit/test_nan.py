@@ -9,7 +9,7 @@ from attnflow.audit.nan import refuse_nan
 from tests.audit.zoo import tiny, tokens
 
 
-@pytest.mark.parametrize("ask", [af.audit, af.audit.measure])
+@pytest.mark.parametrize("ask", [af.audit.check, af.audit.measure])
 def test_weights_with_nan_are_refused(ask):
     model = tiny("Llama")
     with torch.no_grad():

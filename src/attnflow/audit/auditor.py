@@ -23,7 +23,7 @@ from attnflow.audit.perturb import Prober
 from attnflow.audit.report import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.trace import Watch
 from attnflow.masks.mask import Mask
-from attnflow.models import evaluation as state
+from attnflow.models.evaluation import evaluating, precision
 from attnflow.order.flow import Flow
 
 Mode = Literal["perturb", "vjp"]
@@ -88,7 +88,7 @@ class Audit:
         call = read(model, inputs)
         relation = relation_of(model, call, order)
         fields = Fields(relation, call.batch)
-        with state.preserved(model), state.precision(model, dtype):
+        with evaluating(model), precision(model, dtype):
             call = call.in_precision(dtype)
             work = _Work(model, call, fields, passes, watch, seed, progress)
             if mode == "vjp":
@@ -131,7 +131,7 @@ class Audit:
             raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
         if by not in ("layer", "output"):
             raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
-        with state.preserved(model):
+        with evaluating(model):
             return measured(model, read(model, inputs), mode, by, seed, progress)
 
 

@@ -15,7 +15,7 @@ from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.perturb import other_precision
 from attnflow.audit.report import Violation
 from attnflow.audit.trace import Event
-from attnflow.models import evaluation as state
+from attnflow.models.evaluation import precision
 
 
 def chunks_of(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def mismatch(full: Runner, cached: Runner, base: Recording, stepped: Recording) 
     """
     dtype, reference = full.dtype, other_precision(full.dtype)
     try:
-        with state.precision(full.model, reference):
+        with precision(full.model, reference):
             exact = full.record(full.inputs.in_precision(reference).kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedArchitecture(

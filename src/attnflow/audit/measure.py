@@ -18,7 +18,7 @@ from attnflow.audit.perturb import is_leak, other_precision, row_change
 from attnflow.audit.replay import Replay, layer_calls
 from attnflow.audit.trace import Event
 from attnflow.masks.build import from_dense
-from attnflow.models import evaluation as state
+from attnflow.models.evaluation import precision
 from attnflow.order.flow import Flow, analyze
 
 SAMPLES: Final = 2  # replacements tried for each position
@@ -149,7 +149,7 @@ def _settle(
     """Add to `relation` what of the doubtful changes is no rounding."""
     other = other_precision(subject.dtype)
     try:
-        with state.precision(subject.module, other):
+        with precision(subject.module, other):
             base = subject.outputs(other)
             for (column, sample), unsure in doubtful.items():
                 if all(relation[o : o + u.shape[1], column][(u > 0).any(0)].all() for o, u in unsure.items()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, accepts
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
-from attnflow.models import evaluation as state
+from attnflow.models.evaluation import seed_all
 
 Path = Literal["forward", "cached"]
 
@@ -72,7 +72,7 @@ class Runner:
         """One pass (or one cached run); `visit` sees every event in order of execution."""
         frame = Frame(self.inputs.batch, self.inputs.batched, {s.length: s.offset for s in self.inputs.slots})
         tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch)
-        state.seed_all(self.seed)
+        seed_all(self.seed)
         with tracer.attached():
             if self.chunks:
                 self._cached(tracer, kwargs)

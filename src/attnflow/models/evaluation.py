@@ -1,4 +1,4 @@
-"""The model is left as it was found: training flags, random generators, precision, hooks."""
+"""Looking at a model without changing it: evaluation mode, random generators and precision, put back afterwards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def devices(model: nn.Module) -> list[torch.device]:
-    """The devices that hold the model's tensors."""
-    return list({tensor.device for tensor in (*model.parameters(), *model.buffers())})
-
-
 def seed_all(seed: int) -> None:
     """Same random numbers in every pass: models that draw some in eval (random attention, hashing) stay comparable."""
     random.seed(seed)
@@ -26,12 +21,12 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Generator[None, None, None]:
+def evaluating(model: nn.Module) -> Generator[None]:
     """In eval mode inside; the training flags of all modules and all random generators are restored afterwards."""
     training = [(module, module.training) for module in model.modules()]
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    cuda = [device for device in devices(model) if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda):
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         try:
             model.eval()
             yield
@@ -43,8 +38,11 @@ def preserved(model: nn.Module) -> Generator[None, None, None]:
 
 
 @contextmanager
-def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None, None, None]:
+def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     """Parameters and buffers in `dtype` inside; the very same tensors are put back afterwards.
+
+    In float64 everything is computed in float64, also what the model's code converts to float32 on purpose (norms,
+    softmax, rotary embeddings of transformers): they would limit outputs and gradients to about 1e-7.
 
     Cost: a second copy of the parameters while it lasts. Nothing happens for None.
     """
@@ -53,24 +51,26 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None, No
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
-        with _GroupedMatmul() if dtype == torch.float64 else nullcontext():
+        with _Float64() if dtype == torch.float64 else nullcontext():
             yield
     finally:
         for tensor, data in saved:
             tensor.data = data
 
 
-class _GroupedMatmul(TorchFunctionMode):
-    """torch's grouped matrix product (experts) has no float64 kernel: one product per group instead."""
+class _Float64(TorchFunctionMode):
+    """Conversions to float32 give float64; grouped matrix products (experts), which have no such kernel, are split."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        if func is Tensor.to:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if args and isinstance(args[0], Tensor) and named.get("dtype") is torch.float32:
+            named["dtype"] = torch.float64
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and len(args) >= 2:
             left, right, offsets = cast(Tensor, args[0]), cast(Tensor, args[1]), named.get("offs")
             if left.dtype == torch.float64 and left.ndim == 2 and right.ndim == 3 and offsets is not None:

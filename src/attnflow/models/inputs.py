@@ -1,10 +1,9 @@
-"""What is given to a model to be looked at: a text, token ids or named inputs; and how it is run for that."""
+"""What is given to a model to be looked at: a text, token ids or named inputs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,18 +57,6 @@ def model_name(model: nn.Module) -> str:
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
     name = str(getattr(inner.config, "_name_or_path", "") or type(inner).__name__)
     return Path(name).name if Path(name).is_absolute() else name
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
-    """The model in evaluation mode, then each module as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _batched(ids: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -12,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.evaluation import evaluating, precision
 from attnflow.tasks.embedding import additive, embed, id_table
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
@@ -112,7 +111,7 @@ def verify(family: Sequence[Task], merged: MergedTask, model: nn.Module, gradien
     if gradients and not parameters:
         raise ValueError("no parameter of the model requires a gradient; pass gradients=False to compare outputs only")
     double = all(parameter.dtype == torch.float64 for parameter in model.parameters())
-    with _evaluation(model), torch.set_grad_enabled(gradients), _KeepDouble() if double else nullcontext():
+    with evaluating(model), torch.set_grad_enabled(gradients), precision(model, torch.float64 if double else None):
         logits = run(model, merged.task)
         merged_loss = _loss(logits, merged.task)
         merged_gradients = _gradients(merged_loss, parameters)
@@ -190,37 +189,6 @@ def _embedding(model: nn.Module) -> nn.Module:
     if not callable(get):
         raise UnsupportedArchitecture(f"{type(model).__name__} has no get_input_embeddings()")
     return cast(nn.Module, get())
-
-
-class _KeepDouble(TorchFunctionMode):
-    """Conversions to float32 give float64: HF's norms, softmax and rotary embeddings compute in float32 on purpose.
-
-    In a float64 model they would limit gradients to about 1e-7, which hides whether the tasks agree.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is Tensor.float:
-            return args[0].double()
-        if func is Tensor.to:
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        if args and isinstance(args[0], Tensor) and named.get("dtype") is torch.float32:
-            named["dtype"] = torch.float64
-        return func(*args, **named)
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Generator[None]:
-    """Evaluation mode (no dropout), each module put back as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def _loss(logits: Tensor, task: Task) -> Tensor:

@@ -18,7 +18,8 @@ from attnflow.bias.hf.attach import disabled, record_of
 from attnflow.bias.hf.recorder import Recorder
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap
-from attnflow.models.inputs import Text, evaluating, model_inputs, model_name, sparing
+from attnflow.models.evaluation import evaluating
+from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded
 
 Heads = Sequence[int] | Literal["all"] | None

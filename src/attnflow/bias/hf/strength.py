@@ -13,7 +13,8 @@ from attnflow.bias.hf.attach import record_of
 from attnflow.bias.impl.reference import bias_of
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.terms import Term
-from attnflow.models.inputs import evaluating, sparing
+from attnflow.models.evaluation import evaluating
+from attnflow.models.inputs import sparing
 
 _BLOCK = 256  # queries at a time
 

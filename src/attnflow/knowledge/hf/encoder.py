@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import integer, preview
 from attnflow.knowledge.encoder import Progress
+from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.packages import MODELS
 
@@ -168,9 +169,7 @@ class TextEncoder:
         made = torch.empty(len(texts), self.dim)
         truncated: list[int] = []
         window = _WINDOW * self.batch_size
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             for start in range(0, len(texts), window):
                 tokens = self._tokens(texts[start : start + window], start, truncated)
                 order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]), reverse=True)
@@ -179,8 +178,6 @@ class TextEncoder:
                     made[[start + row for row in rows]] = self._embed([tokens[row] for row in rows])
                     if progress is not None:
                         progress(start + first + len(rows), len(texts))
-        finally:
-            self.model.train(training)
         if not bool(torch.isfinite(made).all()):
             row = int((~torch.isfinite(made).all(dim=1)).nonzero()[0])
             raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")

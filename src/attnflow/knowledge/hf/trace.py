@@ -18,7 +18,8 @@ from attnflow.knowledge.hf.layer_trace import Effects, Kept, unobserved
 from attnflow.knowledge.hf.readers import LayerReader, SourceReader, readers
 from attnflow.knowledge.memory_layer.stored import StoredKnowledge
 from attnflow.knowledge.trace import By, LayerTrace, Trace
-from attnflow.models.inputs import Text, evaluating, model_inputs, model_name, sparing
+from attnflow.models.evaluation import evaluating
+from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded
 
 _PROMOTED: Final = 5  # tokens named for an entry
