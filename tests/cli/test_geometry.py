@@ -58,7 +58,7 @@ def test_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
     assert (code, err) == (0, "")
     assert (found["schema"], found["unscored"], found["written"]) == ("attnflow.geometry/1", {}, None)
     back = af.geometry.GeometryScores.from_json(json.dumps(found["models"][0]))
-    assert back.rows == af.geometry.score(tiny_model, 1.5, "norm").rows
+    assert back.matrices == af.geometry.score(tiny_model, 1.5, "norm").matrices
     assert (back.model, back.gamma, back.mode) == (tiny_model, 1.5, "norm")
 
 

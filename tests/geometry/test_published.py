@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from attnflow.geometry import GeometryScores, ScoreRow, published_of, published_scores
+from attnflow.geometry.published import published_of, published_scores
+from attnflow.geometry.table import GeometryScores, MatrixScores
 
 
 def scores_of(model, layers, tower="", kind="self", **reading):
-    rows = tuple(ScoreRow(i, "all", kind, 0.1, -0.2, 1.0, 0, 0, tower) for i in range(layers))
+    rows = tuple(MatrixScores(i, "all", kind, 0.1, -0.2, 1.0, 0, 0, tower) for i in range(layers))
     return GeometryScores(model, rows, **reading)
 
 

@@ -49,7 +49,7 @@ torch.set_num_threads(1)
 torch.randn(512, 512) @ torch.randn(512, 512)  # the libraries of matrix products are loaded
 before = peak()
 scores = score(sys.argv[1], per_head=sys.argv[2] == "heads")
-print(len(scores.rows), peak() - before)
+print(len(scores.matrices), peak() - before)
 """
 
 

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5Mod
 import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.record_file import RecordFile
-from attnflow.geometry.table import ScoreRow
+from attnflow.geometry.table import MatrixScores
 from attnflow.models.live import live_query_keys
 
 BERT = {
@@ -86,7 +86,7 @@ def test_scores_of_the_last_record_are_there_without_a_file(model):
     assert recorder.scores is first
     recorder.step()
     assert recorder.scores.model == "step 2"
-    assert recorder.scores.rows != first.rows
+    assert recorder.scores.matrices != first.matrices
 
 
 def test_a_record_cut_off_by_a_crash_is_made_again(model, tmp_path):
@@ -147,7 +147,7 @@ def test_other_files_are_refused_and_stay_as_they_are(model, tmp_path):
 
 
 def test_nan_scores_are_written_and_read_back(tmp_path):
-    row = ScoreRow(0, "all", "cross", float("nan"), -0.25, 3.0, 1, 2, "decoder")
+    row = MatrixScores(0, "all", "cross", float("nan"), -0.25, 3.0, 1, 2, "decoder")
     RecordFile(tmp_path / "geometry.csv", 1, 0).append(0, [row])
     assert read(tmp_path / "geometry.csv") == [
         {

@@ -5,19 +5,27 @@ import io
 import json
 import math
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
-from attnflow.geometry import GeometryScores, Quartiles, ScoreRow
+import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.table import COLUMNS, IGNORED, rows_of
+from attnflow.geometry.summary import Quartiles
+from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
 from attnflow.models.query_key import QueryKey
+from attnflow.report.score_text import overview
+from attnflow.report.score_text import text as as_text
+
+
+def overview_text(models):
+    return as_text(overview(models))
 
 
 def row(layer, head, symmetry=0.25, directionality=-0.5, kind="self", tower="", flags=()):
-    return ScoreRow(layer, head, kind, symmetry, directionality, 1.5, 1, 2, tower, f"layers.{layer}", flags)
+    return MatrixScores(layer, head, kind, symmetry, directionality, 1.5, 1, 2, tower, f"layers.{layer}", flags)
 
 
 def encoder_decoder():
@@ -91,32 +99,36 @@ def test_a_summary_that_is_not_the_only_one_is_refused(arguments, count):
 
 def test_json_comes_back_as_it_was(tmp_path):
     scores = encoder_decoder()
-    text = scores.to_json(tmp_path / "scores.json")
-    assert (tmp_path / "scores.json").read_text() == text
+    text = scores.to_json()
+    assert scores.save(tmp_path / "scores.json").read_text() == text
     back = GeometryScores.from_json(text)
     assert back.to_json() == text
     assert repr(back) == repr(scores)
-    assert back.rows[:6] == scores.rows[:6]  # the last holds NaN, which equals nothing
-    assert math.isnan(back.rows[6].symmetry)
-    assert back.rows[6].flags == ("not square", "discovered")
+    assert back.matrices[:6] == scores.matrices[:6]  # the last holds NaN, which equals nothing
+    assert math.isnan(back.matrices[6].symmetry)
+    assert back.matrices[6].flags == ("not square", "discovered")
     found = json.loads(text)
-    assert found["rows"][6]["symmetry"] is None
+    assert found["matrices"][6]["symmetry"] == "NaN"
+    assert found["summaries"][0]["symmetry"]["median"] == scores.summaries[0].symmetry.median
     assert found["ignored"] == IGNORED
     assert found["published"] == []
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"schema": "attnflow.audit/1"}'])
+@pytest.mark.parametrize("text", ["{}", "[]", '{"attnflow": "AuditReport"}'])
 def test_other_json_is_refused(text):
-    with pytest.raises(ValueError, match=r"attnflow\.geometry\.scores/1"):
+    with pytest.raises(ValueError, match=r"saved GeometryScores"):
         GeometryScores.from_json(text)
+
+
+COLUMNS = ["model", *(field.name for field in fields(MatrixScores))]
 
 
 def test_csv_has_a_line_for_each_row(tmp_path):
     scores = encoder_decoder()
-    text = scores.to_csv(tmp_path / "scores.csv")
-    assert (tmp_path / "scores.csv").read_text() == text
+    text = scores.to_csv()
+    assert scores.save(tmp_path / "scores.csv").read_text() == text
     lines = list(csv.DictReader(io.StringIO(text)))
-    assert tuple(lines[0]) == COLUMNS
+    assert list(lines[0]) == COLUMNS
     assert [line["head"] for line in lines] == ["all", "0", "1", "all", "0", "all", "all"]
     assert lines[0]["model"] == "org/model"
     assert float(lines[0]["symmetry"]) == 0.5
@@ -127,30 +139,31 @@ def test_pandas():
     pandas = pytest.importorskip("pandas")
     table = encoder_decoder().to_pandas()
     assert isinstance(table, pandas.DataFrame)
-    assert list(table.columns) == list(COLUMNS)
+    assert list(table.columns) == COLUMNS
     assert table[(table["head"] == "all") & (table["tower"] == "encoder")]["symmetry"].median() == pytest.approx(0.6)
 
 
 def test_without_pandas_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
+    with pytest.raises(af.MissingExtra, match=r"attnflow\[report\]"):
         encoder_decoder().to_pandas()
 
 
 def test_texts_say_what_is_ignored_and_how_it_was_read():
     scores = encoder_decoder()
-    for text in (repr(scores), str(scores)):
+    for text in (str(scores), overview_text([scores])):
         assert IGNORED in " ".join(text.split())
         assert "a remark" in text
         assert "gamma 2" in text
         assert "excess" in text
-    assert "decoder, cross: 1 layers" in str(scores)
-    assert "none" in str(scores)  # no symmetry where it is not square
-    assert "1 flagged 'zero'" in str(scores)
-    assert not any(line != line.rstrip() for line in str(scores).splitlines())
+    assert "decoder, cross, 1 layers: symmetry nan" in str(scores)
+    assert "decoder, cross: 1 layers" in overview_text([scores])
+    assert "none" in overview_text([scores])  # no symmetry where it is not square
+    assert "1 flagged 'zero'" in overview_text([scores])
+    assert not any(line != line.rstrip() for line in overview_text([scores]).splitlines())
 
 
 def test_a_table_is_a_sequence_of_rows():
     scores = encoder_decoder()
     assert len(scores) == 7
-    assert list(scores) == list(scores.rows)
+    assert list(scores) == list(scores.matrices)

@@ -164,7 +164,7 @@ def test_unknown_fused_weights_are_no_guess(llama):
     _, folder = llama
     config = {**json.loads((folder / "config.json").read_text()), "model_type": "novel"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert "discovered" in score(folder).rows[0].flags
+    assert "discovered" in score(folder).matrices[0].flags
     repack(folder, lambda t: {k.replace("q_proj", "query_key_value"): v for k, v in t.items() if "k_proj" not in k})
     with pytest.raises(UnsupportedArchitecture, match="order of its rows is not known"):
         score(folder)

@@ -37,7 +37,7 @@ def hub(tmp_path, monkeypatch):
 def test_only_headers_and_the_ranges_of_queries_and_keys_are_fetched(hub):
     folder = hub.models["someone/llama"]
     scores = score("someone/llama")
-    assert scores.rows == score(folder).rows
+    assert scores.matrices == score(folder).matrices
     assert scores.model == "someone/llama"
     needed = _needed(folder)
     assert len({name for name, *_ in needed}) > 1  # several shards
@@ -65,7 +65,7 @@ def _needed(folder):
 
 def test_the_connection_breaks_and_the_rest_is_asked_for(hub):
     hub.break_at = 500
-    assert score("someone/llama").rows == score(hub.models["someone/llama"]).rows
+    assert score("someone/llama").matrices == score(hub.models["someone/llama"]).matrices
     assert hub.break_at is None
 
 
@@ -98,7 +98,7 @@ def test_a_complete_cached_copy_is_taken(hub, tmp_path, monkeypatch, offline):
     (cache / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     scores = score("someone/llama")
-    assert scores.rows == score(folder).rows
+    assert scores.matrices == score(folder).matrices
     assert scores.model == "someone/llama"
     assert not hub.ranges
 
@@ -129,7 +129,7 @@ def test_gguf_is_read_by_ranges_too(hub, tmp_path):
     tensors = {f"blk.0.{name}.weight": torch.randn(512, 512) for name in names}
     write_gguf(folder / "m.gguf", "llama", tensors, heads=8, kv_heads=8)
     hub.models["someone/gguf"] = folder
-    assert score("someone/gguf").rows == score(folder).rows
+    assert score("someone/gguf").matrices == score(folder).matrices
     header, *read = hub.ranges
     assert header[1] == 0
     assert [stop - start for _, start, stop in read] == [512 * 512 * 4] * 2

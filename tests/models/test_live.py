@@ -97,8 +97,8 @@ def test_attention_between_different_widths_has_no_symmetry():
     model = nn.Module()
     model.attention = nn.MultiheadAttention(16, 4, kdim=24, vdim=24)
     scores = score(model)
-    assert scores.rows[0].flags[0] == "not square"
-    assert scores.rows[0].norm > 0
+    assert scores.matrices[0].flags[0] == "not square"
+    assert scores.matrices[0].norm > 0
 
 
 def test_layers_keep_their_numbers_in_hybrid_models():
@@ -124,7 +124,7 @@ def test_towers_are_told_apart():
 
 def test_shared_layers_are_scored_once_and_the_result_says_so():
     scores = score(ZOO["Albert"].build(), per_head=False)
-    assert len(scores.rows) == 1
+    assert len(scores.matrices) == 1
     assert "share their weights" in scores.notes[0]
 
 

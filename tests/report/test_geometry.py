@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from attnflow.geometry import GeometryScores, ScoreRow
+from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.report import geometry_report
 from attnflow.report.score_figures import background
 from tests.report.reading import parse_page, parse_svg, with_class
@@ -15,7 +15,7 @@ HOSTILE = '<script>alert(1)</script> & "quotes" \x00'
 
 def scores(model="org/model", layers=4, heads=3, parts=(("", "self"),), notes=(), **reading):
     rows = [
-        ScoreRow(
+        MatrixScores(
             layer,
             head,
             kind,

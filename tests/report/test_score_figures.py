@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from attnflow import MissingExtra
-from attnflow.geometry import GeometryScores, ScoreRow, published_scores
+from attnflow.geometry import published_scores
+from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.report import score_figures as figures
 
 
 def scores(model="one", layers=3, heads=2, kinds=("self",), **reading):
     rows = [
-        ScoreRow(layer, head, kind, 0.1 * layer if kind == "self" else math.nan, -0.2, 1.0, 0, 1)
+        MatrixScores(layer, head, kind, 0.1 * layer if kind == "self" else math.nan, -0.2, 1.0, 0, 1)
         for layer in range(layers)
         for kind in kinds
         for head in ("all", *range(heads))
@@ -71,7 +72,7 @@ def test_heads_are_maps_of_heads_by_layers():
 
 
 def test_layers_with_fewer_heads_leave_a_gap():
-    rows = [ScoreRow(0, 0, "self", 0.5, 0.1, 1.0, 0, 0), ScoreRow(2, 1, "self", -0.5, 0.2, 1.0, 0, 0)]
+    rows = [MatrixScores(0, 0, "self", 0.5, 0.1, 1.0, 0, 0), MatrixScores(2, 1, "self", -0.5, 0.2, 1.0, 0, 0)]
     grid = figures.head_grid(rows, "symmetry")
     assert np.array_equal(grid, [[0.5, math.nan, math.nan], [math.nan, math.nan, -0.5]], equal_nan=True)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Self, cast
 import numpy as np
 import torch
 from cattrs import ClassValidationError, Converter, transform_error
+from cattrs.strategies import configure_union_passthrough
 from torch import Tensor
 
 from attnflow._core.errors import MissingExtra
@@ -125,6 +126,11 @@ class Result:
         return _report().notebook(self)
 
 
+def plain(value: object) -> Any:
+    """A dataclass as plain values for JSON, as `Result.to_dict` writes a field: for numbers derived from fields."""
+    return _converter.unstructure(value)
+
+
 def _report() -> Any:
     """The one upward import: results show themselves, and `report` knows how."""
     from attnflow import report
@@ -179,6 +185,7 @@ def _of(kind: type) -> Callable[[Any], bool]:
 
 
 _converter: Final = Converter(forbid_extra_keys=True)
+configure_union_passthrough(int | str | bool | None, _converter)
 _converter.register_unstructure_hook(float, _unstructure_float)
 _converter.register_structure_hook(float, _float)
 _converter.register_unstructure_hook_func(_of(Tensor), _dump_array)

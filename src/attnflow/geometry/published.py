@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from attnflow.geometry.table import Quartiles
-
-if TYPE_CHECKING:
-    from attnflow.geometry.table import GeometryScores, Summary
+from attnflow.geometry.summary import Quartiles, Summary
 
 _PAIRING: Final = "it pairs query head h with key head h mod n_kv instead of h // (heads / n_kv)"
 _TRANSPOSE: Final = "it is W_q W_k^T, as the transpose of the fused projection is missing"
@@ -145,7 +142,7 @@ def published_scores() -> tuple[PublishedScores, ...]:
     (210, 'facebook/hubert-base-ls960')
     """
     text = (files("attnflow.geometry") / "data" / "published.csv").read_text(encoding="utf-8")
-    found: dict[tuple[object, ...], PublishedScores] = {}
+    records: dict[tuple[object, ...], PublishedScores] = {}
     rows = list(csv.DictReader(text.splitlines()))
     for row in sorted(rows, key=lambda row: row["family"] == "BERT" and "beit" in row["model"]):
         record = PublishedScores(
@@ -158,8 +155,8 @@ def published_scores() -> tuple[PublishedScores, ...]:
             Quartiles(*(float(row[f"sym_{q}"]) for q in ("q25", "median", "q75"))),
             Quartiles(*(float(row[f"dir_{q}"]) for q in ("q25", "median", "q75"))),
         )
-        found.setdefault((record.model, record.tower, record.symmetry, record.directionality), record)
-    return tuple(found.values())
+        records.setdefault((record.model, record.tower, record.symmetry, record.directionality), record)
+    return tuple(records.values())
 
 
 def published_of(model: str) -> tuple[PublishedScores, ...]:
@@ -173,13 +170,13 @@ def published_of(model: str) -> tuple[PublishedScores, ...]:
     return tuple(record for record in published_scores() if _plain_name(record.model) in names)
 
 
-def compare(scores: GeometryScores) -> tuple[Comparison, ...]:
-    """What `GeometryScores.compare` returns."""
-    return tuple(_compare(scores, record) for record in published_of(scores.model))
+def compare(model: str, summaries: Sequence[Summary], gamma: float, mode: str) -> tuple[Comparison, ...]:
+    """Each published record of a model beside the summary of the same part, with the reasons why they differ."""
+    return tuple(_compare(record, summaries, (gamma, mode)) for record in published_of(model))
 
 
-def _compare(scores: GeometryScores, record: PublishedScores) -> Comparison:
-    candidates = [s for s in scores.summaries if s.matrix == "all" and s.kind == record.kind]
+def _compare(record: PublishedScores, summaries: Sequence[Summary], reading: tuple[float, str]) -> Comparison:
+    candidates = [s for s in summaries if s.matrix == "all" and s.kind == record.kind]
     fitting = [s for s in candidates if s.tower == record.tower] or (candidates if not record.tower else [])
     ours = fitting[0] if len(fitting) == 1 else None
     reasons = [f"the published record is wrong: {record.fault}"] if record.fault else []
@@ -187,10 +184,8 @@ def _compare(scores: GeometryScores, record: PublishedScores) -> Comparison:
         reasons.append("this part of the model was not scored here")
     elif ours.count != record.num_layers:
         reasons.append(f"the published record has {record.num_layers} layers, the model here {ours.count}")
-    if (scores.gamma, scores.mode) != (2.0, "excess"):
-        reasons.append(
-            f"directionality was published with gamma 2 and mode excess, not {scores.gamma:g}, {scores.mode}"
-        )
+    if reading != (2.0, "excess"):
+        reasons.append(f"directionality was published with gamma 2 and mode excess, not {reading[0]:g}, {reading[1]}")
     return Comparison(record, ours, tuple(reasons))
 
 

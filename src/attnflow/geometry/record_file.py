@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from attnflow.geometry.table import ScoreRow
+from attnflow.geometry.table import MatrixScores
 
 COLUMNS: Final = ("step", "layer", "head", "tower", "kind", "symmetry", "directionality", "norm")
 
@@ -54,7 +54,7 @@ class RecordFile:
             _replace(path, _HEADER)
         self.last = kept[-1][0] if kept else None
 
-    def append(self, step: int, rows: Sequence[ScoreRow]) -> None:
+    def append(self, step: int, rows: Sequence[MatrixScores]) -> None:
         """Add a record, and return when it is on the disk."""
         assert len(rows) == self._rows
         text = io.StringIO()
@@ -90,7 +90,7 @@ class RecordFile:
         return int(step)
 
 
-def _cells(row: ScoreRow) -> tuple[object, ...]:
+def _cells(row: MatrixScores) -> tuple[object, ...]:
     """The columns of a row after the step."""
     scores = (f"{value:.7g}" for value in (row.symmetry, row.directionality, row.norm))
     return row.layer, row.head, row.tower, row.kind, *scores

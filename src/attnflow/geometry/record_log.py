@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from attnflow._core.errors import MissingExtra
-from attnflow.geometry.table import Quartiles, ScoreRow
+from attnflow.geometry.summary import Quartiles
+from attnflow.geometry.table import MatrixScores
 
 Log = Callable[[dict[str, float], int], object]
 
@@ -52,7 +53,7 @@ def logs_of_trainer(args: Any) -> list[Log]:
     return logs
 
 
-def values_of(rows: Sequence[ScoreRow]) -> dict[str, float]:
+def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:
     """Values by name: of every layer's full matrix, and their median over the layers."""
     values: dict[str, float] = {}
     for score in ("symmetry", "directionality"):

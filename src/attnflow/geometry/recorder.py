@@ -15,7 +15,7 @@ from attnflow.geometry.record_file import RecordFile
 from attnflow.geometry.record_log import Log, log_to, logs_of_trainer, values_of
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.selected import Attention, selected
-from attnflow.geometry.table import GeometryScores, ScoreRow, rows_of
+from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.live import LiveQueryKey
 
 
@@ -156,7 +156,7 @@ class Recorder:
             return _nothing
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _rows(self, live: LiveQueryKey) -> list[ScoreRow]:
+    def _rows(self, live: LiveQueryKey) -> list[MatrixScores]:
         weights = live.read()
         given = (weights.query, weights.key, weights.num_heads, weights.num_kv_heads, self._gamma, self._mode)
         try:

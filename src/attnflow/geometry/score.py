@@ -16,7 +16,7 @@ from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.scores import Mode, check_reading
-from attnflow.geometry.table import GeometryScores, ScoreRow, rows_of
+from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
 from attnflow.models.families.find import Place, find
 from attnflow.models.families.heads import UnknownHeads
@@ -73,7 +73,7 @@ def score(
         raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
     weights = open_weights(source)
     places = _places(weights, {**weights.config, **(config or {})}, attention)
-    rows: list[ScoreRow] = []
+    rows: list[MatrixScores] = []
     for done, place in enumerate(places, 1):
         rows += _rows(_load(weights, place), place, gamma, mode, per_head)
         if progress is not None:
@@ -139,7 +139,7 @@ def _load(weights: Weights, place: Place) -> QueryKey:
     )
 
 
-def _rows(loaded: QueryKey, place: Place, gamma: float, mode: Mode, per_head: bool) -> list[ScoreRow]:
+def _rows(loaded: QueryKey, place: Place, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
     given = (loaded.query, loaded.key, loaded.num_heads, loaded.num_kv_heads, gamma, mode)
     try:
         rows = rows_of(loaded, full_scores(*given))

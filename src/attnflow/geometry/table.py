@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, Self
 
-import numpy as np
-
+from attnflow._core.results import Result, plain
+from attnflow.geometry.factored import Scores
+from attnflow.geometry.published import Comparison, compare
 from attnflow.geometry.scores import Mode
+from attnflow.geometry.summary import Matrix, Quartiles, Summary
+from attnflow.models.query_key import Kind, QueryKey
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Group
-
-    from attnflow.geometry.factored import Scores
-    from attnflow.geometry.published import Comparison
-    from attnflow.models.query_key import QueryKey
 
 Picture = Literal["plane", "layers", "heads"]
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"
-SCHEMA: Final = "attnflow.geometry.scores/1"
 ZERO: Final = "zero"  # the matrix is zero: both scores are 0 by definition
 NOT_SQUARE: Final = "not square"  # queries and keys have different widths: no symmetry
 
 
 @dataclass(frozen=True)
-class ScoreRow:
+class MatrixScores:
     """The scores of one matrix of one layer.
 
     Attributes:
@@ -54,7 +45,7 @@ class ScoreRow:
 
     layer: int
     head: int | Literal["all"]
-    kind: Literal["self", "cross"]
+    kind: Kind
     symmetry: float
     directionality: float
     norm: float
@@ -65,18 +56,18 @@ class ScoreRow:
     flags: tuple[str, ...] = ()
 
 
-COLUMNS: Final = ("model", *(field.name for field in fields(ScoreRow)))
+_DERIVED: Final = ("ignored", "summaries", "published")  # keys of the JSON that are no fields
 
 
-def rows_of(source: QueryKey, scores: Scores) -> list[ScoreRow]:
+def rows_of(source: QueryKey, scores: Scores) -> list[MatrixScores]:
     """Rows of the table: one for the full matrix (0-d scores), or one per head."""
-    found: list[ScoreRow] = []
+    found: list[MatrixScores] = []
     full = scores.norm.ndim == 0
     for head in range(scores.norm.numel()):
         values = {field.name: getattr(scores, field.name).reshape(-1)[head].item() for field in fields(scores)}
         checks = ((ZERO, values["norm"] == 0), (NOT_SQUARE, math.isnan(values["symmetry"])))
         found.append(
-            ScoreRow(
+            MatrixScores(
                 layer=source.layer,
                 head="all" if full else head,
                 kind=source.kind,
@@ -90,55 +81,7 @@ def rows_of(source: QueryKey, scores: Scores) -> list[ScoreRow]:
 
 
 @dataclass(frozen=True)
-class Quartiles:
-    """First quartile, median and third quartile over layers (linear interpolation); NaN without values."""
-
-    q25: float
-    median: float
-    q75: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        """Of the values that are numbers."""
-        known = [value for value in values if not math.isnan(value)]
-        return cls(*(float(q) for q in np.quantile(known, (0.25, 0.5, 0.75)))) if known else cls(*[math.nan] * 3)
-
-    def __str__(self) -> str:
-        return f"{self.median:z.3f} [{self.q25:z.3f}, {self.q75:z.3f}]"
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Median and quartiles of one kind of attention in one tower.
-
-    Attributes:
-        tower: as in `ScoreRow`.
-        kind: as in `ScoreRow`.
-        matrix: "all" (the full matrix of each layer) or "head" (each head of each layer by itself).
-        count: matrices.
-        flagged: matrices with a flag.
-        symmetry: over these matrices.
-        directionality: over these matrices.
-        norm: over these matrices.
-    """
-
-    tower: str
-    kind: Literal["self", "cross"]
-    matrix: Literal["all", "head"]
-    count: int
-    flagged: int
-    symmetry: Quartiles
-    directionality: Quartiles
-    norm: Quartiles
-
-    @property
-    def what(self) -> str:
-        """Tower and kind in words, such as "decoder, cross"."""
-        return ", ".join(filter(None, (self.tower, self.kind)))
-
-
-@dataclass(frozen=True)
-class GeometryScores:
+class GeometryScores(Result):
     """Symmetry and directionality of every layer, and of every head, of a model.
 
     M = W_q^T W_k has the query's side in its rows and the key's in its columns. Biases, rotary position embeddings,
@@ -146,29 +89,29 @@ class GeometryScores:
 
     Attributes:
         model: what was scored.
-        rows: one for each matrix, in the order of the layers, the full matrix of a layer before its heads.
+        matrices: their scores, in the order of the layers, the full matrix of a layer before its heads.
         gamma: threshold of directionality, in standard deviations above the mean.
         mode: reading of directionality, "excess" or "norm".
         notes: what a reader should know, such as projections that were found by their shapes alone.
     """
 
     model: str
-    rows: tuple[ScoreRow, ...]
+    matrices: tuple[MatrixScores, ...]
     gamma: float = 2.0
     mode: Mode = "excess"
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.matrices)
 
-    def __iter__(self) -> Iterator[ScoreRow]:
-        return iter(self.rows)
+    def __iter__(self) -> Iterator[MatrixScores]:
+        return iter(self.matrices)
 
     @cached_property
     def summaries(self) -> tuple[Summary, ...]:
         """Median and quartiles, for each tower and kind: of the full matrices, then of the heads."""
-        groups: dict[tuple[str, Literal["self", "cross"], Literal["all", "head"]], list[ScoreRow]] = {}
-        for row in self.rows:
+        groups: dict[tuple[str, Kind, Matrix], list[MatrixScores]] = {}
+        for row in self.matrices:
             groups.setdefault((row.tower, row.kind, "all" if row.head == "all" else "head"), []).append(row)
         return tuple(
             Summary(
@@ -184,10 +127,10 @@ class GeometryScores:
 
     def summary(
         self,
-        matrix: Literal["all", "head"] = "all",
+        matrix: Matrix = "all",
         *,
         tower: str | None = None,
-        kind: Literal["self", "cross"] | None = None,
+        kind: Kind | None = None,
     ) -> Summary:
         """The one summary that fits.
 
@@ -212,9 +155,7 @@ class GeometryScores:
 
         Empty where the model is not in the published table (`attnflow.geometry.published`).
         """
-        from attnflow.geometry.published import compare
-
-        return compare(self)
+        return compare(self.model, self.summaries, self.gamma, self.mode)
 
     def figure(self, picture: Picture = "plane", *others: GeometryScores) -> Figure:
         """The scores as a matplotlib figure.
@@ -238,101 +179,24 @@ class GeometryScores:
             raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
         return (figures.plane if picture == "plane" else figures.layers)((self, *others))
 
-    def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame` with the columns of `ScoreRow` after the model.
-
-        Raises:
-            ImportError: pandas is not installed; no extra of this package brings it.
-        """
-        try:
-            pandas = import_module("pandas")
-        except ImportError as error:
-            message = "a table of scores as a DataFrame needs pandas, which is not installed: pip install pandas"
-            raise ImportError(message) from error
-        return pandas.DataFrame(self._records(), columns=list(COLUMNS))
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The rows as CSV text, written to `path` if it is given; several flags are joined by ";"."""
-        buffer = io.StringIO(newline="")
-        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._records())
-        if path is not None:
-            Path(path).write_text(buffer.getvalue(), encoding="utf-8")
-        return buffer.getvalue()
+    def rows(self) -> list[dict[str, object]]:
+        """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";"."""
+        return [{"model": self.model, **asdict(one), "flags": ";".join(one.flags)} for one in self.matrices]
 
     def to_dict(self) -> dict[str, object]:
-        """Everything as plain Python values, ready for `json.dumps`; NaN is None."""
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "gamma": self.gamma,
-            "mode": self.mode,
-            "ignored": IGNORED,
-            "notes": list(self.notes),
-            "summaries": [_plain(asdict(summary)) for summary in self.summaries],
-            "published": [_plain({**asdict(c.published), "reasons": c.reasons}) for c in self.compare()],
-            "rows": [_plain(asdict(row)) for row in self.rows],
-        }
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON text, written to `path` if it is given; `from_json` reads it back."""
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        """All fields, with what the scores leave out and the numbers that follow: summaries and published values."""
+        derived = (IGNORED, self.summaries, [{**plain(c.published), "reasons": c.reasons} for c in self.compare()])
+        return super().to_dict() | dict(zip(_DERIVED, plain(derived), strict=True))
 
     @classmethod
-    def from_json(cls, text: str) -> GeometryScores:
-        """The scores that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is of another kind.
-        """
-        found = json.loads(text)
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            raise ValueError(f'expected the JSON text of GeometryScores, with "schema": "{SCHEMA}"')
-        return cls.from_dict(cast(dict[str, Any], found))
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> GeometryScores:
-        """The scores that `to_dict` gave."""
-        rows: list[ScoreRow] = []
-        for row in found["rows"]:
-            values: dict[str, Any] = {**row, "symmetry": _number(row["symmetry"]), "flags": tuple(row["flags"])}
-            rows.append(ScoreRow(**values))
-        return cls(found["model"], tuple(rows), found["gamma"], found["mode"], tuple(found["notes"]))
-
-    def _records(self) -> list[dict[str, object]]:
-        return [{"model": self.model, **asdict(row), "flags": ";".join(row.flags)} for row in self.rows]
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """The scores that `to_dict` described."""
+        return super().from_dict({name: value for name, value in values.items() if name not in _DERIVED})
 
     def __repr__(self) -> str:
-        lines = [f"GeometryScores({self.model!r}: {len(self.rows)} rows; gamma {self.gamma:g}, {self.mode})"]
+        lines = [f"GeometryScores({self.model!r}: {len(self.matrices)} matrices; gamma {self.gamma:g}, {self.mode})"]
         for s in self.summaries:
             of = f"{s.count} layers" if s.matrix == "all" else f"{s.count} heads"
             flagged = f", {s.flagged} flagged" if s.flagged else ""
             lines.append(f"  {s.what}, {of}: symmetry {s.symmetry}, directionality {s.directionality}{flagged}")
         return "\n".join([*lines, f"  ignored: {IGNORED}", *(f"  note: {note}" for note in self.notes)])
-
-    def __rich__(self) -> Group:
-        from attnflow.report.score_text import overview
-
-        return overview([self])
-
-    def __str__(self) -> str:
-        from attnflow.report.score_text import overview, text
-
-        return text(overview([self]))
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _plain(cast(dict[str, Any], value))
-        return None if isinstance(value, float) and math.isnan(value) else value
-
-    return {name: plain(value) for name, value in values.items()}
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.markup import element, escape, number
-from attnflow.geometry import Quartiles
+from attnflow.geometry.summary import Quartiles
 from attnflow.report.grid import ticks
 from attnflow.report.hasse_svg import SANS
 

@@ -11,7 +11,8 @@ import numpy as np
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import shorten
 from attnflow.geometry.published import PublishedScores, published_scores
-from attnflow.geometry.table import GeometryScores, ScoreRow, Summary
+from attnflow.geometry.summary import Summary
+from attnflow.geometry.table import GeometryScores, MatrixScores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,7 +135,7 @@ def heads(scores: GeometryScores, *, title: str | None = None) -> Figure:
     return figure
 
 
-def head_grid(rows: Sequence[ScoreRow], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """One score of heads (rows) by layers (columns), NaN where a layer has no such head."""
     cells = [(row.head, row.layer, getattr(row, name)) for row in rows if row.head != "all"]
     grid = np.full((1 + max(head for head, _, _ in cells), 1 + max(layer for _, layer, _ in cells)), math.nan)
@@ -164,7 +165,7 @@ def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
     return readings.pop()
 
 
-def _rows(scores: GeometryScores, summary: Summary) -> list[ScoreRow]:
+def _rows(scores: GeometryScores, summary: Summary) -> list[MatrixScores]:
     return [row for row in scores if (row.tower, row.kind) == (summary.tower, summary.kind)]
 
 

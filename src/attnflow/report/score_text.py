@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnflow.geometry.table import IGNORED, GeometryScores, Quartiles, Summary
+from attnflow.geometry.summary import Quartiles, Summary
+from attnflow.geometry.table import IGNORED, GeometryScores
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.markup import grouped, plural
-from attnflow.geometry import GeometryScores, Quartiles, Summary
+from attnflow.geometry import GeometryScores
+from attnflow.geometry.summary import Quartiles, Summary
 from attnflow.geometry.table import IGNORED
 from attnflow.report import html, score_charts
 from attnflow.report.html import Content, Html, code, tag
