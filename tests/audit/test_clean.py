@@ -6,7 +6,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import attnflow as af
 from attnflow.audit import audit
-from tests.audit.zoo import (
+from tests.audit.common import (
     ATTENTION,
     ENCODERS,
     EXPERTS,

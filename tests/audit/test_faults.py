@@ -8,7 +8,7 @@ from torch import nn
 
 import attnflow as af
 from attnflow.audit import audit
-from tests.audit.zoo import (
+from tests.audit.common import (
     LENGTH,
     WINDOW,
     CentredOverSequence,

@@ -16,7 +16,7 @@ from torch import nn
 import attnflow as af
 from attnflow.audit import AuditReport, audit
 from attnflow.models import evaluation
-from tests.audit.zoo import LENGTH, inputs, tiny, tokens, wrapped
+from tests.audit.common import LENGTH, inputs, tiny, tokens, wrapped
 
 
 @contextlib.contextmanager

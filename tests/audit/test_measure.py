@@ -6,7 +6,7 @@ from torch import nn
 
 import attnflow as af
 from attnflow.audit import audit
-from tests.audit.zoo import LENGTH, RECURRENT, WINDOW, inputs, tiny, tokens, wrapped
+from tests.audit.common import LENGTH, RECURRENT, WINDOW, inputs, tiny, tokens, wrapped
 
 CHAIN = [(i, i + 1) for i in range(LENGTH - 1)]
 

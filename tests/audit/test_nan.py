@@ -6,7 +6,7 @@ import torch
 import attnflow as af
 from attnflow.audit.inputs import read
 from attnflow.audit.nan import refuse_nan
-from tests.audit.zoo import tiny, tokens
+from tests.audit.common import tiny, tokens
 
 
 @pytest.mark.parametrize("ask", [af.audit.check, af.audit.measure])

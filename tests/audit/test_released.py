@@ -8,7 +8,7 @@ from transformers import masking_utils
 
 import attnflow as af
 from attnflow.audit import audit
-from tests.audit.zoo import REPAIRED, inputs, tiny, tokens
+from tests.audit.common import REPAIRED, inputs, tiny, tokens
 
 LENGTHS = [5, 4, 3]
 PACKED = {

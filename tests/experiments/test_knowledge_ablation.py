@@ -12,7 +12,7 @@ from experiments.knowledge_ablation import run as study
 from experiments.knowledge_ablation.facts import Relation, known_facts, last_logits, text_losses, token_of
 
 import attnflow as af
-from tests.models_zoo import tiny
+from tests.models import tiny
 
 WORDS = [f"w{i}" for i in range(50)]
 

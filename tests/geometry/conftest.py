@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.geometry.zoo import ZOO
+from tests.models import ZOO
 
 
 @pytest.fixture

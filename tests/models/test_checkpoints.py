@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from attnflow.geometry.score import score
 from attnflow.models.checkpoints import BadCheckpoint
 from attnflow.models.live import live_query_keys
-from tests.geometry.zoo import ZOO
+from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 
 

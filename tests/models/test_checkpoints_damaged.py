@@ -14,7 +14,7 @@ from transformers import ConvBertConfig, ConvBertModel
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
 from attnflow.models.checkpoints import BadCheckpoint
-from tests.geometry.zoo import ZOO
+from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 
 

@@ -13,7 +13,7 @@ from attnflow.models.families.heads import Heads
 from attnflow.models.families.table import KNOWN, contiguous, grouped
 from attnflow.models.live import LiveQueryKey, live_query_keys
 from tests.geometry.usage import bypass_norms, used_form
-from tests.geometry.zoo import ZOO
+from tests.models import ZOO
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "Qwen2_5_VL"])  # its towers are there alone

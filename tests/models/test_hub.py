@@ -13,7 +13,7 @@ from safetensors import safe_open
 from attnflow.geometry.score import score
 from attnflow.models.checkpoints import BadCheckpoint
 from attnflow.models.families.table import is_query_or_key
-from tests.geometry.zoo import ZOO
+from tests.models import ZOO
 from tests.models.checkpoints import write_gguf
 from tests.models.hub_server import COMMIT, Hub
 

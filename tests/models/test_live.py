@@ -12,7 +12,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
 from attnflow.models.live import live_query_keys
 from tests.geometry.usage import used_form
-from tests.geometry.zoo import ZOO
+from tests.models import ZOO
 
 _LINEAR_FIRST = {
     "layer_types": ["linear_attention", "full_attention"],

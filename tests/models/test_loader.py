@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 import attnflow as af
 from attnflow.models import loader
 from attnflow.models.packages import Packaged
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 ABSENT = Packaged("no-such-model==1.0", "no_such_module_of_attnflow", "model.gguf", "A model")
 

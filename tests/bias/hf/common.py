@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
-from tests.models_zoo import BIDIRECTIONAL, CAUSAL, WIDTH, outputs, tiny, tokens
+from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
+from tests.models import tiny as family
 
-_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_BASE = {
-    "vocab_size": 50,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    **_SPECIAL,
-}
-MORE: dict[str, tuple[str, dict[str, object]]] = {
-    "Gemma": ("GemmaForCausalLM", {**_BASE, "num_key_value_heads": 1, "head_dim": 8}),
-    "Phi": ("PhiForCausalLM", {**_BASE, "num_key_value_heads": 2}),
-    "StableLm": ("StableLmForCausalLM", {**_BASE, "num_key_value_heads": 2, "use_qkv_bias": True}),
-    "Starcoder2": ("Starcoder2ForCausalLM", {**_BASE, "num_key_value_heads": 2, "sliding_window": None}),
-    "MBart": (
-        "MBartForCausalLM",
-        {
-            "vocab_size": 50,
-            "d_model": WIDTH,
-            "decoder_layers": 2,
-            "encoder_layers": 2,
-            "decoder_attention_heads": 4,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 64,
-            "init_std": 0.3,
-            "is_encoder_decoder": False,
-            "is_decoder": True,
-            **_SPECIAL,
-        },
-    ),
-}
+MORE = ("Gemma", "Phi", "StableLm", "Starcoder2", "MBartDecoder")
 DECODERS = tuple(name for name in (*CAUSAL, *MORE) if name != "DeepseekV3")
 ENCODERS = tuple(BIDIRECTIONAL)
 EVERY_OTHER_KIND = (
@@ -60,15 +26,6 @@ EVERY_OTHER_KIND = (
 GUIDANCE = (af.bias.BiasConfig(layers="every", hidden_dim=8),)
 ROTATED = (af.bias.BiasConfig(layers="every", hidden_dim=8, reference="rotated"),)
 BIASES = {"guidance": GUIDANCE, "others": EVERY_OTHER_KIND, "rotated": ROTATED}
-
-
-def family(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
-    """A tiny random model of any family that a bias is tested on."""
-    if name not in MORE:
-        return tiny(name, dtype, **changes)
-    head, options = MORE[name]
-    make: Callable[..., PreTrainedModel] = getattr(transformers, head)
-    return make(make.config_class(**{**options, **changes})).to(dtype).eval()
 
 
 def disturb(model: nn.Module, scale: float = 0.5) -> None:
@@ -129,4 +86,4 @@ def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return not ours and now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
-__all__ = ["disturb", "outputs", "tokens"]
+__all__ = ["disturb", "family", "outputs", "tokens"]

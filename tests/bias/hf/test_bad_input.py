@@ -16,7 +16,7 @@ from transformers.models.t5 import modeling_t5
 
 import attnflow as af
 from tests.bias.hf.common import GUIDANCE, biased, disturb, family, outputs, same_state, tokens
-from tests.models_zoo import WITHOUT_INTERFACE
+from tests.models import WITHOUT_INTERFACE
 
 CHECKED = "Type-check error"  # which comes first while the tests run
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 import attnflow as af
 from attnflow.bias.layer import layer_biases
 from attnflow.models import Loaded
-from tests.models_zoo import tiny
+from tests.models import tiny
 
 PROMPT = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
 

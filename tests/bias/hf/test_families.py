@@ -17,7 +17,7 @@ from tests.bias.hf.common import (
     tokens,
     without_dropout,
 )
-from tests.models_zoo import HYBRID
+from tests.models import HYBRID
 
 WITHOUT_SDPA = {"GptOss", "Gemma2"}
 ALL_KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 import attnflow as af
 from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, padded, tokens, windows_roll_back
 
-FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBart"]
+FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBartDecoder"]
 OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
     ("Llama", "rotated"),
     ("Gemma3", "rotated"),

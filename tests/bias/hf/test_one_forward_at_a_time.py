@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import attnflow as af
 from attnflow.bias.hf.hooks import enter_of
-from tests.models_zoo import tiny, tokens
+from tests.models import tiny, tokens
 
 
 def attached(name="Llama"):

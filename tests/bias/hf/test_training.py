@@ -15,7 +15,7 @@ from attnflow.bias.hf.packing import Drawn, Packed
 from attnflow.bias.hf.strength import strength
 from attnflow.bias.hf.training import TrainingConfig, trainer
 from attnflow.bias.layer import layer_biases
-from tests.models_zoo import tiny
+from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 

@@ -53,7 +53,7 @@ def stacked(module, x):  # [3, heads, head_dim]
 PROJ = separate("q_proj", "k_proj")
 LAYOUTS = {
     **dict.fromkeys(
-        ("Llama", "Mistral", "Qwen2", "Gemma", "Gemma2", "Mixtral", "GptOss", "StableLm", "OPT", "MBart"), PROJ
+        ("Llama", "Mistral", "Qwen2", "Gemma", "Gemma2", "Mixtral", "GptOss", "StableLm", "OPT", "MBartDecoder"), PROJ
     ),
     **dict.fromkeys(("Phi", "Starcoder2", "Cohere2", "FalconH1"), PROJ),
     **dict.fromkeys(("Qwen3", "Gemma3", "Olmo2"), PROJ),

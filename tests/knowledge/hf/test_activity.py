@@ -9,7 +9,7 @@ from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.modular.config import ModularConfig
 from attnflow.knowledge.hf.modular.model import ModularForCausalLM
 from attnflow.knowledge.hf.readers import readers
-from tests.models_zoo import tiny, tokens
+from tests.models import tiny, tokens
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_entries": 24}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
-from tests.models_zoo import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
+from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
 
 EXPERTS = {"Mixtral", "GptOss", "DeepseekV3"}
 DENSE = [name for name in [*CAUSAL, *BIDIRECTIONAL, "Bart", "T5"] if name not in EXPERTS]

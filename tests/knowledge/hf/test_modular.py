@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM, StaticCache
 
 from attnflow.knowledge import IndexedEntries, ModularConfig, Retrieval
-from tests.knowledge.hf.modular_models import OPTIONS, modular, tokens
+from tests.models import MODULAR, modular, tokens
 
 FORMS = [
     {},
@@ -285,4 +285,4 @@ def test_a_twin_has_as_many_parameters():
 )
 def test_bad_sizes(changes, message):
     with pytest.raises(ValueError, match=message):
-        ModularConfig(**{**OPTIONS, **changes})
+        ModularConfig(**{**MODULAR, **changes})

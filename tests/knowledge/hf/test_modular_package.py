@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnflow as af
-from tests.knowledge.hf.modular_models import modular, tokens
+from tests.models import modular, tokens
 
 
 def flow(model, ids):

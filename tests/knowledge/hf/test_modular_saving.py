@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import attnflow as af
 from attnflow.knowledge import ModularConfig, ModularForCausalLM, ModularModel
-from tests.knowledge.hf.modular_models import OPTIONS, modular, tokens
+from tests.models import MODULAR, modular, tokens
 
 FORMS = [
     {},
@@ -40,7 +40,7 @@ def as_intended(name, value, config):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("made", ["class", "Auto", "meta"])
 def test_parameters_start_as_intended(made, form):
-    config = ModularConfig(**{**OPTIONS, **form, "initializer_range": 0.02, "pad_token_id": None})
+    config = ModularConfig(**{**MODULAR, **form, "initializer_range": 0.02, "pad_token_id": None})
     torch.manual_seed(0)
     if made == "class":
         model = ModularForCausalLM(config)
@@ -72,7 +72,7 @@ def test_a_saved_model_comes_back(form, tmp_path):
         assert type(back) is ModularForCausalLM
         assert not any(report.values())
         assert torch.equal(back(input_ids=ids).logits, expected)
-        assert {name: getattr(back.config, name) for name in OPTIONS | form} == OPTIONS | form
+        assert {name: getattr(back.config, name) for name in MODULAR | form} == MODULAR | form
         tied = back.lm_head.weight is back.model.embed_tokens.weight
         assert tied == model.config.tie_word_embeddings
     headless, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from attnflow.knowledge import IndexedEntries, ModularForCausalLM
-from tests.knowledge.hf.modular_models import modular, tokens
+from tests.models import modular, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # about their own names
 

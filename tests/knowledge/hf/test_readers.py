@@ -6,8 +6,7 @@ import torch
 import attnflow as af
 from attnflow.knowledge import IndexedEntries, Retrieval
 from attnflow.knowledge.activations import named
-from tests.knowledge.hf.modular_models import modular
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import modular, outputs, tiny, tokens
 
 CONVERTED = ["Llama", "GPT2", "Phi3", "Bert"]
 EXACT = Retrieval(k=6, search="exact")

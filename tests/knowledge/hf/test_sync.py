@@ -8,7 +8,7 @@ from attnflow.knowledge.hf.readers import readers
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries, save_entries
 from attnflow.knowledge.store import Store
 from attnflow.models import MODELS, load_model
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 
 def converted(name="Llama", dtype=torch.float32):

@@ -22,7 +22,7 @@ from attnflow.knowledge.hf.readers import readers
 from attnflow.knowledge.hf.trace import trace
 from attnflow.models.loader import Loaded
 from tests.memory import PEAK
-from tests.models_zoo import tiny, tokens
+from tests.models import tiny, tokens
 
 PLAIN = ["GPT2", "GPTNeoX", "OPT"]
 GATED = ["Llama", "Qwen2", "Phi3", "Qwen3"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import attnflow as af
-from tests.models_zoo import BIDIRECTIONAL, CAUSAL, HYBRID, WIDTH, WITHOUT_INTERFACE, outputs, tiny, tokens
+from tests.models import BIDIRECTIONAL, CAUSAL, HYBRID, WIDTH, WITHOUT_INTERFACE, outputs, tiny, tokens
 
 LENGTH = 10
 

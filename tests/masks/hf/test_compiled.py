@@ -5,7 +5,7 @@ import torch
 from transformers import StaticCache
 
 import attnflow as af
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 pytestmark = [
     pytest.mark.compiled,

@@ -8,7 +8,7 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import attnflow as af
-from tests.models_zoo import tiny, tokens
+from tests.models import tiny, tokens
 
 SOURCE, TARGET = 7, 6
 T5_TAKES_THE_INTERFACE = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(T5Attention)

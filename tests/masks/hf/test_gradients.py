@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import attnflow as af
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 BLOCK, BUTTERFLY = af.masks.block_two_stream(4, 2), af.masks.butterfly(5)
 LAYOUTS = {

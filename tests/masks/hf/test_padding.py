@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import attnflow as af
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 LENGTHS = (9, 6, 1)
 SIZE = max(LENGTHS)

@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnflow as af
 from attnflow.masks.hf import attention
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 LENGTH = 8
 LAYOUT = af.masks.block_two_stream(3, 2)

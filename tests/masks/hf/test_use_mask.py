@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from tests.models_zoo import outputs, tiny, tokens
+from tests.models import outputs, tiny, tokens
 
 LENGTH = 8
 USE_MASK = inspect.unwrap(af.masks.attach)  # our own messages, also where a type checker would speak first

@@ -2,5 +2,5 @@
 
 `table.py` is the registry, `find.py` reads a checkpoint's names and config by it, `heads.py` counts heads, `rows.py`
 and `latent.py` say how a projection lies in what is stored. To add a family: give its `model_type` a row in `table.py`
-and a tiny model in tests/geometry/zoo.py, where its scores are compared with what the model multiplies.
+and a tiny model in tests/models, where its scores are compared with what the model multiplies.
 """
