@@ -24,24 +24,21 @@ DEEP_VOCABULARY = 61
 _TEXT = {**CAUSAL, **BIDIRECTIONAL, **WITHOUT_INTERFACE, **HYBRID, **MORE_DECODERS, **ENCODER_DECODERS}
 _NO_FORM = {"Mamba2", "XLNet", "MBartDecoder"}  # no products of queries and keys, or an entry of its own
 ZOO: dict[str, TinyModel] = {**{name: _TEXT[name] for name in _TEXT if name not in _NO_FORM}, **REGISTERED}
-_SLIDING = ["sliding_attention"] * 3
 _LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-_THIRD_LAYER: dict[str, dict[str, object]] = {
-    "GPT2": {"n_layer": 3},
-    "Gemma3": {"layer_types": [*_SLIDING[:2], "full_attention"]},
-    "Gemma3Encoder": {"layer_types": _SLIDING},
-    "ModernBert": {"layer_types": _SLIDING},
+_THREE_LAYERS: dict[str, dict[str, object]] = {
+    "Gemma3": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "Gemma3Encoder": {"layer_types": ["sliding_attention"] * 3},
+    "ModernBert": {"layer_types": ["sliding_attention"] * 3},
     "Llama4": {"layer_types": ["chunked_attention", "chunked_attention", "full_attention"]},
     "Qwen3Next": _LINEAR,
     "MiniMax": _LINEAR,
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+_OTHER_DEPTHS: dict[str, dict[str, object]] = {
+    "GPT2": {"n_layer": 3},
     "T5": {"num_decoder_layers": 3},
-    "Bart": {},
-    "GPTNeo": {},
-    "Mamba2": {},
-    "FalconMamba": {},
-    "NemotronH": {},
     "Jamba": {"num_hidden_layers": 4, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4},
+    **{name: {} for name in ("Bart", "GPTNeo", "Mamba2", "FalconMamba", "NemotronH")},
 }
 
 
@@ -54,7 +51,7 @@ def deep(name: str, **changes: object) -> PreTrainedModel:
     """A tiny random model of three layers where the family allows it, float32; the same weights every time."""
     torch.manual_seed(3)
     entry = {**ZOO, **_TEXT, **AUDITED}[name]
-    depth = _THIRD_LAYER.get(name, {"num_hidden_layers": 3})
+    depth = _OTHER_DEPTHS.get(name, {"num_hidden_layers": 3, **_THREE_LAYERS.get(name, {})})
     return entry.make(**{"vocab_size": DEEP_VOCABULARY, "initializer_range": 0.2, **depth, **changes})
 
 
