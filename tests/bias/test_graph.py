@@ -7,7 +7,6 @@ import torch
 from attnflow.bias import BiasMap, LayerMap
 from attnflow.bias.graph import Edge
 from tests.bias.test_map import make
-from tests.report.reading import Page, parse_svg, texts, with_class
 
 
 def table(values, allowed=None, causal=True, tokens=None):
@@ -44,7 +43,6 @@ def test_a_causal_graph_is_acyclic_and_a_bidirectional_one_may_not_be():
     both = table([[0.0, 3.0], [1.0, 0.0]], causal=False).graph()
     assert both.edges == (Edge(1, 0, 3.0), Edge(0, 1, 1.0))
     assert not both.is_acyclic
-    assert "cycles" in " ".join(texts(parse_svg(both.svg())))
 
 
 def test_networkx_and_dot():
@@ -60,31 +58,11 @@ def test_networkx_and_dot():
     assert dot.count("->") == 3
 
 
-def test_svg_has_a_box_for_each_token_and_an_arrow_for_each_edge():
-    graph = table(BIAS, TRIANGLE, tokens=["<5>", "+", " six "]).graph(top_k=2)
-    root = parse_svg(graph.svg())
-    assert len(with_class(root, "af-node")) == 3
-    assert len(with_class(root, "af-edge")) == 3
-    assert {"<5>", "+", "six"} <= set(texts(root))
-    heights = {node.find("title").text: float(node.find("rect").get("y")) for node in with_class(root, "af-node")}
-    assert heights["'<5>', position 0"] > heights["'+', position 1"] > heights["' six ', position 2"]  # flows upwards
-    strongest = with_class(root, "af-edge")[-1]
-    assert strongest.find("title").text == "<5> → +: +2.000"
-    assert graph.svg() == graph.svg()
-    inside = graph.svg(standalone=False)
-    assert "<style>" not in inside
-    assert "af-page" not in inside
-
-
-def test_large_graphs_show_their_strongest_edges():
+def test_the_strongest_edges():
     torch.manual_seed(0)
     n = 40
     triangle = torch.ones(1, n, n, dtype=torch.bool).tril()
     graph = table(torch.randn(n, n).tril().tolist(), triangle).graph(top_k=5)
-    assert len(graph.edges) > 100
-    root = parse_svg(graph.svg(max_edges=30))
-    assert len(with_class(root, "af-edge")) == 30
-    assert f"the 30 strongest of {len(graph.edges)} edges" in " ".join(" ".join(texts(root)).split())
     kept = graph.strongest(30)
     assert min(edge.bias for edge in kept.edges) >= sorted((e.bias for e in graph.edges), reverse=True)[29]
     assert graph.strongest(10_000) is graph
@@ -94,15 +72,4 @@ def test_no_edges():
     empty = table([[0.0, 0.0], [0.0, 0.0]]).graph()
     assert empty.edges == empty.nodes == ()
     assert empty.is_acyclic
-    assert "No edges" in " ".join(texts(parse_svg(empty.svg())))
     assert "->" not in empty.to_dot()
-
-
-def test_html_is_whole_and_escaped():
-    page = Page()
-    page.feed(table(BIAS, TRIANGLE, tokens=["<script>", "&", "b"]).graph(top_k=2).html())
-    assert page.open == []
-    assert not any(tag == "script" for tag, _ in page.tags)
-    assert "<script> (0)" in page.text
-    assert "+2.000" in page.text
-    assert len(list(page.of("tr"))) == 4

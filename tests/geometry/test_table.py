@@ -17,11 +17,6 @@ from attnflow.geometry.summary import Quartiles
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
 from attnflow.models.query_key import QueryKey
 from attnflow.report.score_text import overview
-from attnflow.report.score_text import text as as_text
-
-
-def overview_text(models):
-    return as_text(overview(models))
 
 
 def row(layer, head, symmetry=0.25, directionality=-0.5, kind="self", tower="", flags=()):
@@ -151,16 +146,16 @@ def test_without_pandas_the_command_is_named(monkeypatch):
 
 def test_texts_say_what_is_ignored_and_how_it_was_read():
     scores = encoder_decoder()
-    for text in (str(scores), overview_text([scores])):
+    for text in (str(scores), overview([scores])):
         assert IGNORED in " ".join(text.split())
         assert "a remark" in text
         assert "gamma 2" in text
         assert "excess" in text
     assert "decoder, cross, 1 layers: symmetry nan" in str(scores)
-    assert "decoder, cross: 1 layers" in overview_text([scores])
-    assert "none" in overview_text([scores])  # no symmetry where it is not square
-    assert "1 flagged 'zero'" in overview_text([scores])
-    assert not any(line != line.rstrip() for line in overview_text([scores]).splitlines())
+    assert "decoder, cross: 1 layers" in overview([scores])
+    assert "none" in overview([scores])  # no symmetry where it is not square
+    assert "1 flagged 'zero'" in overview([scores])
+    assert not any(line != line.rstrip() for line in overview([scores]).splitlines())
 
 
 def test_a_table_is_a_sequence_of_rows():

@@ -113,7 +113,7 @@ def test_what_was_not_traced_is_said():
     for call in (lambda: found.layer(1), lambda: found.fired(layer=1), lambda: found.table(layer=1)):
         with pytest.raises(ValueError, match=r"layer must be one of \[0, 2\], got 1"):
             call()
-    for call in (lambda: found.row(2), lambda: found.fired(-4), lambda: found.figure(position=2)):
+    for call in (lambda: found.row(2), lambda: found.fired(-4)):
         with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):
             call()
 
@@ -131,24 +131,3 @@ def test_table_and_summary_say_what_fired():
     assert text.startswith("Trace('tiny': 3 positions of 4 tokens, 2 layers)")
     assert "4 kept explain" in text
     assert repr(made(False)).endswith("no direct effects: norms lie between")
-
-
-@pytest.mark.parametrize("effects", [True, False])
-def test_figure_shows_layers_tokens_and_entries(effects, tmp_path):
-    pytest.importorskip("matplotlib")
-    from attnflow.report import save_figure
-
-    found = made(effects)
-    figure = found.figure(count=5, title="the $title")
-    shares, written, bars = figure.axes[:3]
-    assert shares.images[0].get_array().shape == (2, 3)
-    expected = [one.active / 20 for one in found]
-    assert torch.allclose(torch.tensor(shares.images[0].get_array()), torch.stack(expected).double())
-    table = [one.effect if effects else one.output_norm for one in found]
-    assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
-    strongest = found.fired(-1, count=5)
-    sizes = [one.effect if effects else one.norm for one in strongest]
-    assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
-    assert [text.get_text() for text in bars.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in strongest]
-    for suffix in ("png", "svg"):
-        assert save_figure(figure, tmp_path / f"trace.{suffix}").stat().st_size > 5000

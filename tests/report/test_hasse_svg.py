@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from attnflow import masks
 from attnflow.order import analyze
+from attnflow.report import figure
 from attnflow.report.hasse_svg import hasse_svg, runs
 from tests.report.reading import parse_svg, texts, with_class
 from tests.strategies import square_masks
@@ -143,7 +144,7 @@ def test_wrong_arguments_are_refused():
 
 def test_the_method_of_the_diagram_is_the_same_picture():
     hasse = analyze(masks.butterfly(4)).hasse
-    assert hasse.svg(highlight=[0, 1]) == hasse_svg(hasse, highlight=[0, 1])
+    assert figure(hasse, highlight=[0, 1]) == hasse_svg(hasse, highlight=[0, 1])
 
 
 def test_runs():

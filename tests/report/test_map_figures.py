@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from attnflow import report
 from attnflow._core.errors import MissingExtra
 from attnflow.bias import BiasMap, LayerMap
 from attnflow.report import save_figure
@@ -17,7 +18,7 @@ def image(figure):
 
 def test_all_layers_of_the_last_query():
     found = make(produced=("", "", "", "11"))
-    figure = found.figure()
+    figure = report.figure(found)
     axes = figure.axes[0]
     assert image(figure).get_cmap().name == "coolwarm_r"
     low, high = image(figure).get_clim()
@@ -34,16 +35,16 @@ def test_all_layers_of_the_last_query():
 
 def test_one_layer_leaves_forbidden_pairs_out():
     found = make()
-    figure = found.figure(layer=2)
+    figure = report.figure(found, layer=2)
     shown = image(figure).get_array()
     assert np.ma.getmaskarray(shown).tolist() == (~found.allowed(2)).tolist()
     assert figure.axes[0].get_ylabel() == "query"
-    weights = found.figure("weights", layer=2)
+    weights = report.figure(found, "weights", layer=2)
     assert image(weights).get_clim()[0] == 0.0
-    row = found.figure(layer=2, query=1, head=None)
+    row = report.figure(found, layer=2, query=1, head=None)
     assert image(row).get_array().shape == (1, 2)  # keys that this query cannot see are not there
     with pytest.raises(ValueError, match="layer must be one of"):
-        found.figure(layer=1)
+        report.figure(found, layer=1)
 
 
 def test_three_ways():
@@ -75,10 +76,10 @@ def test_a_dominant_first_token_is_cut_and_says_its_weight():
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_equal_figures_make_equal_files(suffix, tmp_path):
-    files = [save_figure(make().figure(), tmp_path / f"{n}.{suffix}").read_bytes() for n in range(2)]
+    files = [save_figure(report.figure(make()), tmp_path / f"{n}.{suffix}").read_bytes() for n in range(2)]
     assert files[0] == files[1]
     with pytest.raises(ValueError, match=r"ends in \.svg, \.png or \.pdf, got 'x\.txt'"):
-        save_figure(make().figure(), tmp_path / "x.txt")
+        save_figure(report.figure(make()), tmp_path / "x.txt")
 
 
 def test_long_contexts_and_zero_maps():
@@ -86,7 +87,7 @@ def test_long_contexts_and_zero_maps():
     allowed = torch.ones(1, 2, n, dtype=torch.bool)
     one = LayerMap(0, "x", zero, zero, allowed, zero + 1 / n, zero + 1 / n)
     found = BiasMap("tiny", tuple(map(str, range(n))), (198, 199), (one,))
-    figure = found.figure()
+    figure = report.figure(found)
     labels = [t.get_text() for t in figure.axes[0].get_xticklabels()]
     assert len(labels) < 30
     assert image(figure).get_clim() == (-1.0, 1.0)
@@ -96,12 +97,12 @@ def test_long_contexts_and_zero_maps():
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"pip install 'attnflow\[report\]'"):
-        make().figure()
+        report.figure(make())
 
 
 def test_dollar_signs_are_no_formulas(tmp_path):
     given = make()
     found = BiasMap("$m$", ("$", "$5^{", "a$b$", "\\$"), given.queries, given.layers, produced=("$", "$", "$", "$_$"))
-    for figure in (found.figure(), found.figure(layer=0), compare_figure({"$a$": found})):
+    for figure in (report.figure(found), report.figure(found, layer=0), compare_figure({"$a$": found})):
         save_figure(figure, tmp_path / "x.svg")
-    assert found.figure().axes[0].get_title().count(r"\$") == 3
+    assert report.figure(found).axes[0].get_title().count(r"\$") == 3

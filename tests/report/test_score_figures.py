@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from attnflow import MissingExtra
+from attnflow import MissingExtra, report
 from attnflow.geometry import published_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.report import score_figures as figures
@@ -29,7 +29,7 @@ def labels(figure):
 
 
 def test_plane_has_a_mark_with_whiskers_for_each_model_and_the_published_ones_behind(tmp_path):
-    figure = scores().figure("plane", scores("two"))
+    figure = report.figure(scores(), scores("two"), picture="plane")
     (axes,) = figure.axes
     assert labels(figure) == [f"published ({len(figures.background())} records)", "one", "two"]
     mark = next(c for c in axes.containers if c.get_label() == "one")
@@ -45,14 +45,14 @@ def test_plane_has_a_mark_with_whiskers_for_each_model_and_the_published_ones_be
 def test_the_background_leaves_out_what_is_wrong_or_not_comparable():
     assert 0 < len(figures.background()) < len(published_scores())
     assert all(not record.fault for record in figures.background())
-    figure = scores(mode="norm").figure("plane")
+    figure = report.figure(scores(mode="norm"), picture="plane")
     assert labels(figure) == ["one"]
 
 
 def test_attention_without_symmetry_is_not_in_the_plane_but_among_the_layers():
     both = scores(kinds=("self", "cross"))
-    assert labels(both.figure("plane"))[1:] == ["one: self"]
-    assert labels(both.figure("layers")) == ["one: self", "one: cross"]
+    assert labels(report.figure(both, picture="plane"))[1:] == ["one: self"]
+    assert labels(report.figure(both, picture="layers")) == ["one: self", "one: cross"]
 
 
 def test_layers_have_a_line_for_each_model():
@@ -64,7 +64,7 @@ def test_layers_have_a_line_for_each_model():
 
 
 def test_heads_are_maps_of_heads_by_layers():
-    figure = scores(layers=4, heads=3, kinds=("self", "cross")).figure("heads")
+    figure = report.figure(scores(layers=4, heads=3, kinds=("self", "cross")), picture="heads")
     maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert [m.shape for m in maps] == [(3, 4)] * 4
     assert maps[0][1].tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3])
@@ -79,22 +79,22 @@ def test_layers_with_fewer_heads_leave_a_gap():
 
 def test_models_that_were_read_in_different_ways_are_not_mixed():
     with pytest.raises(ValueError, match="excess, gamma 2 and norm, gamma 2; score them alike"):
-        scores().figure("plane", scores(mode="norm"))
+        report.figure(scores(), scores(mode="norm"), picture="plane")
     with pytest.raises(ValueError, match="got no models"):
         figures.layers([])
 
 
 def test_what_a_figure_cannot_show_is_named():
     with pytest.raises(ValueError, match="per_head=True"):
-        scores(heads=0).figure("heads")
+        report.figure(scores(heads=0), picture="heads")
     with pytest.raises(ValueError, match="one model"):
-        scores().figure("heads", scores("two"))
-    figure = getattr(GeometryScores.figure, "__wrapped__", GeometryScores.figure)
+        report.figure(scores(), scores("two"), picture="heads")
+    draw = getattr(figures.score_figure, "__wrapped__", figures.score_figure)
     with pytest.raises(ValueError, match="got 'pie'"):
-        figure(scores(), "pie")
+        draw(scores(), picture="pie")
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"attnflow\[report\]"):
-        scores().figure()
+        report.figure(scores())

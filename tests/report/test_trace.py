@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from attnflow.report import TRACE_SECTIONS, trace_report
+from attnflow.report import TRACE_SECTIONS, figure, save_figure, trace_report
 from tests.knowledge.test_trace import made
 from tests.report.reading import Page, parse_svg
 
@@ -60,3 +61,24 @@ def test_nothing_fired_for_the_last_token():
     for one in found:
         one.ids[-1] = -1
     assert "No entry fired for the last token" in read(trace_report(found)).text
+
+
+@pytest.mark.parametrize("effects", [True, False])
+def test_figure_shows_layers_tokens_and_entries(effects, tmp_path):
+    pytest.importorskip("matplotlib")
+    found = made(effects)
+    drawn = figure(found, count=5, title="the $title")
+    shares, written, bars = drawn.axes[:3]
+    assert shares.images[0].get_array().shape == (2, 3)
+    expected = [one.active / 20 for one in found]
+    assert torch.allclose(torch.tensor(shares.images[0].get_array()), torch.stack(expected).double())
+    table = [one.effect if effects else one.output_norm for one in found]
+    assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
+    strongest = found.fired(-1, count=5)
+    sizes = [one.effect if effects else one.norm for one in strongest]
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
+    assert [text.get_text() for text in bars.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in strongest]
+    for suffix in ("png", "svg"):
+        assert save_figure(drawn, tmp_path / f"trace.{suffix}").stat().st_size > 5000
+    with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):
+        figure(found, position=2)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from attnflow._core import checks
-from attnflow._core.markup import element, escape, token_label, visible
+from attnflow._core.markup import visible
 from attnflow.bias.map import BiasMap
 
 if TYPE_CHECKING:
     import networkx as nx
 
-_LABEL: Final = 40  # characters of a token in a table
 _STRONGEST: Final = 2  # keys of each query, unless something else is asked for
 
 
@@ -138,51 +137,6 @@ class BiasGraph:
             lines.append(f'  {edge.key} -> {edge.query} [label="{edge.bias:.2f}", penwidth={width:.2f}];')
         return "\n".join([*lines, "}", ""])
 
-    def svg(self, *, max_edges: int = 60, standalone: bool = True) -> str:
-        """The graph as SVG, in layers, information flowing upwards; see `attnflow.report.graph_svg.graph_svg`."""
-        from attnflow.report.graph_svg import graph_svg  # only drawing needs the layout
-
-        return graph_svg(self, max_edges=max_edges, standalone=standalone)
-
-    def html(self, *, max_edges: int = 60) -> str:
-        """One self-contained page: the drawing, and a table of all edges, the strongest first."""
-        rows = sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
-        cells = "".join(
-            element(
-                "tr", "".join(element("td", escape(cell)) for cell in (self._name(e.key), self._name(e.query), _sum(e)))
-            )
-            for e in rows
-        )
-        head = element("tr", "".join(element("th", name) for name in ("from key", "to query", "bias")))
-        title = f"Reasoning graph: {self.about}" if self.about else "Reasoning graph"
-        body = (
-            element("h1", escape(title))
-            + element("div", self.svg(max_edges=max_edges, standalone=False), class_="picture")
-            + element("table", element("thead", head) + element("tbody", cells))
-        )
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            '<meta name="color-scheme" content="light dark">'
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>{body}</body></html>\n"
-        )
-
-    def _name(self, position: int) -> str:
-        return f"{token_label(self.tokens[position], _LABEL)} ({position})"
-
-
-def _sum(edge: Edge) -> str:
-    return f"+{edge.bias:.3f}"
-
 
 def _quoted(token: str) -> str:
     return visible(token).replace("\\", "\\\\").replace('"', '\\"')
-
-
-_STYLE: Final = (
-    "body{margin:24px auto;max-width:1080px;padding:0 16px;font:16px/1.5 system-ui,sans-serif;"
-    "color:#1b1f23;background:#fdfdfc}h1{font-size:20px}.picture{overflow-x:auto}svg{max-width:100%;height:auto}"
-    "table{border-collapse:collapse;margin:20px 0;font-size:14px}td,th{padding:4px 18px 4px 0;text-align:left;"
-    "border-bottom:1px solid #8884}td:last-child{font-variant-numeric:tabular-nums}"
-    "@media (prefers-color-scheme:dark){body{color:#e8eaec;background:#14171a}}"
-)

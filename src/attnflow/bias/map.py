@@ -19,8 +19,6 @@ from attnflow._core.markup import percent, plural, visible
 from attnflow.bias.low_rank import energy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from attnflow.bias.graph import BiasGraph
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
@@ -165,20 +163,6 @@ class BiasMap:
             raise ValueError(f"rank must be at least 1, got {rank}")
         tables = ((one, self.values("bias", one.layer, head)) for one in self.layers)
         return {one.layer: energy(table, one.allowed.any(dim=0), rank) for one, table in tables}
-
-    def figure(
-        self,
-        kind: Literal["bias", "weights"] = "bias",
-        *,
-        layer: int | None = None,
-        query: int | None = None,
-        head: int | None = None,
-        title: str | None = None,
-    ) -> Figure:
-        """The map as a matplotlib figure (daa, fig. 1); see `attnflow.report.bias_figures.map_figure`."""
-        from attnflow.report.bias_figures import map_figure  # only drawing needs matplotlib
-
-        return map_figure(self, kind, layer=layer, query=query, head=head, title=title)
 
     def graph(
         self,

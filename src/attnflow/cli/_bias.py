@@ -106,18 +106,19 @@ def look(
 def write(found: BiasMap, view: View, path: Path, bias: str) -> None:
     """Write what the suffix of `path` asks for; whole or not at all."""
     from attnflow._core.files import write_atomically
-    from attnflow.report import bias_report, save_figure
+    from attnflow.report import bias_report, figure, save_figure
+    from attnflow.report.graph_svg import graph_html
 
     suffix = path.suffix.lower()
     if suffix == ".html" and not view.is_graph:
         bias_report(found, details={"Bias": bias}).save(path)
     elif suffix in (".svg", ".png") and not view.is_graph:
-        save_figure(found.figure(layer=view.layer, query=view.query, head=view.head), path)
+        save_figure(figure(found, layer=view.layer, query=view.query, head=view.head), path)
     else:
         makers = {".csv": found.to_csv, ".json": found.to_json}
         if view.is_graph or suffix == ".dot":
             graph = view.graph(found)
-            makers = {".svg": graph.svg, ".html": graph.html, ".dot": graph.to_dot}
+            makers = {".svg": lambda: figure(graph), ".html": lambda: graph_html(graph), ".dot": graph.to_dot}
         text = cast(Any, makers[suffix])()
         with write_atomically(path) as file:
             file.write(text.encode())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnflow.geometry import GeometryScores
     from attnflow.geometry.score import Attention
     from attnflow.geometry.scores import Mode
-    from attnflow.geometry.table import Picture
+    from attnflow.report.score_figures import Picture
 
 SUFFIXES: Final = (".svg", ".png", ".html", ".csv")
 
@@ -78,7 +78,7 @@ def target(path: Path, picture: Picture, names: Sequence[str]) -> Path:
 def write(found: Found, path: Path, picture: Picture) -> None:
     """Write the figure, report or table that the suffix of `path` asks for; whole or not at all."""
     from attnflow._core.files import write_atomically
-    from attnflow.report import geometry_report
+    from attnflow.report import figure, geometry_report
 
     suffix = path.suffix.lower()
     if suffix == ".html":
@@ -91,4 +91,4 @@ def write(found: Found, path: Path, picture: Picture) -> None:
             file.write(tables[0].encode())
             file.writelines(table.partition("\n")[2].encode() for table in tables[1:])
         else:
-            first.figure(picture, *others).savefig(file, format=suffix[1:], dpi=200)
+            figure(first, *others, picture=picture).savefig(file, format=suffix[1:], dpi=200)

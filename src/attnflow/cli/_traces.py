@@ -87,13 +87,13 @@ def look(model: str, text: str, store: str | None, view: View, spinner: Spinner)
 def write(found: Trace, view: View, path: Path, store: str | None) -> None:
     """Write what the suffix of `path` asks for; whole or not at all."""
     from attnflow._core.files import write_atomically
-    from attnflow.report import save_figure, trace_report
+    from attnflow.report import figure, save_figure, trace_report
 
     suffix = path.suffix.lower()
     if suffix == ".html":
         trace_report(found, details={} if store is None else {"Store": store}).save(path)
     elif suffix in (".svg", ".png"):
-        save_figure(found.figure(position=view.position), path)
+        save_figure(figure(found, position=view.position), path)
     else:
         text = found.to_csv() if suffix == ".csv" else found.to_json()
         with write_atomically(path) as file:

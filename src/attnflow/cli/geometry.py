@@ -72,15 +72,13 @@ def geometry(
         scored = [model.to_dict() for model in found.models]
         print_json("attnflow.geometry/1", {"models": scored, "unscored": found.unscored, "written": written})
     elif found.models:
-        from attnflow.report.score_text import details, overview, text
+        from attnflow.report.score_text import details, overview
 
         screen = console()
+        width = screen.width if screen.is_terminal else 110  # with room for the names of models
         listed = found.models if per_head or len(found.models) == 1 else ()
-        parts = [*(details(model, heads=per_head) for model in listed), overview(found.models)]
-        if screen.is_terminal:
-            screen.print(*parts, sep="\n")
-        else:  # with room for the names of models
-            print(text(*parts))
+        parts = [*(details(model, heads=per_head, width=width) for model in listed), overview(found.models, width)]
+        print("\n\n".join(parts))
         if written:
             say(screen, f"written: {written}")
     for name, reason in found.unscored.items():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import Final, Literal, Self
 
 from attnflow._core.results import Result, plain
 from attnflow.geometry.factored import Scores
@@ -14,11 +14,6 @@ from attnflow.geometry.published import Comparison, compare
 from attnflow.geometry.scores import Mode
 from attnflow.geometry.summary import Matrix, Quartiles, Summary
 from attnflow.models.query_key import Kind, QueryKey
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Picture = Literal["plane", "layers", "heads"]
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"
 ZERO: Final = "zero"  # the matrix is zero: both scores are 0 by definition
@@ -156,28 +151,6 @@ class GeometryScores(Result):
         Empty where the model is not in the published table (`attnflow.geometry.published`).
         """
         return compare(self.model, self.summaries, self.gamma, self.mode)
-
-    def figure(self, picture: Picture = "plane", *others: GeometryScores) -> Figure:
-        """The scores as a matplotlib figure.
-
-        Args:
-            picture: "plane" (median and quartiles of symmetry against directionality, a mark per model), "layers" (both
-                scores by layer, a line per model) or "heads" (a heat map of heads by layers, of this model alone).
-            others: more models for "plane" and "layers".
-
-        Raises:
-            MissingExtra: matplotlib is not installed.
-            ValueError: there is no such picture, or "heads" of several models or of a table without heads.
-        """
-        from attnflow.report import score_figures as figures
-
-        if picture == "heads":
-            if others:
-                raise ValueError('a heat map shows one model: call figure("heads") of each')
-            return figures.heads(self)
-        if picture not in ("plane", "layers"):
-            raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
-        return (figures.plane if picture == "plane" else figures.layers)((self, *others))
 
     def rows(self) -> list[dict[str, object]]:
         """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";"."""

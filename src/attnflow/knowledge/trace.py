@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -18,9 +18,6 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.markup import percent, plural, shorten, token_label, visible
 from attnflow._core.tables import aligned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 By = Literal["norm", "effect"]
 
@@ -244,12 +241,6 @@ class Trace:
             for one in found
         ]
         return aligned(lines, left=[1, 8])
-
-    def figure(self, *, position: int = -1, count: int = 12, title: str | None = None) -> Figure:
-        """Layers x tokens, and the strongest entries of one token; see `attnflow.report.trace_figure`."""
-        from attnflow.report.trace_figure import trace_figure  # only drawing needs matplotlib
-
-        return trace_figure(self, position=position, count=count, title=title)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """A line for each kept entry of each token and layer, as CSV text, written to `path` if it is given."""

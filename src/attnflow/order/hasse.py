@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -51,18 +50,6 @@ class Hasse:
         lines += [f'  {i} [label="{label(node)}"];' for i, node in enumerate(self.nodes)]
         lines += [f"  {lower} -> {upper};" for lower, upper in self.edges]
         return "\n".join([*lines, "}", ""])
-
-    def svg(self, labels: Sequence[str] | None = None, highlight: Sequence[int] = (), max_nodes: int = 60) -> str:
-        """The diagram as SVG, layered, lower classes at the bottom; see `attnflow.report.hasse_svg.hasse_svg`.
-
-        Args:
-            labels: a text for each position, e.g. its token.
-            highlight: positions of a path to emphasise, as `flow.path` returns it.
-            max_nodes: boxes above which the diagram is summarised.
-        """
-        from attnflow.report.hasse_svg import hasse_svg  # only drawing needs the layout
-
-        return hasse_svg(self, labels=labels, highlight=highlight, max_nodes=max_nodes)
 
 
 def label(positions: tuple[int, ...], limit: int = 6) -> str:

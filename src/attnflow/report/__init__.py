@@ -5,6 +5,7 @@ from attnflow.report.facts import BlockSparsity, CostModel, Growth, block_sparsi
 from attnflow.report.figures import mask_figure, mask_png, save_figure
 from attnflow.report.html import Html
 from attnflow.report.picture import mask_svg
+from attnflow.report.registry import figure
 from attnflow.report.sections import BIAS_SECTIONS, GEOMETRY_SECTIONS, MODEL_SECTIONS, SECTIONS, TRACE_SECTIONS
 from attnflow.report.subject import Section, SectionFunction, Subject
 from attnflow.report.terminal import mask_text
@@ -26,6 +27,7 @@ __all__ = [
     "bias_report",
     "block_sparsity",
     "build",
+    "figure",
     "geometry_report",
     "growth",
     "mask_figure",

@@ -112,3 +112,38 @@ def _box(centre: Point, size: tuple[float, float], text: str, tooltip: str, posi
         element("text", str(position), x=x, y=y + 12.5, font_size=10, fill="currentColor", fill_opacity=0.7),
     ]
     return element("g", "".join(parts), class_="af-node", text_anchor="middle", font_family=MONO)
+
+
+def graph_html(graph: BiasGraph, *, max_edges: int = 60) -> str:
+    """One self-contained page: the drawing, and a table of all edges, the strongest first."""
+    rows = sorted(graph.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
+
+    def named(position: int) -> str:
+        return f"{token_label(graph.tokens[position], 40)} ({position})"
+
+    cells = "".join(
+        element("tr", "".join(element("td", escape(c)) for c in (named(e.key), named(e.query), f"+{e.bias:.3f}")))
+        for e in rows
+    )
+    head = element("tr", "".join(element("th", name) for name in ("from key", "to query", "bias")))
+    title = f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph"
+    body = (
+        element("h1", escape(title))
+        + element("div", graph_svg(graph, max_edges=max_edges, standalone=False), class_="picture")
+        + element("table", element("thead", head) + element("tbody", cells))
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
+_STYLE: Final = (
+    "body{margin:24px auto;max-width:1080px;padding:0 16px;font:16px/1.5 system-ui,sans-serif;"
+    "color:#1b1f23;background:#fdfdfc}h1{font-size:20px}.picture{overflow-x:auto}svg{max-width:100%;height:auto}"
+    "table{border-collapse:collapse;margin:20px 0;font-size:14px}td,th{padding:4px 18px 4px 0;text-align:left;"
+    "border-bottom:1px solid #8884}td:last-child{font-variant-numeric:tabular-nums}"
+    "@media (prefers-color-scheme:dark){body{color:#e8eaec;background:#14171a}}"
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -21,6 +21,30 @@ if TYPE_CHECKING:
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS: Final = "osD^vPX*<>"
 _SCORES: Final = ("symmetry", "directionality")
+
+Picture = Literal["plane", "layers", "heads"]
+
+
+def score_figure(scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane") -> Figure:
+    """The scores of one or more models as a matplotlib figure.
+
+    Args:
+        scores: of a model.
+        others: more models for "plane" and "layers".
+        picture: "plane" (median and quartiles of symmetry against directionality, a mark per model), "layers" (both
+            scores by layer, a line per model) or "heads" (a heat map of heads by layers, of one model).
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+        ValueError: there is no such picture, or "heads" of several models or of a table without heads.
+    """
+    if picture == "heads":
+        if others:
+            raise ValueError('a heat map shows one model: call figure(..., picture="heads") of each')
+        return heads(scores)
+    if picture not in ("plane", "layers"):
+        raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
+    return (plane if picture == "plane" else layers)((scores, *others))
 
 
 def plane(models: Sequence[GeometryScores], *, published: bool = True, title: str | None = None) -> Figure:

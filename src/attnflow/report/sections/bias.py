@@ -12,6 +12,7 @@ from attnflow.bias import BiasMap, LayerMap
 from attnflow.report import bias_charts, html
 from attnflow.report.bias_charts import Array, Truth
 from attnflow.report.bias_figures import query_name, token_name, weight_panels
+from attnflow.report.graph_svg import graph_svg
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject
 
@@ -115,7 +116,7 @@ def bias_graph(subject: Subject) -> Section | None:
         "An arrow goes from a key to a query that the bias draws to it, in the mean over layers; thick arrows are "
         f"strong. It shows where the bias adds, not what the model does with it. {kind}"
     )
-    picture = Html(graph.svg(max_edges=_EDGES, standalone=False))
+    picture = Html(graph_svg(graph, max_edges=_EDGES, standalone=False))
     return Section(
         "graph", "Reasoning graph", html.paragraph(lead, kind="lead") + html.figure(picture, kind="natural centre")
     )
