@@ -1,63 +1,149 @@
-"""When feed-forward layers are cross-attention, and that entries of the stated width do write them."""
+"""When feed-forward layers are cross-attention: where it is said, one is built; where it is denied, a rank forbids it."""
 
 import pytest
 import torch
-from torch.nn import functional
 
-from attnflow.knowledge import conditions
+from attnflow.knowledge import GeneralizedCrossAttention, conditions
+from attnflow.knowledge.activations import named
 
 
 def low_rank(rows, columns, rank):
     return torch.randn(rows, rank, dtype=torch.float64) @ torch.randn(rank, columns, dtype=torch.float64)
 
 
-def test_ranks_of_gated_layers():
-    torch.manual_seed(0)
-    gate, up, down = low_rank(8, 40, 3), low_rank(8, 40, 5), low_rank(40, 8, 2)
-    found = conditions(up, down, key_dim=5, entry_dim=12, gate=gate)
-    assert (found.key_ranks, found.entry_rank, found.gated, found.exact) == ((3, 5), 10, True, True)
-    assert str(found) == "exact: rank 3 and 5 <= d_k 5, 10 + 2 <= d_E 12"
-    assert found.residual < 1e-12
-    narrow = conditions(up, down, key_dim=4, entry_dim=11, gate=gate)
-    assert not narrow.exact
-    values = torch.linalg.svdvals(torch.cat([gate.T, up.T, down], dim=1))
-    assert narrow.residual == pytest.approx(float(values[9:].norm() / values.norm()))
-    assert "W_up has rank 5, but keys have width d_k = 4" in str(narrow)
-    assert "W_gate has rank" not in str(narrow)
-    assert "[W_gate^T | W_up^T | W_2] has rank 10, and the thresholds need two more coordinates" in str(narrow)
-    assert conditions(up, down, key_dim=5, entry_dim=12).key_ranks == (5,)
+def layer(width, entries, ranks, gated, bias):
+    """(keys, W_2, thresholds): low-rank keys and values, with thresholds of a kind."""
+    keys = [low_rank(width, entries, rank) for rank in ranks[: 1 + gated]]
+    second = low_rank(entries, width, ranks[-1])
+    made = {
+        "none": lambda: None,
+        "constant": lambda: torch.full((entries,), 0.7, dtype=torch.float64),
+        "affine": lambda: second @ torch.randn(width, dtype=torch.float64) - 0.3,
+        "free": lambda: torch.randn(entries, dtype=torch.float64),
+    }[bias]
+    return keys, second, [made() for _ in keys]
 
 
-def test_full_rank_gated_layers_need_three_slots_and_two_thresholds():
-    torch.manual_seed(0)
-    gate, up, down = torch.randn(4, 50), torch.randn(4, 50), torch.randn(50, 4)
-    assert conditions(up, down, key_dim=4, entry_dim=3 * 4 + 2, gate=gate).exact
-    assert not conditions(up, down, key_dim=4, entry_dim=3 * 4 + 1, gate=gate).exact
-    assert not conditions(up, down, key_dim=3, entry_dim=3 * 4 + 2, gate=gate).exact
+def asked(keys, second, biases, key_dim, entry_dim):
+    gated = len(keys) == 2
+    return conditions(
+        keys[-1],
+        second,
+        key_dim,
+        entry_dim,
+        thresholds=biases[-1],
+        gate=keys[0] if gated else None,
+        gate_thresholds=biases[0] if gated else None,
+    )
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_entries_of_the_stated_width_write_the_layer(gated):
-    torch.manual_seed(0)
-    width, entries = 6, 30
-    first, second = low_rank(width, entries, 3), low_rank(entries, width, 2)
-    gate = low_rank(width, entries, 4) if gated else None
-    biases = torch.randn(1 + gated, entries, dtype=torch.float64)
-    keys = [first] if gate is None else [gate, first]
+def exhibit(found, keys, second, biases, activation):
+    """(a `GeneralizedCrossAttention` of exactly the widths asked for, its entries) that is the layer."""
+    width, count = keys[0].shape
     joined = torch.cat([*(key.T for key in keys), second], dim=1)
-    found = conditions(first, second, key_dim=4, entry_dim=14, gate=gate)
-    assert found.exact
-    # Entries: coordinates of the rows of `joined` in its row space, with the thresholds; projections read them off.
-    left, values, right = torch.linalg.svd(joined, full_matrices=False)
-    base = torch.cat([(left * values)[:, : found.entry_rank], biases.T], dim=1)
-    assert base.shape[1] == found.entry_rank + 1 + gated <= found.entry_dim
-    slices = right[: found.entry_rank].split(width, dim=1)
-    hidden = torch.randn(5, width, dtype=torch.float64)
-    scores = [hidden @ (base[:, : found.entry_rank] @ part).T for part in slices[:-1]]
-    scores = [score + base[:, found.entry_rank + i] for i, score in enumerate(scores)]
-    weights = functional.silu(scores[0]) * (scores[1] if gated else 1)
-    expected = functional.silu(hidden @ keys[0] + biases[0])
-    if gated:
-        expected = expected * (hidden @ first + biases[1])
-    torch.testing.assert_close(weights @ base[:, : found.entry_rank] @ slices[-1], expected @ second)
-    assert all(torch.linalg.matrix_rank(part) <= found.key_dim for part in slices[:-1])
+    ones = torch.ones(count, 1, dtype=torch.float64)
+    given = torch.stack([torch.zeros(count, dtype=torch.float64) if b is None else b for b in biases], dim=1)
+    left, values, _ = torch.linalg.svd(joined, full_matrices=False)
+    entries = (left * values)[:, : found.entry_rank]
+    known = torch.cat([entries, ones], dim=1)
+    own = given - known @ torch.linalg.lstsq(known, given, driver="gelsd").solution
+    if found.threshold_rank:
+        left, values, _ = torch.linalg.svd(own, full_matrices=False)
+        entries = torch.cat([entries, (left * values)[:, : found.threshold_rank]], dim=1)
+    entries = torch.cat([entries, entries.new_zeros(count, found.entry_dim - entries.shape[1])], dim=1)
+    attention = GeneralizedCrossAttention(
+        width, found.key_dim, found.entry_dim, activation=activation, gated=len(keys) == 2
+    ).double()
+
+    def read(target):
+        return torch.linalg.lstsq(entries, target, driver="gelsd").solution
+
+    query = torch.linalg.svd(torch.cat(keys, dim=1), full_matrices=False)[0][:, : found.key_rank]
+    affine = torch.linalg.lstsq(torch.cat([entries, ones], dim=1), given, driver="gelsd").solution
+    hidden, out = attention.threshold_network[0], attention.threshold_network[2]
+    with torch.no_grad():
+        for weight in attention.parameters():
+            weight.zero_()
+        attention.query[0, :, : found.key_rank] = query * found.key_dim**0.5
+        attention.value[0] = read(second)
+        for part, key in enumerate(keys):
+            attention.key[part, 0, :, : found.key_rank] = read(key.T) @ query
+            hidden.weight[2 * part], hidden.weight[2 * part + 1] = affine[:-1, part], -affine[:-1, part]
+            out.weight[part, 2 * part], out.weight[part, 2 * part + 1] = 1.0, -1.0  # relu(x) - relu(-x) = x
+            out.bias[part] = affine[-1, part]
+    return attention, entries
+
+
+@pytest.mark.parametrize("bias", ["none", "constant", "affine", "free"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_where_it_says_exact_cross_attention_of_these_widths_is_the_layer(gated, bias):
+    torch.manual_seed(0)
+    keys, second, biases = layer(6, 30, (2, 3, 2) if gated else (3, 2), gated, bias)
+    own = (1 + gated) * (bias == "free")
+    needed = sum((2, 3, 2) if gated else (3, 2)) + own
+    key_dim = 5 if gated else 3
+    found = asked(keys, second, biases, key_dim, needed)
+    assert (found.ok, found.threshold_rank, found.gated) == (True, own, gated)
+    assert not asked(keys, second, biases, key_dim, needed - 1).ok
+    assert not asked(keys, second, biases, key_dim - 1, needed).ok
+    activation = "silu" if gated else "relu"
+    attention, entries = exhibit(found, keys, second, biases, activation)
+    hidden = torch.randn(7, 6, dtype=torch.float64)
+    scores = [hidden @ key + (0 if b is None else b) for key, b in zip(keys, biases, strict=True)]
+    weights = named(activation)(scores[0]) * (scores[1] if gated else 1)
+    torch.testing.assert_close(attention(hidden, entries), weights @ second, rtol=1e-9, atol=1e-9)
+
+
+def test_a_layer_without_biases_needs_no_coordinate_for_thresholds():
+    torch.manual_seed(0)
+    first, second = torch.randn(4, 32), torch.randn(32, 4)
+    found = conditions(first, second, key_dim=4, entry_dim=8)
+    assert found.ok
+    assert str(found) == "exact: rank 4 <= d_k 4, 8 + 0 <= d_E 8"
+    attention, entries = exhibit(found, [first.double()], second.double(), [None], "relu")
+    hidden = torch.randn(5, 4, dtype=torch.float64)
+    expected = (hidden @ first.double()).relu() @ second.double()
+    torch.testing.assert_close(attention(hidden, entries), expected, rtol=1e-9, atol=1e-9)
+    assert not conditions(first, second, 4, 8, thresholds=torch.randn(32)).ok
+
+
+def test_where_it_denies_a_rank_forbids_it():
+    """No entries of that width have these keys, values and thresholds: the best of lower rank miss by the residual."""
+    torch.manual_seed(0)
+    first, second, bias = torch.randn(4, 32).double(), torch.randn(32, 4).double(), torch.randn(32).double()
+    joined = torch.cat([first.T, second], dim=1)
+    found = conditions(first, second, key_dim=3, entry_dim=6)
+    values = torch.linalg.svdvals(joined)
+    assert found.residual == pytest.approx(float(values[6:].norm() / values.norm()))
+    assert torch.linalg.matrix_rank(first) == found.key_rank > found.key_dim
+    assert torch.linalg.matrix_rank(joined) == found.entry_rank > found.entry_dim
+    for _ in range(20):  # whatever the entries, what can be read off them has their rank
+        entries, read = torch.randn(32, 6).double(), torch.randn(6, 8).double()
+        read = torch.linalg.lstsq(entries, joined).solution
+        assert float((entries @ read - joined).norm() / joined.norm()) >= found.residual
+    # With thresholds: 8 coordinates are all taken by keys and values, and no affine function of them is b_1.
+    full = conditions(first, second, key_dim=4, entry_dim=8, thresholds=bias)
+    assert (full.entry_rank, full.threshold_rank, full.ok) == (8, 1, False)
+    affine = torch.cat([joined, torch.ones(32, 1).double()], dim=1)
+    missed = bias - affine @ torch.linalg.lstsq(affine, bias[:, None]).solution[:, 0]
+    assert float(missed.norm() / bias.norm()) > 0.1
+    assert "[W_1^T | W_2] has rank 8, and thresholds need one more coordinate, but entries have width" in str(full)
+    narrow = str(conditions(first, second, 3, 9, thresholds=bias))
+    assert narrow == "not exact: W_1 has rank 4, but keys have width d_k = 3"
+
+
+def test_two_keys_share_one_query():
+    """Keys of ranks 3 and 5 in different directions need d_k = 8: each alone would fit in 5."""
+    torch.manual_seed(0)
+    keys, second, biases = layer(8, 40, (3, 5, 2), gated=True, bias="none")
+    assert not asked(keys, second, biases, 5, 12).ok
+    found = asked(keys, second, biases, 8, 10)
+    assert (found.key_rank, found.entry_rank, found.threshold_rank, found.ok) == (8, 10, 0, True)
+    assert "[W_gate | W_up] has rank 8, but keys have width d_k = 5" in str(asked(keys, second, biases, 5, 12))
+
+
+def test_conditions_read_back():
+    found = conditions(torch.randn(4, 16), torch.randn(16, 4), key_dim=4, entry_dim=6)
+    assert type(found).from_json(found.to_json()) == found
+    with pytest.raises(ValueError, match="belong to a gate"):
+        conditions(torch.randn(4, 16), torch.randn(16, 4), 4, 6, gate_thresholds=torch.randn(16))

@@ -102,17 +102,3 @@ def test_scores_and_values_are_the_maps_of_a_layer():
     torch.testing.assert_close(scores, hidden @ entries[:, :3].T + entries[:, 6])
     torch.testing.assert_close(EntryValues(base, 1, None)(scores), scores @ entries[:, 3:6])
 
-
-def test_conditions_name_the_rank_that_is_too_small():
-    torch.manual_seed(0)
-    first, second = torch.randn(4, 32), torch.randn(32, 4)
-    assert conditions(first, second, 4, 9).exact
-    narrow = conditions(first, second, 4, 5)
-    assert not narrow.exact
-    # The best entries of width 4 leave out the four smallest directions.
-    values = torch.linalg.svdvals(torch.cat([first.T, second], dim=1).double())
-    assert narrow.residual == pytest.approx(float(values[4:].norm() / values.norm()))
-    assert "has rank 8" in str(narrow)
-    assert "keys have width d_k = 3" in str(conditions(first, second, 3, 9))
-    low = first[:, :1] @ torch.randn(1, 32)
-    assert conditions(low, torch.zeros(32, 4), 1, 2).exact

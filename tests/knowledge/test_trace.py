@@ -3,11 +3,12 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attnflow.knowledge.trace import LayerTrace, Trace
+from attnflow.knowledge.trace import LayerTrace, Promoted, Trace
 
 
 def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torch.float32):
@@ -33,12 +34,12 @@ def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torc
 def made(effects=True, dtype=torch.float32, **options):
     layers = tuple(layer(number, effects=effects, dtype=dtype, **options) for number in (0, 2))
     if not effects:
-        return Trace("tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, without="norms lie between")
+        return Trace("tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, without="norms lie between", by="norm")
     numbers = [torch.randn(3, generator=torch.Generator().manual_seed(i), dtype=dtype) for i in range(4)]
     entry = int(layers[1].ids[2, 0])
     return Trace(
         "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, (" capital", " of", "\n"), (5, 6, 7), *numbers,
-        texts={entry: "Paris | is,\n\"big\""}, promoted={(0, int(layers[0].ids[2, 0]), 0): (" city", "town")},
+        texts={entry: "Paris | is,\n\"big\""}, promoted=(Promoted(0, int(layers[0].ids[2, 0]), 0, (" city", "town")),),
     )  # fmt: skip
 
 
@@ -61,23 +62,22 @@ def test_json_reads_back_number_for_number(effects, parts, dtype):
     assert all(same(x, y) for x, y in zip(again, found, strict=True))
     assert again.layers[0].weights.dtype == dtype
     assert again.to_json() == found.to_json()
-    assert json.loads(found.to_json())["schema"] == "attnflow.knowledge.trace/1"
+    assert json.loads(found.to_json())["attnflow"] == "Trace"
 
 
 def test_json_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"attnflow\.knowledge\.trace/1"):
-        Trace.from_json('{"schema": "attnflow.bias.map/1"}')
-    with pytest.raises(ValueError, match="JSON text of a Trace"):
+    with pytest.raises(ValueError, match="expected a saved Trace, got 'BiasMap'"):
+        Trace.from_json('{"attnflow": "BiasMap"}')
+    with pytest.raises(ValueError, match="JSON object with a saved Trace"):
         Trace.from_json("[1]")
-    path = tmp_path / "trace.json"
-    assert path.exists() is False
-    assert made().to_json(path) == path.read_text()
+    path = made().save(tmp_path / "trace.json")
+    assert made().to_json() == path.read_text()
 
 
 def test_csv_has_a_line_for_each_entry_that_fired(tmp_path):
     found, path = made(), tmp_path / "trace.csv"
-    text = found.to_csv(path)
-    assert path.read_text() == text
+    text = found.to_csv()
+    assert found.save(path).read_text() == text
     rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 2 * (3 * 4 - 1)
     one = found.layers[1]
@@ -98,8 +98,10 @@ def test_fired_is_ordered_and_leaves_out_what_did_not_fire():
     every = found.fired()
     assert len(every) == 2 * (3 * 4 - 1)
     assert [abs(one.effect) for one in every] == sorted((abs(one.effect) for one in every), reverse=True)
-    by_norm = found.fired(by="norm", count=5)
+    by_norm = replace(found, by="norm").fired(count=5)
     assert [one.norm for one in by_norm] == sorted((one.norm for one in every), reverse=True)[:5]
+    with pytest.raises(ValueError, match="others may have a larger norm"):  # 4 of 20 entries were kept, by effect
+        found.fired(by="norm")
     assert {one.layer for one in found.fired(layer=2)} == {2}
     assert {one.position for one in found.fired(-1)} == {3}
     assert {one.token for one in found.fired(position=1)} == {" capital"}

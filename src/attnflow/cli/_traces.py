@@ -123,7 +123,7 @@ def facts(found: Trace, view: View) -> dict[str, object]:
         "logit": None if found.logits is None else found.logits[row],
         "no_effects_because": found.without or None,
         "layers": layers,
-        "entries": [asdict(one) for one in found.fired(view.position, count=view.count)],
+        "entries": [asdict(one) for one in found.fired(view.position, count=min(view.count, found.top))],
     }
 
 
@@ -138,7 +138,7 @@ def lines(found: Trace, view: View) -> list[str]:
         said.append(f"no direct effects: {found.without}")
     active = sum(int(one.active[row]) for one in found)
     said.append(f"{active:,} of {sum(one.num_entries for one in found):,} entries are active")
-    return [*said, "", found.table(view.position, count=view.count)]
+    return [*said, "", found.table(view.position, count=min(view.count, found.top))]
 
 
 def _with_entries(model: Any, store: Any) -> Any:

@@ -25,7 +25,10 @@ def knowledge_trace(
     target: Annotated[
         str | None, typer.Option("--target", metavar="TOKEN", help="Effects on this token (default: the next one).")
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Entries kept for each token and layer.")] = 16,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="Entries kept for each token and layer (default: 16 or more)."),
+    ] = None,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries listed.")] = 12,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json.")
@@ -39,7 +42,7 @@ def knowledge_trace(
     """
     from attnflow.cli import _traces
 
-    view = _traces.View(layer, position, top, count, target)
+    view = _traces.View(layer, position, max(16, count) if top is None else top, count, target)
     path = None if output is None else _traces.target_path(output)
     with working(f"loading {model}") as spinner:
         found = _traces.look(model, text, store, view, spinner)

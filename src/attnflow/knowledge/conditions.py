@@ -8,55 +8,53 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attnflow._core.results import Result
+
 
 @dataclass(frozen=True)
-class Conditions:
-    """Whether a feed-forward layer can be written with keys of width d_k and entries of width d_E.
+class Conditions(Result):
+    """Whether a feed-forward layer can be written neuron by neuron with keys of width d_k and entries of width d_E.
 
     Attributes:
-        key_ranks: rank(W_1), or rank(W_gate) and rank(W_up) of a gated layer: d_k must be at least each of them.
-        entry_rank: rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): d_E must be at least this, plus one
-            coordinate for the threshold of each key.
+        key_rank: rank(W_1); rank([W_gate | W_up]) of a gated layer, whose two keys share one query. d_k must reach it.
+        entry_rank: rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values.
+        threshold_rank: coordinates more that thresholds need to be read off by an affine B1: none where they are
+            constant (no biases), or affine functions of the other coordinates; at most one for each key.
         key_dim: d_k asked for.
         entry_dim: d_E asked for.
-        residual: relative Frobenius error of the matrix of which `entry_rank` is the rank, at the best entries that
-            leave room for the thresholds.
+        gated: whether the layer has a gate.
+        residual: relative Frobenius error of keys and values at the best entries that leave room for the thresholds.
     """
 
-    key_ranks: tuple[int, ...]
+    key_rank: int
     entry_rank: int
+    threshold_rank: int
     key_dim: int
     entry_dim: int
+    gated: bool
     residual: float
 
     @property
-    def gated(self) -> bool:
-        """Whether the layer has a gate."""
-        return len(self.key_ranks) > 1
-
-    @property
-    def exact(self) -> bool:
+    def ok(self) -> bool:
         """Whether the layer can be written exactly."""
-        return max(self.key_ranks) <= self.key_dim and self.entry_rank + len(self.key_ranks) <= self.entry_dim
+        return self.key_rank <= self.key_dim and self.entry_rank + self.threshold_rank <= self.entry_dim
 
     def __str__(self) -> str:
-        thresholds = len(self.key_ranks)
-        if self.exact:
-            ranks = " and ".join(map(str, self.key_ranks))
+        keys = "[W_gate | W_up]" if self.gated else "W_1"
+        joined = "[W_gate^T | W_up^T | W_2]" if self.gated else "[W_1^T | W_2]"
+        if self.ok:
             return (
-                f"exact: rank {ranks} <= d_k {self.key_dim}, {self.entry_rank} + {thresholds} <= d_E {self.entry_dim}"
+                f"exact: rank {self.key_rank} <= d_k {self.key_dim}, "
+                f"{self.entry_rank} + {self.threshold_rank} <= d_E {self.entry_dim}"
             )
-        names = ("W_gate", "W_up") if self.gated else ("W_1",)
-        reasons = [
-            f"{name} has rank {rank}, but keys have width d_k = {self.key_dim}"
-            for name, rank in zip(names, self.key_ranks, strict=True)
-            if rank > self.key_dim
-        ]
-        if self.entry_rank + thresholds > self.entry_dim:
-            room = "thresholds need two more coordinates" if self.gated else "threshold needs one more coordinate"
+        reasons: list[str] = []
+        if self.key_rank > self.key_dim:
+            reasons.append(f"{keys} has rank {self.key_rank}, but keys have width d_k = {self.key_dim}")
+        if self.entry_rank + self.threshold_rank > self.entry_dim:
+            more = {0: "", 1: ", and thresholds need one more coordinate", 2: ", and thresholds need two more"}
             reasons.append(
-                f"[{' | '.join(f'{name}^T' for name in names)} | W_2] has rank {self.entry_rank}, and the {room}, but "
-                f"entries have width d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
+                f"{joined} has rank {self.entry_rank}{more[self.threshold_rank]}, but entries have width "
+                f"d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
             )
         return "not exact: " + "; ".join(reasons)
 
@@ -66,39 +64,63 @@ def conditions(
     second: Float[Tensor, "entries model_dim"],
     key_dim: int,
     entry_dim: int,
+    *,
+    thresholds: Float[Tensor, " entries"] | None = None,
     gate: Float[Tensor, "model_dim entries"] | None = None,
+    gate_thresholds: Float[Tensor, " entries"] | None = None,
 ) -> Conditions:
-    """The exactness conditions of act(h W_1 + b_1) W_2 as cross-attention (knowledge, sec. 5, corrected).
+    """Whether act(h W_1 + b_1) W_2 is cross-attention of given widths exactly (knowledge, sec. 5, corrected).
 
-    The paper's "functional equivalence" holds one way: cross-attention folds into a feed-forward layer always, and a
-    feed-forward layer unfolds exactly if and only if rank(W_1) <= d_k, rank([W_1^T | W_2]) <= d_E and the threshold
-    can be read off the entry. A gated layer, (act(h W_gate + b_gate) * (h W_up + b_up)) W_2, is not cross-attention of
-    the paper's form at any number of entries; with two keys for each entry, our extension, it is exactly if and only
-    if rank(W_gate), rank(W_up) <= d_k, rank([W_gate^T | W_up^T | W_2]) <= d_E and both thresholds can be read off.
+    Cross-attention folds into a feed-forward layer always. The way back, one entry for each neuron, needs entries with
+    W_1^T = E W_K W_Q^T / sqrt(d_k), W_2 = E W_V and b_1 = B1(E). With a B1 that is affine in the entry (what
+    "coordinate" and "mlp" thresholds can be), such entries exist if and only if rank(W_1) <= d_k and d_E reaches
+    rank([W_1^T | W_2]) plus the coordinates that b_1 needs of its own: none where b_1 lies in the span of the columns
+    of [W_1^T | W_2] and of the constant, as without biases; else one. A B1 of another form can do without that
+    coordinate wherever neurons with equal rows of [W_1^T | W_2] have equal thresholds; for those the two ranks alone
+    are necessary. (Fewer entries, or others, may compute the same function where neurons are redundant.)
+
+    A gated layer, (act(h W_gate + b_gate) * (h W_up + b_up)) W_2, is not of the paper's form at any number of entries;
+    with two keys for each entry and one query, our extension, the same holds of rank([W_gate | W_up]),
+    rank([W_gate^T | W_up^T | W_2]) and both thresholds.
 
     Args:
         first: W_1; W_up of a gated layer.
         second: W_2.
         key_dim: d_k.
-        entry_dim: d_E, with a coordinate for each threshold.
+        entry_dim: d_E.
+        thresholds: b_1; b_up of a gated layer; by default none.
         gate: W_gate, of a gated layer.
+        gate_thresholds: b_gate.
+
+    Raises:
+        ValueError: thresholds of a gate without a gate.
 
     Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
 
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
     <...>
-    >>> print(conditions(torch.randn(4, 16), torch.randn(16, 4), key_dim=4, entry_dim=9))
-    exact: rank 4 <= d_k 4, 8 + 1 <= d_E 9
+    >>> first, second = torch.randn(4, 16), torch.randn(16, 4)
+    >>> print(conditions(first, second, key_dim=4, entry_dim=8))
+    exact: rank 4 <= d_k 4, 8 + 0 <= d_E 8
+    >>> conditions(first, second, key_dim=4, entry_dim=8, thresholds=torch.randn(16)).ok
+    False
     """
-    keys = (first,) if gate is None else (gate, first)
+    if gate is None and gate_thresholds is not None:
+        raise ValueError("gate_thresholds belong to a gate: give gate too")
+    keys = [first] if gate is None else [gate, first]
     joined = torch.cat([*(key.T for key in keys), second], dim=1)
+    biases = [bias[:, None] for bias in (thresholds, gate_thresholds) if bias is not None]
+    constant = torch.ones_like(joined[:, :1])
+    free = torch.cat([joined, constant], dim=1)  # what an affine function of the entries can be without more room
+    own = _rank(torch.cat([free, *biases], dim=1)) - _rank(free)
     values = torch.linalg.svdvals(joined.double())
-    rest = values[max(entry_dim - len(keys), 0) :]
+    rest = values[max(entry_dim - own, 0) :]
     residual = float(rest.norm() / values.norm()) if bool(values.any()) else 0.0
-    return Conditions(tuple(_rank(key) for key in keys), _rank(joined), key_dim, entry_dim, residual)
+    key_rank = _rank(torch.cat(keys, dim=1))
+    return Conditions(key_rank, _rank(joined), own, key_dim, entry_dim, gate is not None, residual)
 
 
 def _rank(matrix: Tensor) -> int:
-    """The rank in the precision of the weights: directions that are rounding are not counted."""
+    """The rank in the precision of the weights, whatever the units of its columns: rounding is not counted."""
     tolerance = max(matrix.shape) * torch.finfo(matrix.dtype).eps
     return int(torch.linalg.matrix_rank(matrix.double(), rtol=tolerance))

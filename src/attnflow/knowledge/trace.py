@@ -1,32 +1,21 @@
-"""`Trace`: which entries fired for each token of a text, layer by layer, and what they did to the logits."""
+"""What fired in a model, layer by layer: the entries that tokens used, and what they did to the logits."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Final, Literal, cast
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Literal, cast
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.markup import percent, plural, shorten, token_label, visible
+from attnflow._core.results import Result
 from attnflow._core.tables import aligned
 
 By = Literal["norm", "effect"]
-
-SCHEMA: Final = "attnflow.knowledge.trace/1"
-_DIGITS: Final = {torch.float32: 9, torch.float64: 17}  # enough to read back the same number
-_COLUMNS: Final = (
-    "layer", "position", "token", "target", "entry", "head", "score", "threshold", "up_score", "up_threshold",
-    "weight", "norm", "effect", "text", "promotes",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,8 +97,25 @@ class LayerTrace:
     attention_effect: Float[Tensor, " positions"] | None = None
 
 
+@dataclass(frozen=True)
+class Promoted:
+    """The tokens whose logits an entry's value raises most.
+
+    Attributes:
+        layer: number of the layer.
+        entry: id of the entry.
+        head: that read it.
+        tokens: the first raised most.
+    """
+
+    layer: int
+    entry: int
+    head: int
+    tokens: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(Result):
     """The entries that fired for a text, as `af.knowledge.trace` returns it.
 
     The direct effect of a contribution c on the logit of a target is (w_target - mean of w) . N c, with the rows w of
@@ -119,9 +125,9 @@ class Trace:
 
     Attributes:
         model: name of the model.
-        tokens: the text of each token.
+        tokens: the text of each token of the prompt.
         positions: of the tokens that were traced.
-        layers: what was found in each layer that was traced.
+        layers: each layer that was traced.
         targets: text of the token, for each position, whose logit the effects are about; empty without effects.
         target_ids: their ids.
         logits: of the targets, less the mean over the vocabulary; or None.
@@ -130,7 +136,8 @@ class Trace:
         rest_effect: direct effect of all layers' entries and attentions that were not traced; or None.
         without: why there are no effects; "" if there are.
         texts: id -> text, of kept entries that have one.
-        promoted: (layer, id, head) -> tokens whose logits the value raises most, for the entries asked for.
+        promoted: of the strongest entries, the tokens that they promote.
+        by: what the kept entries of each token and layer are the largest of, all entries compared.
     """
 
     model: str
@@ -145,23 +152,32 @@ class Trace:
     rest_effect: Float[Tensor, " positions"] | None = None
     without: str = ""
     texts: Mapping[int, str] = field(default_factory=dict[int, str])
-    promoted: Mapping[tuple[int, int, int], tuple[str, ...]] = field(
-        default_factory=dict[tuple[int, int, int], tuple[str, ...]]
-    )
+    promoted: tuple[Promoted, ...] = ()
+    by: By = "effect"
 
     def __iter__(self) -> Iterator[LayerTrace]:
         return iter(self.layers)
 
+    @property
+    def prompt(self) -> str:
+        """The text that was read, token after token."""
+        return "".join(self.tokens)
+
+    @property
+    def top(self) -> int:
+        """How many entries of each token and layer were kept: so many of `fired` are the strongest of all for sure."""
+        return min(one.ids.shape[1] for one in self.layers)
+
     def layer(self, number: int) -> LayerTrace:
-        """What was found in one layer.
+        """One layer.
 
         Raises:
             ValueError: that layer was not traced; the message lists those that were.
         """
-        found = next((one for one in self.layers if one.layer == number), None)
-        if found is None:
+        layer = next((one for one in self.layers if one.layer == number), None)
+        if layer is None:
             raise ValueError(f"layer must be one of {[one.layer for one in self.layers]}, got {number!r}")
-        return found
+        return layer
 
     def row(self, position: int) -> int:
         """The row of a position; -1 is the last row, -2 the one before it.
@@ -183,50 +199,45 @@ class Trace:
     def fired(
         self, position: int | None = None, layer: int | None = None, count: int | None = None, by: By | None = None
     ) -> list[Fired]:
-        """Kept entries, the strongest first.
+        """Kept entries, the strongest first; up to `top` of them, of all entries there are.
 
         Args:
             position: of a token, -1 for the last traced one; None for all.
             layer: number of a layer; None for all.
             count: how many; None for all that were kept.
-            by: "norm" of the contribution, or "effect" (its size); by default the effect where there is one.
+            by: "norm" of the contribution, or "effect" (its size); by default what the trace was made by.
 
         Raises:
-            ValueError: a position or layer that was not traced, or effects that do not exist.
+            ValueError: a position or layer that was not traced, effects that do not exist, or an order in which
+                entries that were not kept may come first.
         """
-        order = by or ("norm" if self.without else "effect")
+        order = by or self.by
         if order not in ("norm", "effect"):
             raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
         if count is not None:
             checks.integer("count", count, 1)
         if order == "effect" and self.without:
             raise ValueError(f"this trace has no direct effects: {self.without}")
+        if order != self.by and any(one.ids.shape[1] < one.num_entries for one in self.layers):
+            raise ValueError(
+                f"this trace kept the entries with the largest {self.by}, and others may have a larger {order}: "
+                f"trace(model, inputs, by={order!r}) compares all"
+            )
         rows = range(len(self.positions)) if position is None else [self.row(position)]
         chosen = self.layers if layer is None else (self.layer(layer),)
-        found: list[tuple[float, int, int, int]] = []
+        places: list[tuple[float, int, int, int]] = []
         for index, one in enumerate(chosen):
             size = cast(Tensor, one.effects).abs() if order == "effect" else one.norms
             for row in rows:
-                kept = int((one.ids[row] >= 0).sum())
-                found += [(-value, row, index, place) for place, value in enumerate(size[row, :kept].tolist())]
-        found.sort()
-        return [self._fired(chosen[index], row, place) for _, row, index, place in found[:count]]
+                fired = int((one.ids[row] >= 0).sum())
+                places += [(-value, row, index, place) for place, value in enumerate(size[row, :fired].tolist())]
+        places.sort()
+        return [self._fired(chosen[index], row, place) for _, row, index, place in places[:count]]
 
     def table(self, position: int | None = -1, layer: int | None = None, count: int = 12, by: By | None = None) -> str:
         """The strongest entries as lines for a terminal; see `fired`."""
-        found = self.fired(position, layer, count, by)
-        head = [
-            "layer",
-            "token",
-            "entry",
-            "score",
-            "threshold",
-            "weight",
-            "norm",
-            "effect",
-            "text, or + promoted, − suppressed tokens",
-        ]
-        lines = [head] + [
+        words = "text, or + promoted, − suppressed tokens"
+        lines = [["layer", "token", "entry", "score", "threshold", "weight", "norm", "effect", words]] + [
             [
                 str(one.layer),
                 f"{token_label(one.token)} ({one.position})",
@@ -238,80 +249,43 @@ class Trace:
                 "" if one.effect is None else f"{one.effect:+.3g}",
                 shorten(one.text, 40) if one.text else _words(one),
             ]
-            for one in found
+            for one in self.fired(position, layer, count, by)
         ]
         return aligned(lines, left=[1, 8])
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A line for each kept entry of each token and layer, as CSV text, written to `path` if it is given."""
-        buffer = io.StringIO(newline="")
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        for one in self.layers:
-            for row in range(len(self.positions)):
-                for place in range(int((one.ids[row] >= 0).sum())):
-                    cells = [getattr(self._fired(one, row, place), name) for name in _COLUMNS]
-                    writer.writerow([_cell(cell) for cell in cells])
-        if path is not None:
-            Path(path).write_text(buffer.getvalue(), encoding="utf-8")
-        return buffer.getvalue()
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON text, written to `path` if it is given; `from_json` reads it back, number for number."""
-        own = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        own["layers"] = [{each.name: _plain(getattr(one, each.name)) for each in fields(one)} for one in self.layers]
-        own["texts"] = {str(entry): text for entry, text in self.texts.items()}
-        own["promoted"] = [[*key, list(words)] for key, words in self.promoted.items()]
-        double = any(one.weights.dtype == torch.float64 for one in self.layers)
-        text = json.dumps({"schema": SCHEMA, "dtype": "float64" if double else "float32", **own}, allow_nan=False)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Trace:
-        """The trace that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is of another kind.
-        """
-        found = json.loads(text)
-        if not isinstance(found, dict) or cast(dict[str, Any], found).get("schema") != SCHEMA:
-            raise ValueError(f'expected the JSON text of a Trace, with "schema": "{SCHEMA}"')
-        known = cast(dict[str, Any], found)
-        dtype = torch.float64 if known["dtype"] == "float64" else torch.float32
-        layers = [
-            LayerTrace(**{name: _read(name, value, dtype) for name, value in one.items()})
-            for one in cast(list[dict[str, Any]], known["layers"])
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each kept entry of each token and layer."""
+        return [
+            {name: _cell(value) for name, value in asdict(self._fired(one, row, place)).items()}
+            for one in self.layers
+            for row in range(len(self.positions))
+            for place in range(int((one.ids[row] >= 0).sum()))
         ]
-        own = {each.name: _read(each.name, known[each.name], dtype) for each in fields(cls)}
-        own["layers"] = tuple(layers)
-        for name in ("tokens", "positions", "targets", "target_ids"):
-            own[name] = tuple(known[name])
-        own["texts"] = {int(entry): words for entry, words in known["texts"].items()}
-        own["promoted"] = {(key[0], key[1], key[2]): tuple(key[3]) for key in known["promoted"]}
-        return cls(**own)
+
+    @cached_property
+    def _words(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
+        return {(one.layer, one.entry, one.head): one.tokens for one in self.promoted}
 
     def _fired(self, one: LayerTrace, row: int, place: int) -> Fired:
         entry, head = int(one.ids[row, place]), int(one.heads[row, place])
-        gated = len(one.scores) == 2
-        position = self.positions[row]
+        scores = [None if part is None else float(part[row, place]) for part in (*one.scores, None)]
+        thresholds = [None if part is None else float(part[row, place]) for part in (*one.thresholds, None)]
         return Fired(
-            one.layer,
-            position,
-            self.tokens[position],
-            self.targets[row] if self.targets else "",
-            entry,
-            head,
-            float(one.scores[0, row, place]),
-            float(one.thresholds[0, row, place]),
-            float(one.scores[1, row, place]) if gated else None,
-            float(one.thresholds[1, row, place]) if gated else None,
-            float(one.weights[row, place]),
-            float(one.norms[row, place]),
-            None if one.effects is None else float(one.effects[row, place]),
-            self.texts.get(entry, ""),
-            self.promoted.get((one.layer, entry, head), ()),
+            layer=one.layer,
+            position=self.positions[row],
+            token=self.tokens[self.positions[row]],
+            target=self.targets[row] if self.targets else "",
+            entry=entry,
+            head=head,
+            score=cast(float, scores[0]),
+            threshold=cast(float, thresholds[0]),
+            up_score=scores[1],
+            up_threshold=thresholds[1],
+            weight=float(one.weights[row, place]),
+            norm=float(one.norms[row, place]),
+            effect=None if one.effects is None else float(one.effects[row, place]),
+            text=self.texts.get(entry, ""),
+            promotes=self._words.get((one.layer, entry, head), ()),
         )
 
     def __repr__(self) -> str:
@@ -319,8 +293,8 @@ class Trace:
         lines = [f"Trace({self.model!r}: {about}, {plural(len(self.layers), 'layer')})"]
         for one in self.layers:
             active = percent(float(one.active.double().mean()) / max(one.num_entries, 1))
-            kept = percent(max(0.0, float(one.explained.double().mean())))
-            lines.append(f"  layer {one.layer}: {active} of the entries active, {one.ids.shape[1]} kept explain {kept}")
+            explained = percent(max(0.0, float(one.explained.double().mean())))
+            lines.append(f"  layer {one.layer}: {active} of entries active, {one.ids.shape[1]} kept explain {explained}")
         return "\n".join(lines + ([f"  no direct effects: {self.without}"] if self.without else []))
 
 
@@ -331,41 +305,9 @@ def _words(one: Fired) -> str:
 
 
 def _cell(value: object) -> object:
+    """A value as a cell of a table: numbers with the digits that float32 has, texts on one line."""
     if isinstance(value, float):
-        return "" if value != value else f"{value:.9g}"
+        return None if value != value else float(f"{value:.9g}")
     if isinstance(value, tuple):
         return " | ".join(visible(part) for part in cast(Sequence[object], value))
-    return "" if value is None else visible(value) if isinstance(value, str) else value
-
-
-def _plain(value: object) -> object:
-    """Tensors as nested lists with as many digits as they have; NaN as null."""
-    if not isinstance(value, Tensor):
-        return value
-    if not value.is_floating_point():
-        return value.tolist()
-    return _rounded(value.tolist(), _DIGITS[value.dtype])
-
-
-def _rounded(value: object, digits: int) -> object:
-    if isinstance(value, list):
-        return [_rounded(one, digits) for one in cast(list[object], value)]
-    number = float(cast(float, value))
-    return None if number != number else float(f"{number:.{digits}g}")
-
-
-_COUNTS: Final = ("ids", "heads", "active")
-_LISTS: Final = ("tokens", "positions", "targets", "target_ids", "layers", "promoted")
-
-
-def _read(name: str, value: object, dtype: torch.dtype) -> Any:
-    """Lists of numbers as tensors again."""
-    if not isinstance(value, list) or name in _LISTS:
-        return value
-    if name in _COUNTS:
-        return torch.tensor(value, dtype=torch.int64)
-    return torch.tensor(_known(cast(list[object], value)), dtype=dtype)
-
-
-def _known(value: list[object]) -> list[object]:
-    return [_known(cast(list[object], v)) if isinstance(v, list) else float("nan") if v is None else v for v in value]
+    return visible(value) if isinstance(value, str) else value

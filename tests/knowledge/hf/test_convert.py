@@ -109,7 +109,7 @@ def test_what_cannot_be_converted_says_why():
             ValueError, match=r"first gated layer is not exact: \[W_gate\^T \| W_up\^T \| W_2\] has rank"
         ):
             af.knowledge.from_ffn(tiny(name, torch.float32), entry_dim=32)
-        with pytest.raises(ValueError, match=r"W_gate has rank \d+, but keys have width d_k = 3; W_up has rank"):
+        with pytest.raises(ValueError, match=r"\[W_gate \| W_up\] has rank \d+, but keys have width d_k = 3"):
             af.knowledge.from_ffn(tiny(name, torch.float32), key_dim=3)
     converted = af.knowledge.from_ffn(tiny("Llama", torch.float32))
     with pytest.raises(ValueError, match="reads a knowledge base already"):

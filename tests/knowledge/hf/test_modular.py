@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
 from attnflow.knowledge import IndexedEntries, ModularConfig, Retrieval
+from attnflow.knowledge.activations import named
 from tests.models import MODULAR, modular, tokens
 
 FORMS = [
@@ -257,17 +258,38 @@ def test_beams_and_samples_with_entries_of_the_call():
     assert torch.equal(indexed, beams)
 
 
-def test_a_twin_has_as_many_parameters():
+def test_a_twin_differs_in_sharing_alone():
     for form in [*FORMS, {"num_entries": 500, "entry_dim": 64}]:
         model = modular(disturbed=False, **form)
         config = model.config
         own = sum(p.numel() for name, p in model.named_parameters() if "knowledge" in name or "reader" in name)
         assert own == config.knowledge_parameters
-        twin = LlamaForCausalLM(config.feed_forward_twin())
+        if config.knowledge_activation == "sparsemax":
+            with pytest.raises(ValueError, match="sparsemax normalises over all entries"):
+                config.feed_forward_twin()
+            continue
+        twin = AutoModelForCausalLM.from_config(config.feed_forward_twin())
         apart = model.num_parameters() - twin.num_parameters()
-        assert abs(apart) <= 1.5 * config.hidden_size * config.num_hidden_layers
+        neuron = (3 if config.gated else 2) * config.hidden_size + 1 + config.gated
+        assert abs(apart) <= neuron / 2 * config.num_hidden_layers
         assert twin.config.num_key_value_heads == config.num_key_value_heads
         assert twin.config.rope_parameters == config.rope_parameters
+        # Its layers are h -> act(h W_1 + b_1) W_2 + b_2, with a gate only where the knowledge has one.
+        inner = twin.model.layers[0].mlp
+        assert hasattr(inner, "gate_proj") == config.gated
+        assert inner.up_proj.bias is not None
+        hidden = torch.randn(3, config.hidden_size)
+        scores = [part(hidden) for part in ([inner.gate_proj] if config.gated else []) + [inner.up_proj]]
+        weights = named(config.knowledge_activation)(scores[0]) * (scores[1] if config.gated else 1)
+        torch.testing.assert_close(inner(hidden), inner.down_proj(weights))
+        # Everything else is the modular model's own: the same names, shapes and norms.
+        names = {
+            name: p.shape
+            for name, p in model.state_dict().items()
+            if "reader" not in name and "knowledge" not in name
+        }
+        assert names == {name: p.shape for name, p in twin.state_dict().items() if "mlp" not in name}
+        assert type(twin.model.norm).forward.__code__.co_code == type(model.model.norm).forward.__code__.co_code
 
 
 @pytest.mark.parametrize(

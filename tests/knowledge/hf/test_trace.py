@@ -20,7 +20,8 @@ from attnflow.knowledge.hf.modular.config import ModularConfig
 from attnflow.knowledge.hf.modular.model import ModularForCausalLM
 from attnflow.knowledge.hf.readers import readers
 from attnflow.knowledge.hf.trace import trace
-from attnflow.models.loader import Loaded
+from attnflow.models.loaded import Loaded
+from attnflow.models.packages import MODELS
 from tests.memory import PEAK
 from tests.models import tiny, tokens
 
@@ -142,7 +143,7 @@ def test_scores_thresholds_and_weights_are_those_of_the_layer():
     layer.c_fc.register_forward_hook(lambda _, __, y: seen.update(scores=y[0].detach()))
     layer.act.register_forward_hook(lambda _, __, y: seen.update(weights=y[0].detach()))
     model(input_ids=ids)
-    one = trace(inner, ids, top=10).layer(1)
+    one = trace(inner, ids, top=10, by="norm").layer(1)
     places = one.ids - one.num_entries
     torch.testing.assert_close(one.scores[0], seen["scores"].gather(1, places), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(one.weights, seen["weights"].gather(1, places), rtol=1e-12, atol=1e-12)
@@ -152,11 +153,54 @@ def test_scores_thresholds_and_weights_are_those_of_the_layer():
     torch.testing.assert_close(one.norms, norms[:, :10], rtol=1e-12, atol=1e-12)
 
 
-def test_kept_by_effect_are_the_largest_effects():
-    model, ids = made("Llama"), tokens(1, 6)
-    everything = trace(model, ids, top=10_000).layer(0).effects.abs().sort(descending=True).values
-    kept = trace(model, ids, top=4, by="effect").layer(0)
-    torch.testing.assert_close(kept.effects.abs(), everything[:, :4], rtol=1e-12, atol=1e-12)
+def brute_force(model, ids, by):
+    """[(size, layer, id, head)] of every entry at the last token, the largest first: each contribution by itself."""
+    every = trace(model, ids, top=10_000, positions=-1)
+    sizes = []
+    for one in every:
+        table = one.effects.abs() if by == "effect" else one.norms
+        sizes += [
+            (-float(size), one.layer, int(entry), int(head))
+            for size, entry, head in zip(table[0], one.ids[0], one.heads[0], strict=True)
+            if entry >= 0
+        ]
+    return sorted(sizes)
+
+
+@pytest.mark.parametrize("by", ["effect", "norm", None])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "heads"])
+def test_listed_are_the_largest_of_all_entries(name, by, monkeypatch):
+    monkeypatch.setattr("attnflow.knowledge.hf.layer_trace._BLOCK", 7)  # entries in blocks, as those of large models are
+    model, ids = made(name), tokens(1, 6)
+    found = trace(model, ids, top=4, by=by)
+    assert found.by == by or (by is None and found.by == "effect")
+    expected = brute_force(model, ids, found.by)[:4]
+    listed = found.fired(-1, count=4)
+    assert [(one.layer, one.entry, one.head) for one in listed] == [one[1:] for one in expected]
+    sizes = [abs(one.effect) if found.by == "effect" else one.norm for one in listed]
+    assert sizes == pytest.approx([-one[0] for one in expected], rel=1e-12)
+    for one in found:  # and of each layer
+        mine = [-size for size, layer, _, _ in brute_force(model, ids, found.by) if layer == one.layer][:4]
+        table = one.effects.abs() if found.by == "effect" else one.norms
+        torch.testing.assert_close(table[-1], torch.tensor(mine, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_strongest_entry_of_a_real_model():
+    """Of 46,080 entries, the one whose contribution, alone, moves the logit most along the direct path."""
+    if MODELS["smollm2-135m"].find() is None:
+        pytest.skip("the package of smollm2-135m is not installed")
+    loaded = af.load_model("smollm2-135m")
+    found = trace(loaded, "The capital of France is", positions=-1)
+    assert found.prompt == "The capital of France is"
+    first, second = found.fired(-1, count=2)
+    assert (first.entry, second.entry) == (45408, 45973)
+    everything = trace(loaded, "The capital of France is", positions=-1, top=46_080, layers=range(30))
+    sizes = torch.cat([one.effects[0] for one in everything])
+    ids = torch.cat([one.ids[0] for one in everything])
+    order = sizes.abs().argsort(descending=True)[:12]
+    assert [one.entry for one in found.fired(-1, count=12)] == ids[order].tolist()
+    assert [one.effect for one in found.fired(-1, count=12)] == pytest.approx(sizes[order].tolist(), rel=1e-4)
 
 
 def test_unread_entries_are_not_kept():
@@ -206,7 +250,7 @@ def test_norms_after_layers_and_models_without_logits():
     assert "no unembedding" in encoder.without
     masked = trace(af.knowledge.from_ffn(BertForMaskedLM(base.config).double().eval()), tokens(1, 5))
     assert "not the sum" in masked.without
-    assert masked.promoted == {}
+    assert masked.promoted == ()
     with pytest.raises(UnsupportedArchitecture, match="two streams"):
         trace(af.knowledge.from_ffn(tiny("T5")), tokens(1, 4))
 
@@ -216,12 +260,12 @@ def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
     found = trace(model, ids, positions=-1, top=8, promoted=5)
     assert len(found.promoted) == 5
     strongest = {(one.layer, one.entry, one.head) for one in found.fired(count=5, by="effect")}
-    assert set(found.promoted) == strongest
+    assert {(one.layer, one.entry, one.head) for one in found.promoted} == strongest
     base, head = model.knowledge, model.lm_head.weight.detach()
-    for (_, entry, _), words in found.promoted.items():
-        value = base.get([entry])[0][base.layout.value] * model.model.norm.weight.detach()
-        assert words == tuple(map(str, (head @ value).topk(5).indices.tolist()))
-    assert trace(model, ids, promoted=0).promoted == {}
+    for one in found.promoted:
+        value = base.get([one.entry])[0][base.layout.value] * model.model.norm.weight.detach()
+        assert one.tokens == tuple(map(str, (head @ value).topk(5).indices.tolist()))
+    assert trace(model, ids, promoted=0).promoted == ()
 
 
 def word_tokenizer():
@@ -326,9 +370,14 @@ def test_what_does_not_exist_is_said(arguments, message):
         trace(made("Llama"), [5, 6], **arguments)
 
 
-def test_models_without_entries_are_refused():
-    with pytest.raises(ValueError, match="from_ffn"):
-        trace(tiny("Llama"), [5, 6])
+def test_a_model_without_entries_is_opened_in_a_copy():
+    model = tiny("Llama", torch.float64)
+    before = [name for name, _ in model.named_modules()]
+    found, expected = trace(Loaded(model, None), [5, 6]), trace(af.knowledge.from_ffn(model), [5, 6])
+    assert found.to_json() == expected.to_json()
+    assert [name for name, _ in model.named_modules()] == before
+    with pytest.raises(TypeError, match="af.load_model"):
+        trace("smollm2-135m", [5, 6])
 
 
 def test_half_precision():

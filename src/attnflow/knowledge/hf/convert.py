@@ -144,11 +144,12 @@ def _check_widths(
 ) -> None:
     if (entry_dim is None or entry_dim >= layout.entry_dim) and (key_dim is None or key_dim >= layout.model_dim):
         return
-    parent = model.get_submodule(site.name)
-    keys = torch.cat([stored(parent.get_submodule(path)) for path in site.first]).detach().T
-    second = stored(parent.get_submodule(site.last)).detach().T
-    gate, first = keys.chunk(2, dim=1) if site.gated else (None, keys)
-    found = conditions(first, second, key_dim or layout.model_dim, entry_dim or layout.entry_dim, gate)
+    entries = _entries(model, site, layout).detach()
+    keys = [entries[:, layout.key(part)].T for part in layout.parts]
+    biases = [entries[:, layout.threshold(part)] for part in layout.parts]
+    gates = {"gate": keys[0], "gate_thresholds": biases[0]} if layout.gated else {}
+    widths = key_dim or layout.model_dim, entry_dim or layout.entry_dim
+    found = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
     raise ValueError(
         f"the first {'gated ' if site.gated else ''}layer is {found}. This conversion keeps weights bit for bit, with "
         f"d_k = {layout.model_dim} and d_E = {layout.entry_dim}"

@@ -61,11 +61,11 @@ class _Piece:
     explained: Tensor
 
 
-class Kept:
+class LayerWatch:
     """Watches one layer, and keeps its strongest entries."""
 
-    def __init__(self, reader: LayerReader, stream: Stream, known: Directions | None, top: int, by: By) -> None:
-        self.reader, self._stream, self._known, self._top, self._by = reader, stream, known, top, by
+    def __init__(self, reader: LayerReader, stream: Stream, frozen: Directions | None, top: int, by: By) -> None:
+        self.reader, self._stream, self._frozen, self._top, self._by = reader, stream, frozen, top, by
         self._pieces: list[_Piece] = []
         self._heads = 1
 
@@ -82,7 +82,7 @@ class Kept:
         step = max(1, _WEIGHTS // max(1, read.numel()))
         for start in range(0, len(self._stream.positions), step):
             rows = self._stream.positions[start : start + step]
-            block = None if self._known is None else self._known.rows[start : start + step]
+            block = None if self._frozen is None else self._frozen.rows[start : start + step]
             kind = wide(weights.dtype)
             here = scores[:, rows].to(kind), weights[rows].to(kind)
             self._pieces.append(self._piece(*self._tabled(*here, None if ids is None else ids[rows]), block))
@@ -165,7 +165,7 @@ class Kept:
             hide(thresholds).cpu(),
             hide(self.joined("weights")).cpu(),
             hide(self.joined("norms")).cpu(),
-            None if self._known is None else hide(self.joined("effects")).cpu(),
+            None if self._frozen is None else hide(self.joined("effects")).cpu(),
             self.joined("active").cpu(),
             self.joined("output_norm").cpu(),
             self.joined("explained").cpu(),

@@ -251,8 +251,13 @@ class SourceReader(ModularReader):
 
     def _rows(self, positions: Tensor) -> Tensor:
         source, wanted = self.source, positions.cpu()
-        rows = source.store._columns(wanted) if isinstance(source, StoredKnowledge) else source.rows()[wanted]
+        rows = source.store.rows(wanted) if isinstance(source, StoredKnowledge) else source.rows()[wanted]
         return rows.to(self._reader.attention.value)
+
+
+def reads_entries(model: nn.Module) -> bool:
+    """Whether a model reads entries: converted, or modular."""
+    return any(isinstance(module, EntryValues | ModularModel) for module in model.modules())
 
 
 def readers(model: nn.Module) -> list[LayerReader]:

@@ -13,14 +13,15 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
-from attnflow.knowledge.hf.layer_trace import Effects, Kept, unobserved
-from attnflow.knowledge.hf.readers import LayerReader, SourceReader, readers
+from attnflow.knowledge.hf.layer_trace import Effects, LayerWatch, unobserved
+from attnflow.knowledge.hf.readers import LayerReader, SourceReader, readers, reads_entries
 from attnflow.knowledge.memory_layer.stored import StoredKnowledge
-from attnflow.knowledge.trace import By, LayerTrace, Trace
+from attnflow.knowledge.trace import By, LayerTrace, Promoted, Trace
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
-from attnflow.models.loaded import Loaded
+from attnflow.models.loaded import Loaded, split
 
 _PROMOTED: Final = 5  # tokens named for an entry
 
@@ -38,12 +39,12 @@ class Entries(Protocol):
 
 def trace(
     model: nn.Module | Loaded,
-    text_or_ids: Text,
+    inputs: Text,
     *,
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] | None = None,
     top: int = 16,
-    by: By = "norm",
+    by: By | None = None,
     targets: str | int | Sequence[str | int] | None = None,
     texts: Mapping[int, str] | Entries | None = None,
     promoted: int = 128,
@@ -53,13 +54,14 @@ def trace(
     """Which entries fired for each token and layer of a text, and what they did to the logit of the next token.
 
     Args:
-        model: converted by `from_ffn`, or a `ModularForCausalLM`; or what `af.models.load_model` returned, with such a
-            model in it.
-        text_or_ids: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name.
+        model: any model, or what `af.load_model` returned. The feed-forward layers of one that was not converted by
+            `from_ffn` are opened as entries in a copy.
+        inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name.
         layers: numbers of layers; by default all.
         positions: of the tokens, negative ones from the end; by default all.
         top: how many entries are kept for each token and layer.
-        by: which: those with the largest contribution ("norm"), or with the largest direct "effect".
+        by: which, of all entries: those with the largest direct "effect" in size, or with the largest contribution
+            ("norm"); by default the effect where there is one.
         targets: tokens whose logits the effects are about, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model deems most likely.
         texts: id -> text of entries, or a store; by default the store that the model is connected to.
@@ -72,8 +74,8 @@ def trace(
         contribution has none in closed form; `.without` then says why.
 
     Raises:
-        ValueError: a model without entries, layers or positions that do not exist, a target that is not one token.
-        UnsupportedArchitecture: an encoder-decoder model.
+        ValueError: layers or positions that do not exist, a target that is not one token.
+        UnsupportedArchitecture: an encoder-decoder model, or one whose feed-forward layers are not known.
 
     Cost: two forward passes (the first finds the scale of the final norm), and for each layer as much again as its
         product with the values. Memory: positions x top for each layer, and a few tables as large as one layer's
@@ -83,61 +85,70 @@ def trace(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = af.knowledge.from_ffn(LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)))
-    >>> found = trace(model, [5, 6, 7], top=24)
-    >>> found.layer(0).ids.shape
+    >>> result = trace(model, [5, 6, 7], top=24)
+    >>> result.layer(0).ids.shape
     torch.Size([3, 24])
-    >>> bool((found.layer(0).explained - 1).abs().max() < 1e-5)
+    >>> bool((result.layer(0).explained - 1).abs().max() < 1e-5)
     True
     """
-    if isinstance(model, tuple):
-        model, tokenizer = model.model, tokenizer or model.tokenizer
+    model, own_tokenizer = split(model)
+    tokenizer = tokenizer or own_tokenizer
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
-    if by not in ("norm", "effect"):
+    if by not in (None, "norm", "effect"):
         raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
-    found = readers(model)
-    chosen = _chosen(found, layers)
-    inputs = model_inputs(model, text_or_ids, tokenizer, sequence)
-    ids = inputs["input_ids"][sequence].tolist()
+    if not reads_entries(model):
+        model = from_ffn(model)
+    every = readers(model)
+    chosen = _chosen(every, layers)
+    arguments = model_inputs(model, inputs, tokenizer, sequence)
+    ids = arguments["input_ids"][sequence].tolist()
     rows = _positions(positions, len(ids))
-    stream = Stream(model, len(inputs["input_ids"]), sequence, rows)
-    with evaluating(model), unobserved(found), torch.no_grad():
-        run = partial(cast(Any, model), **inputs, **sparing(model))
+    stream = Stream(model, len(arguments["input_ids"]), sequence, rows)
+    with evaluating(model), unobserved(every), torch.no_grad():
+        run = partial(cast(Any, model), **arguments, **sparing(model))
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
         if isinstance(towards, str) and (by == "effect" or targets is not None):
             raise ValueError(f"there are no direct effects: {towards}")
-        known = towards if isinstance(towards, Directions) else None
-        effects, kept = Effects(known), [Kept(reader, stream, known, top, by) for reader in chosen]
-        for one in kept:
+        frozen = towards if isinstance(towards, Directions) else None
+        order: By = by or ("norm" if frozen is None else "effect")
+        effects, watched = Effects(frozen), [LayerWatch(reader, stream, frozen, top, order) for reader in chosen]
+        for one in watched:
             one.reader.observer = one.see
         with stream.watching(effects.add):
             run()
-        traced = tuple(one.finish(effects) for one in kept)
-        words = {} if known is None else _promoted(kept, known, promoted, tokenizer)
-    made = Trace(model_name(model), _names(tokenizer, ids), tuple(rows), traced, promoted=words)
-    source = found[0].source if isinstance(found[0], SourceReader) else None
-    known_texts = source.store if texts is None and isinstance(source, StoredKnowledge) else texts
-    made = replace(made, texts={} if known_texts is None else _texts(known_texts, traced))
-    if known is None:
-        return replace(made, without=cast(str, towards))
-    named = known.targets.tolist()
+        traced = tuple(one.finish(effects) for one in watched)
+        words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
+    source = every[0].source if isinstance(every[0], SourceReader) else None
+    named = source.store if texts is None and isinstance(source, StoredKnowledge) else texts
+    result = Trace(
+        model_name(model),
+        _names(tokenizer, ids),
+        tuple(rows),
+        traced,
+        texts={} if named is None else _texts(named, traced),
+        promoted=words,
+        by=order,
+    )
+    if frozen is None:
+        return replace(result, without=cast(str, towards))
     return replace(
-        made,
-        targets=_names(tokenizer, named),
-        target_ids=tuple(named),
-        logits=known.logits.cpu(),
+        result,
+        targets=_names(tokenizer, frozen.targets.tolist()),
+        target_ids=tuple(frozen.targets.tolist()),
+        logits=frozen.logits.cpu(),
         embedding_effect=effects.of("embedding"),
-        constant_effect=known.constant.cpu(),
+        constant_effect=frozen.constant.cpu(),
         rest_effect=effects.rest([reader.layer for reader in chosen]),
     )
 
 
-def _chosen(found: Sequence[LayerReader], layers: Sequence[int] | None) -> list[LayerReader]:
+def _chosen(every: Sequence[LayerReader], layers: Sequence[int] | None) -> list[LayerReader]:
     if layers is None:
-        return list(found)
-    numbers = {reader.layer: reader for reader in found}
+        return list(every)
+    numbers = {reader.layer: reader for reader in every}
     missing = [layer for layer in layers if layer not in numbers]
     if missing or not layers:
         raise ValueError(f"layers must list some of the layers with entries, 0 to {max(numbers)}, got {list(layers)}")
@@ -185,13 +196,13 @@ def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 def _promoted(
-    kept: Sequence[Kept], known: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[tuple[int, int, int], tuple[str, ...]]:
+    watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Promoted, ...]:
     """Tokens of the strongest entry of each position, then of the second of each, and so on, `count` in all."""
-    places = torch.cat([one.joined("places") for one in kept], dim=1).cpu()
-    heads = torch.cat([one.joined("heads") for one in kept], dim=1).cpu()
-    which = torch.cat([torch.full_like(one.joined("places"), i) for i, one in enumerate(kept)], dim=1).cpu()
-    size = torch.cat([one.joined("effects").abs() for one in kept], dim=1).cpu().masked_fill(places < 0, -1)
+    places = torch.cat([one.joined("places") for one in watched], dim=1).cpu()
+    heads = torch.cat([one.joined("heads") for one in watched], dim=1).cpu()
+    which = torch.cat([torch.full_like(one.joined("places"), i) for i, one in enumerate(watched)], dim=1).cpu()
+    size = torch.cat([one.joined("effects").abs() for one in watched], dim=1).cpu().masked_fill(places < 0, -1)
     order = size.argsort(dim=1, descending=True)
     ranked = torch.stack([table.gather(1, order).T.flatten() for table in (which, places, heads)], dim=1)
     asked: dict[tuple[int, int, int], None] = {}
@@ -200,16 +211,16 @@ def _promoted(
             break
         if place >= 0:
             asked.setdefault((index, place, head))
-    words: dict[tuple[int, int, int], tuple[str, ...]] = {}
-    for index, one in enumerate(kept):
+    words: list[Promoted] = []
+    for index, one in enumerate(watched):
         mine = [(place, head) for i, place, head in asked if i == index]
         if mine:
-            where, at = (torch.tensor(column, device=known.rows.device) for column in zip(*mine, strict=True))
-            values = one.reader.values(where).detach().to(known.rows)[at, torch.arange(len(at), device=at.device)]
+            where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
+            values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]
             ids = one.reader.ids(where).tolist()
-            for entry, (_, head), tokens in zip(ids, mine, known.promoted(values, _PROMOTED), strict=True):
-                words[one.reader.layer, entry, head] = _names(tokenizer, tokens)
-    return words
+            for entry, (_, head), tokens in zip(ids, mine, frozen.promoted(values, _PROMOTED), strict=True):
+                words.append(Promoted(one.reader.layer, entry, head, _names(tokenizer, tokens)))
+    return tuple(words)
 
 
 def _texts(given: Mapping[int, str] | Entries, layers: Sequence[LayerTrace]) -> dict[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import ArceeConfig, LlamaConfig, PreTrainedConfig
 
 from attnflow._core.checks import integer
 from attnflow.knowledge.activations import ACTIVATIONS
@@ -152,16 +152,26 @@ class ModularConfig(PreTrainedConfig):
         block = projections + thresholds[self.threshold]
         return self.num_entries * self.entry_dim + self.num_hidden_layers * block
 
-    def feed_forward_twin(self) -> LlamaConfig:
-        """A Llama that is the same but for gated feed-forward layers (SwiGLU) with as many parameters as the knowledge.
+    def feed_forward_twin(self) -> PreTrainedConfig:
+        """A transformers model that differs in sharing alone: each layer has feed-forward neurons of its own.
 
-        What a modular model is to be compared with: 3 d f L parameters for L layers of f neurons, with f rounded, so
-        that the two models differ by at most 1.5 d L. (The layers that a modular model folds into have |E| neurons
-        each, and the same values, but many more parameters.)
+        What a modular model is to be compared with: the same blocks, activation, gate and biases b1 and b2 (a Llama;
+        ungated an Arcee, which is a Llama without the gate), with as many parameters as the knowledge has, to within
+        half a neuron a layer. (The layers that a modular model folds into have |E| neurons each, and the same values,
+        but many more parameters.)
+
+        Raises:
+            ValueError: sparsemax, which no feed-forward layer has: it depends on all entries at once.
         """
-        neurons = round(self.knowledge_parameters / (3 * self.hidden_size * self.num_hidden_layers))
+        if self.knowledge_activation == "sparsemax":
+            raise ValueError("sparsemax normalises over all entries: no feed-forward layer of transformers does that")
+        keys = 2 if self.gated else 1
+        neuron = (keys + 1) * self.hidden_size + keys
+        neurons = round((self.knowledge_parameters / self.num_hidden_layers - self.hidden_size) / neuron)
         shared = {name: getattr(self, name) for name in _SHARED}
-        return LlamaConfig(intermediate_size=max(1, neurons), **shared)
+        kind = LlamaConfig if self.gated else ArceeConfig
+        sizes = {"intermediate_size": max(1, neurons), "hidden_act": self.knowledge_activation, "mlp_bias": True}
+        return kind(**sizes, **shared)
 
     def _check(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
