@@ -1,4 +1,4 @@
-"""When feed-forward layers are cross-attention: where it is said, one is built; where it is denied, a rank forbids it."""
+"""When feed-forward layers are cross-attention: said so, one is built; denied, a rank forbids it."""
 
 import pytest
 import torch

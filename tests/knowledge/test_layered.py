@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attnflow.knowledge import EntryLayout, EntryScores, EntryValues, LayeredKnowledge, conditions
+from attnflow.knowledge import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
 
 LAYOUT = EntryLayout(3, gated=False)
 
@@ -101,4 +101,3 @@ def test_scores_and_values_are_the_maps_of_a_layer():
     scores = EntryScores(base, 1, ("up",))(hidden)
     torch.testing.assert_close(scores, hidden @ entries[:, :3].T + entries[:, 6])
     torch.testing.assert_close(EntryValues(base, 1, None)(scores), scores @ entries[:, 3:6])
-

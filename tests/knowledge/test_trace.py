@@ -34,7 +34,9 @@ def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torc
 def made(effects=True, dtype=torch.float32, **options):
     layers = tuple(layer(number, effects=effects, dtype=dtype, **options) for number in (0, 2))
     if not effects:
-        return Trace("tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, without="norms lie between", by="norm")
+        return Trace(
+            "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, without="norms lie between", by="norm"
+        )
     numbers = [torch.randn(3, generator=torch.Generator().manual_seed(i), dtype=dtype) for i in range(4)]
     entry = int(layers[1].ids[2, 0])
     return Trace(

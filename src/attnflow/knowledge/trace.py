@@ -294,7 +294,9 @@ class Trace(Result):
         for one in self.layers:
             active = percent(float(one.active.double().mean()) / max(one.num_entries, 1))
             explained = percent(max(0.0, float(one.explained.double().mean())))
-            lines.append(f"  layer {one.layer}: {active} of entries active, {one.ids.shape[1]} kept explain {explained}")
+            lines.append(
+                f"  layer {one.layer}: {active} of entries active, {one.ids.shape[1]} kept explain {explained}"
+            )
         return "\n".join(lines + ([f"  no direct effects: {self.without}"] if self.without else []))
 
 

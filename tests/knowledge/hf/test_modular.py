@@ -284,9 +284,7 @@ def test_a_twin_differs_in_sharing_alone():
         torch.testing.assert_close(inner(hidden), inner.down_proj(weights))
         # Everything else is the modular model's own: the same names, shapes and norms.
         names = {
-            name: p.shape
-            for name, p in model.state_dict().items()
-            if "reader" not in name and "knowledge" not in name
+            name: p.shape for name, p in model.state_dict().items() if "reader" not in name and "knowledge" not in name
         }
         assert names == {name: p.shape for name, p in twin.state_dict().items() if "mlp" not in name}
         assert type(twin.model.norm).forward.__code__.co_code == type(model.model.norm).forward.__code__.co_code

@@ -170,7 +170,9 @@ def brute_force(model, ids, by):
 @pytest.mark.parametrize("by", ["effect", "norm", None])
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "heads"])
 def test_listed_are_the_largest_of_all_entries(name, by, monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.layer_trace._BLOCK", 7)  # entries in blocks, as those of large models are
+    monkeypatch.setattr(
+        "attnflow.knowledge.hf.layer_trace._BLOCK", 7
+    )  # entries in blocks, as those of large models are
     model, ids = made(name), tokens(1, 6)
     found = trace(model, ids, top=4, by=by)
     assert found.by == by or (by is None and found.by == "effect")
@@ -376,7 +378,7 @@ def test_a_model_without_entries_is_opened_in_a_copy():
     found, expected = trace(Loaded(model, None), [5, 6]), trace(af.knowledge.from_ffn(model), [5, 6])
     assert found.to_json() == expected.to_json()
     assert [name for name, _ in model.named_modules()] == before
-    with pytest.raises(TypeError, match="af.load_model"):
+    with pytest.raises(TypeError, match=r"af\.load_model"):
         trace("smollm2-135m", [5, 6])
 
 
