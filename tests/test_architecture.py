@@ -1,0 +1,121 @@
+"""The building: no circle of files, no import by string, every room opens without the optional packages."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from networkx import DiGraph, strongly_connected_components
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
+ROOMS = ["models", "masks", "order", "audit", "tasks", "bias", "geometry", "knowledge", "report", "cli", "testing"]
+OPTIONAL = ["transformers", "huggingface_hub", "accelerate", "triton", "matplotlib", "gguf", "lancedb", "pymilvus"]
+WITHOUT_TRANSFORMERS = [
+    "attnflow",
+    *(f"attnflow.{room}" for room in ROOMS),
+    *(f"attnflow.models.{name}" for name in ("checkpoints", "families", "packages", "loaded")),
+]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for path in sorted((SOURCE / "attnflow").rglob("*.py"))}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names of modules and of what is taken from them, wherever in the file the import stands."""
+    parts = module_name(path).split(".")
+    package = parts if path.name == "__init__.py" else parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def graph_of_files() -> DiGraph:
+    """An arrow from a file to each file that it imports; `__init__` files re-export, so they are left out."""
+    graph = DiGraph()
+    files = {name: path for name, path in FILES.items() if path.name != "__init__.py"}
+    for name, path in files.items():
+        graph.add_node(name)
+        graph.add_edges_from((name, other) for other in imported(path) if other in files and other != name)
+    return graph
+
+
+def test_no_circle_of_files():
+    circles = [sorted(group) for group in strongly_connected_components(graph_of_files()) if len(group) > 1]
+    assert circles == []
+
+
+def test_the_check_sees_imports_in_functions_and_under_type_checking(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    path = tmp_path / "attnflow" / "room" / "file.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "if TYPE_CHECKING:\n    from attnflow.order import flow\n"
+        "def f():\n    import attnflow.masks.mask\n    from .other import name\n    from . import third\n"
+    )
+    assert set(imported(path)) == {
+        "attnflow.order",
+        "attnflow.order.flow",
+        "attnflow.masks.mask",
+        "attnflow.room.other",
+        "attnflow.room.other.name",
+        "attnflow.room",
+        "attnflow.room.third",
+    }
+
+
+def test_no_file_imports_by_string_but_the_top_level():
+    def called(node: ast.Call) -> str:
+        return getattr(node.func, "id", getattr(node.func, "attr", ""))
+
+    by_string = [
+        f"{name}:{node.lineno}"
+        for name, path in FILES.items()
+        if name != "attnflow"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and called(node) in ("import_module", "__import__")
+    ]
+    assert by_string == []
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """What happened to each room in a process where no optional package can be imported."""
+    code = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({OPTIONAL!r}))
+for name in {WITHOUT_TRANSFORMERS!r}:
+    try:
+        importlib.import_module(name)
+        print(name, "opens")
+    except Exception as error:
+        print(name, repr(error))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRANSFORMERS)
+def test_a_room_opens_without_the_optional_packages(name, opened):
+    assert opened[name] == "opens"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_is_a_folder_of_the_package(room):
+    assert (SOURCE / "attnflow" / room / "__init__.py").is_file()
+
+
+def test_the_list_of_rooms_is_complete():
+    folders = {path.parent.name for path in (SOURCE / "attnflow").glob("*/__init__.py")}
+    assert folders == {*ROOMS, "_core"}
