@@ -1,5 +1,8 @@
 """Runs every case in a process of its own, with a time limit, and appends the figures to results.csv.
 
+A figure belongs to a commit: from a tree with changes nothing is appended to results.csv; `--force FILE` measures all
+the same and appends to a file elsewhere.
+
 A benchmark file says which `Case`s it has for a device and calls `main(cases)`. A case names an importable function
 that prepares the inputs, checks them against a reference where there is one, and returns the callable to time; what it
 prepares is not timed. All providers of one `what` and `size` run in one go, ours first; `ratio` is the provider's
@@ -24,7 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-RESULTS = Path(__file__).with_name("results.csv")
+ROOT = Path(__file__).parent.parent
+RESULTS = "benchmarks/results.csv"
 OURS = "attnflow"
 READY = "ready\n"
 FIELDS = ["what", "provider", "size", "metric", "p20", "p50", "p80", "peak_mb", "ratio", "note"]
@@ -51,18 +55,20 @@ def main(cases: Callable[[str], Sequence[Case]], packages: Sequence[str], time_l
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="run only the cases whose name contains this")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--force", type=Path, metavar="FILE", help="append to FILE, whatever the state of the tree")
     options = parser.parse_args()
     if options.run:
         print(json.dumps(_measure(Case(**json.loads(options.run)))))
         return
+    target = destination(ROOT, options.force)
     chosen = [case for case in cases(options.device) if options.only in case.what]
     if not chosen:
         print(f"nothing to measure on {options.device}")
         return
     common = _environment(packages, options.device)
     medians: dict[tuple[str, int], float] = {}
-    fresh = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
+    fresh = not target.exists()
+    with target.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if fresh:
             writer.writeheader()
@@ -85,6 +91,38 @@ def main(cases: Callable[[str], Sequence[Case]], packages: Sequence[str], time_l
                 f"{case.what:34} {case.provider:28} {case.size:7} {row.get('p50', row['note']):>10} {ratio:>9}",
                 flush=True,
             )
+
+
+def destination(root: Path, force: Path | None = None) -> Path:
+    """The file to append to: that of the project, or `force`.
+
+    Raises:
+        SystemExit: the tree is not that of a commit, or `force` is the file of the project.
+    """
+    results = root / RESULTS
+    if force is not None:
+        if force.resolve() == results.resolve():
+            raise SystemExit(f"--force writes to a file elsewhere: {RESULTS} holds figures of commits only")
+        return force
+    changes = _changes(root)
+    if changes is None:
+        raise SystemExit("no git repository here, so no commit to name: measure with --force FILE, a file elsewhere")
+    if changes:
+        raise SystemExit(
+            f"the tree has changes, so its figures would belong to no commit:\n{changes}\n"
+            "commit them first, or measure with --force FILE, a file elsewhere"
+        )
+    return results
+
+
+def _changes(root: Path) -> str | None:
+    """What differs from the last commit, the file of figures aside; None without a repository."""
+    return _git(root, "status", "--porcelain", "--", ".", f":!{RESULTS}")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.rstrip() if done.returncode == 0 else None
 
 
 def _run(case: Case, time_limit: float) -> dict[str, object]:
@@ -139,7 +177,6 @@ def _peak() -> float:
 
 
 def _environment(packages: Sequence[str], device: str) -> dict[str, object]:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     name = f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
     if device == "cuda":
@@ -151,6 +188,12 @@ def _environment(packages: Sequence[str], device: str) -> dict[str, object]:
     return {
         "device": name,
         "versions": "; ".join([f"python {platform.python_version()}", *versions]),
-        "commit": git.stdout.strip(),
+        "commit": _commit(ROOT),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _commit(root: Path) -> str:
+    """The commit that a figure belongs to; "-dirty" if what was measured is not it, "unknown" without a repository."""
+    commit = _git(root, "rev-parse", "--short", "HEAD")
+    return "unknown" if commit is None else f"{commit}-dirty" if _changes(root) else commit

@@ -1,0 +1,96 @@
+"""Figures belong to a commit: a tree with changes appends nothing to the project's file."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.harness import FIELDS, RESULTS, Case, destination
+
+from benchmarks import harness
+
+ROOT = Path(__file__).parents[2]
+
+
+def timed():
+    return lambda: sum(range(1000))
+
+
+def cases(device):
+    return [Case("sum", "attnflow", 1000, __name__, "timed", repeats=1)] if device == "cpu" else []
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A clean tree with one commit, which holds a source and a file of figures."""
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / RESULTS).write_text(",".join(FIELDS) + "\n")
+    (tmp_path / "source.py").write_text("x = 1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    return tmp_path
+
+
+def test_a_clean_tree_appends_to_the_file_of_the_project(repository):
+    assert destination(repository) == repository / RESULTS
+    assert not harness._commit(repository).endswith("-dirty")
+
+
+def test_rows_that_were_just_appended_are_no_change(repository):
+    (repository / RESULTS).write_text("more\n")
+    assert destination(repository) == repository / RESULTS
+    assert not harness._commit(repository).endswith("-dirty")
+
+
+@pytest.mark.parametrize("name", ["source.py", "new.py"])
+def test_a_changed_or_new_file_is_refused_by_name(repository, name):
+    (repository / name).write_text("x = 2\n")
+    with pytest.raises(SystemExit, match=rf"the tree has changes(?s:.*){name}(?s:.*)--force FILE"):
+        destination(repository)
+    assert harness._commit(repository).endswith("-dirty")
+
+
+def test_a_folder_without_a_repository_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(SystemExit, match="no git repository"):
+        destination(tmp_path)
+    assert harness._commit(tmp_path) == "unknown"
+
+
+def test_force_writes_elsewhere_and_only_there(repository, tmp_path):
+    (repository / "source.py").write_text("x = 2\n")
+    assert destination(repository, tmp_path / "mine.csv") == tmp_path / "mine.csv"
+    with pytest.raises(SystemExit, match="elsewhere"):
+        destination(repository, repository / "benchmarks" / ".." / RESULTS)
+
+
+def test_a_dirty_tree_leaves_no_trace_in_the_figures(repository, monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "ROOT", repository)
+    (repository / "source.py").write_text("x = 2\n")
+    before = (repository / RESULTS).read_text()
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit, match="the tree has changes"):
+        harness.main(cases, ["torch"])
+    assert (repository / RESULTS).read_text() == before
+    monkeypatch.setattr(harness, "_run", lambda case, limit: {"p50": "1.0", "note": ""})
+    monkeypatch.setattr(sys, "argv", ["bench", "--force", str(tmp_path / "mine.csv")])
+    harness.main(cases, ["torch"])
+    assert (repository / RESULTS).read_text() == before
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["commit"].endswith("-dirty")
+    assert row["ratio"] == "1.00"
+
+
+def test_every_committed_figure_belongs_to_a_commit():
+    with (ROOT / RESULTS).open(newline="") as file:
+        commits = {row["commit"] for row in csv.DictReader(file)}
+    assert commits
+    assert not [commit for commit in commits if commit.endswith("-dirty") or not commit]
