@@ -16,7 +16,7 @@ family = af.tasks.butterfly(samples[0])
 merged = af.tasks.merge(family)
 print(merged)
 report = af.tasks.check(merged.task)
-report.raise_on_leak()
+report.raise_if_leaks()
 print(report)
 
 config = LlamaConfig(

@@ -112,10 +112,10 @@ def test_report_renders_and_serialises():
     assert len(data["modules"]) == len(report.modules)
     assert "moves with position" in str(first)
     with pytest.raises(af.LeakFound, match=r"model\.layers\.0\.self_attn") as caught:
-        report.raise_on_leak()
+        report.raise_if_leaks()
     assert caught.value.witness == (first.source, first.target)
     clean = audit(tiny("Llama"), tokens())
-    clean.raise_on_leak()
+    clean.raise_if_leaks()
     assert str(clean).startswith("clean: causal")
 
 

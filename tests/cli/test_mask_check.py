@@ -78,11 +78,11 @@ def test_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mask": {"name": "causal", "parameters": {"n": 5}}}, r"as long as the inputs (4)"),
         ({"mask": {"name": "casual"}}, "did you mean causal"),
         ({"labels": [{"position": 9, "target": {"id": 1, "position": 1}}]}, "position 9"),
-        ({"labels": [{"position": 0}]}, "labels[0]: the label lacks target"),
-        ({"labels": 3}, "labels must be a list"),
-        ({"inputs": [1, 2, "x", 4]}, "inputs[2]: id must be an integer"),
+        ({"labels": [{"position": 0}]}, "labels[0]: label lacks target"),
+        ({"labels": 3}, "labels: expected a list, got 3"),
+        ({"inputs": [1, 2, "x", 4]}, "inputs[2]: id: expected an integer, got the text"),
         ({"inputs": [1, 2, -3, 4]}, "inputs[2]: id must be at least 0"),
-        ({"extra": 1}, "unknown 'extra'"),
+        ({"extra": 1}, "unknown name 'extra'"),
     ],
 )
 def test_bad_specs(run: Callable, tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -34,13 +34,13 @@ def weighted(tokens: list[int]) -> list[Task]:
             [Label(e.position, e.target, weight=1.0 if h == 0 else 1 / 3) for h, e in enumerate(task.labels)],
             task.mask,
         )
-        for task in tasks.multi_token(tokens, 2)
+        for task in tasks.multi_token_prediction(tokens, 2)
     ]
 
 
 FAMILIES = {
     "causal": tasks.causal_lm,
-    "block two-stream": partial(tasks.block_generation, block=2, mask_token=31),
+    "block two-stream": partial(tasks.block_two_stream, block=2, mask_token=31),
     "butterfly": tasks.butterfly,
     "weighted": weighted,
 }
@@ -49,7 +49,7 @@ FAMILIES = {
 def test_a_batch_of_one_is_the_merged_task():
     ids = [5, 6, 7, 8]
     batch = Collator(FAMILIES["block two-stream"], dtype=DOUBLE)([ids])
-    merged = tasks.merge(tasks.block_generation(ids, 2, mask_token=31)).task
+    merged = tasks.merge(tasks.block_two_stream(ids, 2, mask_token=31)).task
     assert batch["input_ids"].tolist() == [[5, 6, 31, 31]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3]]
     assert batch["attention_mask"].shape == (1, 1, 4, 4)
@@ -243,7 +243,7 @@ def test_one_merge_serves_all_samples_of_a_length():
 
 def test_known_families_are_shared_by_length_and_others_are_not():
     assert Collator(tasks.butterfly).by_length
-    assert Collator(partial(partial(tasks.block_generation, block=2), mask_token=3)).by_length
+    assert Collator(partial(partial(tasks.block_two_stream, block=2), mask_token=3)).by_length
     function, calls = counting(tasks.causal_lm)
     collate = Collator(function)
     assert not collate.by_length
@@ -275,7 +275,7 @@ def test_structure_that_depends_on_token_values():
 
 
 def test_a_collator_survives_pickling():
-    collate = Collator(partial(tasks.block_generation, block=2))
+    collate = Collator(partial(tasks.block_two_stream, block=2))
     batch = collate([[1, 2, 3, 4]])
     again = pickle.loads(pickle.dumps(collate))([[1, 2, 3, 4]])
     assert all(torch.equal(batch[name], again[name]) for name in batch)

@@ -24,7 +24,7 @@ def test_causal():
 
 
 def test_multi_token():
-    family = tasks.multi_token(IDS, 3)
+    family = tasks.multi_token_prediction(IDS, 3)
     assert [[label.data_index for label in task.labels] for task in family] == [
         [1, 2, 3],
         [2, 3, 4],
@@ -32,7 +32,7 @@ def test_multi_token():
         [4, 5],
         [5],
     ]
-    assert tasks.multi_token(IDS, 1) == tasks.causal_lm(IDS)
+    assert tasks.multi_token_prediction(IDS, 1) == tasks.causal_lm(IDS)
     merged = tasks.merge(family).task
     assert merged.mask == af.masks.causal(5)
     heads = [[e.data_index - e.position - 1 for e in merged.labels if e.position == p] for p in range(5)]
@@ -41,7 +41,7 @@ def test_multi_token():
 
 @pytest.mark.parametrize("predict_first", [False, True])
 def test_block_generation(predict_first):
-    family = tasks.block_generation(IDS, 2, predict_first, mask_token=99)
+    family = tasks.block_two_stream(IDS, 2, predict_first, mask_token=99)
     for number, k in enumerate(range(0 if predict_first else 1, 3)):
         task = family[number]
         assert task.inputs == (*DATA[: 2 * k], blank(2 * k, 99), blank(2 * k + 1, 99))
@@ -88,7 +88,7 @@ def test_block_diffusion():
     assert family[0].inputs == (DATA[0], blank(1))
     assert family[1].inputs == (*DATA[:4], blank(4), blank(5))
     assert family[1].labels == (Label(4, DATA[4], task=1), Label(5, DATA[5], task=1))
-    assert tasks.block_diffusion(IDS, 2) == tasks.block_generation(IDS, 2, predict_first=True)
+    assert tasks.block_diffusion(IDS, 2) == tasks.block_two_stream(IDS, 2, predict_first=True)
 
 
 @pytest.mark.parametrize("tokens", [np.array(IDS), torch.tensor(IDS), tuple(IDS)])
@@ -103,17 +103,17 @@ def test_token_ids_of_any_kind(tokens):
         (lambda: tasks.causal_lm([]), "at least 2 tokens, got 0"),
         (lambda: tasks.causal_lm([5]), "at least 2 tokens, got 1"),
         (lambda: tasks.butterfly([5]), "at least 2 tokens, got 1"),
-        (lambda: tasks.block_generation([], 2), "at least 1 tokens, got 0"),
-        (lambda: tasks.block_generation([5, 6], 2), "at least 2 blocks, got 2 tokens in 1 block of 2"),
-        (lambda: tasks.block_generation(IDS, 4), "multiple of block = 4, got 6; pad to 8"),
-        (lambda: tasks.block_generation(IDS, 0), "block must be at least 1, got 0"),
+        (lambda: tasks.block_two_stream([], 2), "at least 1 tokens, got 0"),
+        (lambda: tasks.block_two_stream([5, 6], 2), "at least 2 blocks, got 2 tokens in 1 block of 2"),
+        (lambda: tasks.block_two_stream(IDS, 4), "multiple of block = 4, got 6; pad to 8"),
+        (lambda: tasks.block_two_stream(IDS, 0), "block must be at least 1, got 0"),
         (lambda: tasks.block_diffusion(IDS, 4), "multiple of block = 4"),
         (lambda: tasks.block_diffusion(IDS, 2, masked=[]), "at least one place"),
         (lambda: tasks.masked_lm(IDS, []), "at least one place"),
         (lambda: tasks.masked_lm(IDS, [1, 1]), "each once"),
         (lambda: tasks.masked_lm(IDS, [6]), r"positions in \[0, 6\), got 6"),
         (lambda: tasks.masked_lm(IDS, [1], mask_token=-1), "id must be at least 0, got -1"),
-        (lambda: tasks.multi_token(IDS, 0), "horizon must be at least 1, got 0"),
+        (lambda: tasks.multi_token_prediction(IDS, 0), "horizon must be at least 1, got 0"),
         (lambda: tasks.permutation_lm(IDS, [0, 1]), r"permutation of range\(6\)"),
         (lambda: tasks.permutation_lm([], []), "at least 1 tokens"),
         (lambda: tasks.causal_lm(np.array([[1, 2], [3, 4]])), "one-dimensional"),

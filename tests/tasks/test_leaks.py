@@ -85,7 +85,7 @@ def test_the_witness_is_rendered_layer_by_layer():
         "unsupervised data tokens: [1]",
     ]
     with pytest.raises(af.LeakFound, match=r"layer 1: 2 -> 1, layer 2: 1 -> 3$") as caught:
-        report.raise_on_leak()
+        report.raise_if_leaks()
     assert caught.value.witness == (2, 1, 3)
 
 
@@ -93,7 +93,7 @@ def test_layers_bound_the_leak():
     assert tasks.check(leaky(), layers=1).ok
     assert not tasks.check(leaky(), layers=2).ok
     assert str(tasks.check(leaky(), layers=1)).startswith("no label leaks within 1 layer\n")
-    tasks.check(leaky(), layers=1).raise_on_leak()
+    tasks.check(leaky(), layers=1).raise_if_leaks()
     with pytest.raises(ValueError, match="layers must be at least 0"):
         tasks.check(leaky(), layers=-1)
 
@@ -142,11 +142,11 @@ def test_full_attention_leaks_every_label_of_a_language_model():
     assert len(report.leaks) == 598  # the last target is no input
     assert "\n  ... and 590 more\n" in str(report)
     with pytest.raises(af.LeakFound, match=r"\(598 leaks in all\)"):
-        report.raise_on_leak()
+        report.raise_if_leaks()
 
 
 def test_thousands_of_positions():
-    merged = tasks.merge(tasks.block_generation(range(2048), 16)).task
+    merged = tasks.merge(tasks.block_two_stream(range(2048), 16)).task
     report = tasks.check(merged)
     assert (report.ok, report.dead, report.num_positions) == (True, (), 4064)
     sparse, sparse_depth = merged.flow.sparsify(window=64)

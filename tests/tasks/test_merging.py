@@ -35,7 +35,7 @@ def test_causal_is_the_closed_form(n):
 @pytest.mark.parametrize(("num_blocks", "block"), [(2, 1), (2, 3), (3, 1), (4, 2), (5, 4), (13, 3)])
 def test_block_two_stream_is_eq_45(num_blocks, block, predict_first):
     n = num_blocks * block
-    merged = tasks.merge(tasks.block_generation(numbers(n), block, predict_first))
+    merged = tasks.merge(tasks.block_two_stream(numbers(n), block, predict_first))
     assert merged.task.mask == af.masks.block_two_stream(num_blocks, block, predict_first)
     first = 0 if predict_first else block
     assert merged.position_ids.tolist() == [*range(n - block), *range(first, n)]
@@ -89,7 +89,7 @@ def test_a_single_task_is_left_as_it_is():
 
 
 def test_merging_what_is_merged_changes_nothing():
-    for family in (tasks.butterfly(numbers(5)), tasks.block_generation(numbers(6), 2)):
+    for family in (tasks.butterfly(numbers(5)), tasks.block_two_stream(numbers(6), 2)):
         once = tasks.merge(family).task
         twice = tasks.merge([once, *family])
         assert twice.task.mask == once.mask
@@ -149,7 +149,7 @@ def test_labels_are_sets_and_keep_weight_and_task():
 
 
 def test_node_of_and_position_of_agree():
-    family = [*tasks.block_generation(numbers(6), 2), *tasks.masked_lm(numbers(6), [2])]
+    family = [*tasks.block_two_stream(numbers(6), 2), *tasks.masked_lm(numbers(6), [2])]
     merged = tasks.merge(family)
     assert sorted(p for node in merged.nodes for p in node) == list(range(merged.task.size))
     for task, places, nodes in zip(family, merged.position_of, merged.node_of, strict=True):
@@ -160,7 +160,7 @@ def test_node_of_and_position_of_agree():
 
 
 def test_merging_is_independent_of_the_order_of_the_family():
-    family = [*tasks.butterfly(numbers(5)), *tasks.block_generation(numbers(6), 3), *tasks.causal_lm(numbers(6))]
+    family = [*tasks.butterfly(numbers(5)), *tasks.block_two_stream(numbers(6), 3), *tasks.causal_lm(numbers(6))]
     rng = np.random.default_rng(0)
     sizes = set()
     for _ in range(5):
@@ -196,7 +196,7 @@ def test_eq_58_as_printed_is_what_the_paper_prints():
 
 
 def test_embedded_takes_sparse_realisations_and_longer_layouts():
-    family = tasks.block_generation(numbers(8), 2)
+    family = tasks.block_two_stream(numbers(8), 2)
     merged = tasks.merge(family).task
     sparse, _ = merged.flow.sparsify()
     assert tasks.embedded(Task(merged.inputs, [], sparse), family).ok

@@ -27,11 +27,11 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6]  # with a token that stands twice
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 16}
 FAMILIES = {
     "causal": tasks.causal_lm(IDS),
-    "block two-stream": tasks.block_generation(IDS, 2),
-    "block two-stream with the first block": tasks.block_generation(IDS, 4, predict_first=True, mask_token=15),
+    "block two-stream": tasks.block_two_stream(IDS, 2),
+    "block two-stream with the first block": tasks.block_two_stream(IDS, 4, predict_first=True, mask_token=15),
     "butterfly": tasks.butterfly(IDS),
     "permutation": tasks.permutation_lm(IDS, [3, 1, 7, 0, 5, 2, 6, 4]),
-    "multi-token": tasks.multi_token(IDS, 3),
+    "multi-token": tasks.multi_token_prediction(IDS, 3),
     "masked": tasks.masked_lm(IDS, [1, 4]),
     "block diffusion": tasks.block_diffusion(IDS, 2, masked=[1, 3, 6, 7]),
     "mixed": (*tasks.butterfly(IDS[:5]), *tasks.causal_lm(IDS), *tasks.masked_lm(IDS, [2])),

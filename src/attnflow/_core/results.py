@@ -51,17 +51,22 @@ class Result:
         Raises:
             ValueError: of another kind or version, or a field that is missing or wrong, by its name.
         """
+        content = cls._content(values)
+        try:
+            return _converter.structure(content, cls)
+        except ClassValidationError as error:
+            raise ValueError(f"a saved {cls.__name__} is damaged: {transform_error(error)[0]}") from error
+
+    @classmethod
+    def _content(cls, values: Mapping[str, object]) -> dict[str, object]:
+        """What a saved result holds beside its kind and version, which must be right."""
         kind, version = values.get(_KIND), values.get(_VERSION)
         if kind != cls.__name__:
             what = repr(kind) if isinstance(kind, str) else 'no result of attnflow (no key "attnflow")'
             raise ValueError(f"expected a saved {cls.__name__}, got {what}")
         if version != cls.version:
             raise ValueError(f"expected version {cls.version} of a saved {cls.__name__}, got {version!r}")
-        content = {name: value for name, value in values.items() if name not in (_KIND, _VERSION)}
-        try:
-            return _converter.structure(content, cls)
-        except ClassValidationError as error:
-            raise ValueError(f"a saved {cls.__name__} is damaged: {transform_error(error)[0]}") from error
+        return {name: value for name, value in values.items() if name not in (_KIND, _VERSION)}
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -115,7 +115,7 @@ class AuditReport:
         """Whether no violation was found."""
         return not self.violations
 
-    def raise_on_leak(self) -> None:
+    def raise_if_leaks(self) -> None:
         """Raise `LeakFound` with the first violation, if there is any."""
         if self.violations:
             first = self.violations[0]

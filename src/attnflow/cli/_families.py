@@ -13,16 +13,16 @@ from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-    from attnflow.tasks import MergedTask, Report
+    from attnflow.tasks import LeakReport, MergedTask
     from attnflow.tasks.families import Family
 
 NAMES: Final = (
     "block_diffusion",
-    "block_generation",
+    "block_two_stream",
     "butterfly",
     "causal_lm",
     "masked_lm",
-    "multi_token",
+    "multi_token_prediction",
     "permutation_lm",
 )
 
@@ -56,7 +56,7 @@ class MergeFacts:
 
     named: Named
     merged: MergedTask
-    report: Report
+    report: LeakReport
     equals_closed_form: bool | None
     sequential: int
 
@@ -143,7 +143,7 @@ def make_family(name: str, num_tokens: int, settings: Mapping[str, str]) -> Name
 def _closed_form(name: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
     from attnflow import masks
 
-    if name in ("causal_lm", "multi_token"):
+    if name in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
     if name == "butterfly":
         return f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)
@@ -154,7 +154,7 @@ def _closed_form(name: str, n: int, values: Mapping[str, Any]) -> tuple[str | No
         kept = [i for i in range(2 * n) if i != unread]
         return "xlnet_two_stream(permutation) without the content token that nothing reads", _part(both, kept)
     num_blocks, block, masked = n // values["block"], values["block"], values.get("masked")
-    if name == "block_generation" or masked is None:
+    if name == "block_two_stream" or masked is None:
         first = bool(values.get("predict_first", True))
         call = f"block_two_stream({num_blocks}, {block}{', predict_first=True' if first else ''}), eq. 45"
         return call, masks.block_two_stream(num_blocks, block, first)

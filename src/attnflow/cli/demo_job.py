@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from attnflow.audit import AuditReport
     from attnflow.masks import Mask
-    from attnflow.tasks import Report
     from attnflow.tasks.families import Family
 
 TOLERANCE: Final = 1e-9
@@ -69,8 +68,8 @@ class Derived:
     name: str
     family: Family
     merged: MergedTask
-    check: Report
-    control: Report
+    check: LeakReport
+    control: LeakReport
     formula: str
     closed_form: Mask
 
@@ -95,7 +94,7 @@ def derive_block_two_stream(token_ids: Sequence[int], block: int) -> Derived:
     """Block two-stream attention from the tasks of generating block by block (hasse, sec. 4.2)."""
     num_blocks = len(token_ids) // block
     closed_form = masks.block_two_stream(num_blocks, block)
-    family = tasks.block_generation(token_ids, block)
+    family = tasks.block_two_stream(token_ids, block)
     return _derived("block two-stream", family, f"eq. 45, block_two_stream({num_blocks}, {block})", closed_form)
 
 

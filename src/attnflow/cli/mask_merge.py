@@ -11,7 +11,7 @@ from attnflow.cli._output import JsonFlag, console, output_path, print_json, say
 
 
 def mask_merge(
-    name: Annotated[str, typer.Argument(metavar="FAMILY", help="causal_lm, block_generation, butterfly, ...")],
+    name: Annotated[str, typer.Argument(metavar="FAMILY", help="causal_lm, block_two_stream, butterfly, ...")],
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", min=1, max=10_000, help="Number of tokens of the sample.")
     ],

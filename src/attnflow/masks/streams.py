@@ -131,7 +131,7 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
     n content positions, then for content i its `horizon - 1` mask tokens d = 1..horizon-1, at n + i * (horizon - 1)
     + d - 1; token d of i predicts i + d + 1. Content attends causally; a mask token attends content k <= i and the
     mask tokens 1..d of the same i. `horizon=1` is `causal(n)`. For the variant with one label set per position and
-    no extra tokens (Gloeckle et al., 2404.19737) see `af.tasks.multi_token`, whose mask is causal.
+    no extra tokens (Gloeckle et al., 2404.19737) see `af.tasks.multi_token_prediction`, whose mask is causal.
 
     >>> multi_token_prediction(2, 2).dense().int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]

@@ -1,48 +1,52 @@
 """What is trained: tasks, families of tasks, the one sequence that trains them all, and proofs that nothing leaks."""
 
 from attnflow.tasks.collator import Collator
+from attnflow.tasks.derivation import Derivation, derive
 from attnflow.tasks.embedding import average_embeddings, embed
 from attnflow.tasks.families import (
     block_diffusion,
-    block_generation,
+    block_two_stream,
     butterfly,
     causal_lm,
     masked_lm,
-    multi_token,
+    multi_token_prediction,
     permutation_lm,
 )
-from attnflow.tasks.leaks import Leak, Report, check
+from attnflow.tasks.leaks import Leak, LeakReport, check
 from attnflow.tasks.merging import Embedding, MergedTask, MissingNode, embedded, merge
 from attnflow.tasks.objective import loss
 from attnflow.tasks.published import butterfly_as_printed
-from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.task import Task
+from attnflow.tasks.token import Label, Token
 from attnflow.tasks.verification import TaskDifference, Verification, verify
 
 __all__ = [
     "Collator",
+    "Derivation",
     "Embedding",
     "Label",
     "Leak",
+    "LeakReport",
     "MergedTask",
     "MissingNode",
-    "Report",
     "Task",
     "TaskDifference",
     "Token",
     "Verification",
     "average_embeddings",
     "block_diffusion",
-    "block_generation",
+    "block_two_stream",
     "butterfly",
     "butterfly_as_printed",
     "causal_lm",
     "check",
+    "derive",
     "embed",
     "embedded",
     "loss",
     "masked_lm",
     "merge",
-    "multi_token",
+    "multi_token_prediction",
     "permutation_lm",
     "verify",
 ]

@@ -16,7 +16,8 @@ from attnflow.tasks.embedding import NO_ID, additive, id_table
 from attnflow.tasks.families import BY_LENGTH
 from attnflow.tasks.merging import merge
 from attnflow.tasks.objective import pack_labels
-from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.task import Task
+from attnflow.tasks.token import Label, Token
 
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
@@ -93,7 +94,7 @@ class Collator:
 
     Args:
         family_fn: from the token ids of a sample to its tasks. `functools.partial` binds further arguments:
-            `Collator(partial(af.tasks.block_generation, block=4, mask_token=tokenizer.mask_token_id))`.
+            `Collator(partial(af.tasks.block_two_stream, block=4, mask_token=tokenizer.mask_token_id))`.
         by_length: whether the structure of the tasks depends on the number of tokens alone, so that one merge serves
             all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False,
             a merge per sample, for any other function, which may look at token values (documents, special tokens).

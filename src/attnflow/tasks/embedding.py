@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from attnflow.tasks.task import Token
+from attnflow.tasks.token import Token
 
 NO_ID = -100
 """Fills the places of an id table that hold no id, as everywhere in training code."""

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
 from attnflow.tasks.layout import Items, arrange
-from attnflow.tasks.task import Task, Token
+from attnflow.tasks.task import Task
+from attnflow.tasks.token import Token
 
 _Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15

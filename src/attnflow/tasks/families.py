@@ -17,7 +17,8 @@ from attnflow._core.checks import index_array, integer, permutation
 from attnflow.masks.catalogue import block_causal, causal, divides, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.task import Task
+from attnflow.tasks.token import Label, Token
 
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
@@ -36,16 +37,16 @@ def causal_lm(tokens: TokenIds) -> Family:
     >>> [task.size for task in causal_lm([5, 6, 7])]
     [1, 2]
     """
-    return multi_token(tokens, horizon=1)
+    return multi_token_prediction(tokens, horizon=1)
 
 
-def multi_token(tokens: TokenIds, horizon: int) -> Family:
+def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     """Predict the next `horizon` tokens at once (Gloeckle et al., arXiv:2404.19737): causal, several labels each.
 
     tau_k reads tokens 0..k and predicts tokens k+1..k+horizon at position k, as far as they exist.
     Merged: `af.masks.causal(n - 1)`; the head of a label is `label.data_index - label.position - 1`.
 
-    >>> [label.data_index for label in multi_token([5, 6, 7, 8], horizon=2)[0].labels]
+    >>> [label.data_index for label in multi_token_prediction([5, 6, 7, 8], horizon=2)[0].labels]
     [1, 2]
     """
     data = _data(tokens, minimum=2)
@@ -56,7 +57,7 @@ def multi_token(tokens: TokenIds, horizon: int) -> Family:
     )
 
 
-def block_generation(tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int = MASK_TOKEN) -> Family:
+def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int = MASK_TOKEN) -> Family:
     """Generate block by block: tau_k reads k blocks and `block` [MASK]s in the place of the next (hasse, sec. 4.2).
 
     The mask of tau_k is `block_causal`; its labels are the tokens of the masked block. The paper gives three
@@ -69,14 +70,14 @@ def block_generation(tokens: TokenIds, block: int, predict_first: bool = False, 
         predict_first: add the task that predicts block 0 from nothing, which the paper leaves out.
         mask_token: vocabulary id of [MASK].
 
-    >>> [task.size for task in block_generation([5, 6, 7, 8, 9, 9], 2)]
+    >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2)]
     [4, 6]
     """
     data = _data(tokens, minimum=1)
     num_blocks = divides("the number of tokens", len(data), block)
     if num_blocks < 2 and not predict_first:
         raise ValueError(
-            f"block_generation needs at least 2 blocks, got {len(data)} tokens in 1 block of {block}; "
+            f"block_two_stream needs at least 2 blocks, got {len(data)} tokens in 1 block of {block}; "
             "pass more tokens, a smaller block, or predict_first=True"
         )
     masked = _mask_tokens(len(data), mask_token)
@@ -161,7 +162,7 @@ def block_diffusion(
     Args:
         tokens: token ids, a whole number of blocks.
         block: tokens per block.
-        masked: places that hold [MASK]; by default all, which is `block_generation(..., predict_first=True)`.
+        masked: places that hold [MASK]; by default all, which is `block_two_stream(..., predict_first=True)`.
         mask_token: vocabulary id of [MASK].
 
     >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3])]
@@ -182,7 +183,7 @@ def block_diffusion(
 
 
 BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
-    {causal_lm, multi_token, block_generation, butterfly, masked_lm, permutation_lm, block_diffusion}
+    {causal_lm, multi_token_prediction, block_two_stream, butterfly, masked_lm, permutation_lm, block_diffusion}
 )
 """Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 
 from attnflow._core.checks import IntArray, integer, preview
 from attnflow._core.errors import LeakFound
 from attnflow._core.markup import plural
+from attnflow._core.results import Result
 from attnflow.masks.intervals import BoolArray
-from attnflow.tasks.task import Label, Task
+from attnflow.tasks.merging import MergedTask
+from attnflow.tasks.task import Task
+from attnflow.tasks.token import Label
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,12 +56,9 @@ class Leak:
 
     def to_dict(self) -> dict[str, object]:
         """The leak as plain data."""
-        from attnflow.tasks.spec import token_to_dict
-
         return {
             "position": self.position,
-            "target": token_to_dict(self.label.target),
-            "task": self.label.task,
+            "label": self.label.to_dict(),
             "carrier": self.carrier,
             "witness": list(self.witness),
             "route": self.route,
@@ -66,8 +66,8 @@ class Leak:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `check` found.
+class LeakReport(Result):
+    """Whether the labels of a task leak, and how.
 
     Attributes:
         leaks: every pair of a label and a position that carries it, by labelled position; empty means proved clean.
@@ -94,25 +94,39 @@ class Report:
         """Whether no label leaks."""
         return not self.leaks
 
-    def raise_on_leak(self) -> None:
+    def raise_if_leaks(self) -> None:
         """Raise `LeakFound`, with the first leak's witness, if a label leaks."""
         for leak in self.leaks[:1]:
             more = f" ({len(self.leaks)} leaks in all)" if len(self.leaks) > 1 else ""
             raise LeakFound(f"{leak}{more}", witness=leak.witness)
 
     def to_dict(self) -> dict[str, object]:
-        """The report as plain data for JSON."""
-        return {
-            "ok": self.ok,
-            "leaks": [leak.to_dict() for leak in self.leaks],
-            "dead": list(self.dead),
-            "unsupervised": list(self.unsupervised),
-            "depth": self.depth,
-            "density": self.density,
-            "num_positions": self.num_positions,
-            "num_labels": self.num_labels,
-            "layers": self.layers,
-        }
+        """The report as plain data, with the verdict and the route of each leak."""
+        return {**super().to_dict(), "ok": self.ok, "leaks": [leak.to_dict() for leak in self.leaks]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """The report that `to_dict` described."""
+        leaks = [
+            Leak(each["position"], Label.from_dict(each["label"]), each["carrier"], tuple(each["witness"]))
+            for each in cast(list[Any], values.get("leaks", []))
+        ]
+        plain = {name: value for name, value in values.items() if name != "ok"}
+        return replace(super().from_dict({**plain, "leaks": []}), leaks=tuple(leaks))
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each leak."""
+        return [
+            {
+                "position": leak.position,
+                "task": leak.label.task,
+                "data_index": leak.label.data_index,
+                "target_id": leak.label.target_id,
+                "carrier": leak.carrier,
+                "route": leak.route,
+            }
+            for leak in self.leaks
+        ]
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -138,7 +152,7 @@ class Report:
         yield f"unsupervised data tokens: {preview(self.unsupervised, _SHOWN) if self.unsupervised else 'none'}"
 
 
-def check(task: Task, layers: int | None = None) -> Report:
+def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
     """Prove that no label of a task can leak, or show how it does; with its dead positions and missing labels.
 
     A label leaks iff a position whose provenance holds the label's data token is at or below the labelled position.
@@ -146,7 +160,7 @@ def check(task: Task, layers: int | None = None) -> Report:
     mixes positions elsewhere (a scan, a convolution, a normalisation over the sequence) is for `af.audit`.
 
     Args:
-        task: any task, dense or not.
+        task: any task, dense or not; or what `merge` gave.
         layers: number of layers of the model; by default the closure, which holds for every depth.
 
     Cost: one row of the closure per labelled position, and a search per leak for its path.
@@ -157,11 +171,16 @@ def check(task: Task, layers: int | None = None) -> Report:
     >>> report = af.tasks.check(af.tasks.Task(tokens, labels, af.masks.from_edges([(0, 1), (1, 2)], 3)))
     >>> report.leaks[0].route
     'layer 1: 2 -> 1, layer 2: 1 -> 0'
-    >>> af.tasks.check(af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8])).task).ok
+    >>> af.tasks.check(af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8]))).ok
     True
     """
+    if isinstance(task, MergedTask):
+        task = task.task
     if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"expected a Task, got {type(task).__name__}; check one task of a family, or merged.task")
+        raise TypeError(
+            f"expected a Task or a MergedTask, got {type(task).__name__}; check each task of a family, or "
+            "af.tasks.merge(family)"
+        )
     if layers is not None:
         integer("layers", layers)
     carried = np.array(
@@ -178,7 +197,7 @@ def check(task: Task, layers: int | None = None) -> Report:
             first, last = np.searchsorted(carried[:, 0], [_index(label), _index(label) + 1])
             carriers = carried[first:last, 1]
             leaks += [_leak(task, label, place, layers) for place in carriers[row[carriers]].tolist()]
-    return Report(
+    return LeakReport(
         tuple(leaks),
         tuple(np.flatnonzero(~alive).tolist()),
         tuple(sorted(set(carried[:, 0].tolist()) - supervised)),

@@ -1,113 +1,27 @@
-"""`Task`: inputs, labels and a mask; `Token` says what an input is made of, `Label` what a position must predict."""
+"""`Task`: inputs, labels and a mask."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import SupportsIndex, cast
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnflow._core.checks import integer
+from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.mask import Mask
+from attnflow.masks.spec import mask_from_dict, mask_to_dict
 from attnflow.order.bits import range_reduce
 from attnflow.order.flow import Flow, analyze
+from attnflow.tasks.token import Label, Token
 
-
-@dataclass(frozen=True, slots=True, init=False)
-class Token:
-    """An input vector: which embedding, at which position, made of which data tokens.
-
-    Two tokens are the same input iff all three agree. Equal vocabulary ids at different places of the data are
-    therefore different tokens: their positions differ, and so does their provenance.
-
-    Attributes:
-        id: a vocabulary id, or a sorted tuple of ids: the mean of their *token* embeddings, to which the encoding of
-            `position` is applied afterwards (hasse, eq. 46; averaging positions in, as the paper does, would make
-            the first and last averaged token equal to a data token, see order.md). A tuple of one id is that id.
-        position: the position id that the model encodes, counted from 0.
-        provenance: indices of the data tokens that this input was made of. A label whose data token is among them
-            can be read off this input; a [MASK] token carries none.
-    """
-
-    id: int | tuple[int, ...]
-    position: int
-    provenance: frozenset[int]
-
-    def __init__(
-        self,
-        id: SupportsIndex | Iterable[SupportsIndex],
-        position: SupportsIndex,
-        provenance: Iterable[SupportsIndex] | None = None,
-    ) -> None:
-        """Make a token.
-
-        Args:
-            id: a vocabulary id, or several to average.
-            position: position id, from 0.
-            provenance: data indices; by default the token's own position, which is right for a data token at its
-                own place, and errs on the side of finding a leak elsewhere. Pass `()` for [MASK].
-
-        >>> Token(7, position=2).provenance
-        frozenset({2})
-        >>> Token((9, 5), position=1, provenance=(0, 2)).id
-        (5, 9)
-        """
-        object.__setattr__(self, "id", _token_id(id))
-        object.__setattr__(self, "position", integer("position", position))
-        chosen = (self.position,) if provenance is None else provenance
-        object.__setattr__(self, "provenance", frozenset(integer("provenance", index) for index in chosen))
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The vocabulary ids whose embeddings are averaged; one for an ordinary token."""
-        return self.id if isinstance(self.id, tuple) else (self.id,)
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What one position must predict. A position may carry several labels (the paper's def. 3.4 allows one).
-
-    Attributes:
-        position: index into the task's inputs.
-        target: the token to predict: its `id` is the class, its provenance the data token that must not be visible.
-            A target from outside of the data (a class label) has an empty provenance and cannot leak.
-        task: the subtask that it belongs to; `merge` numbers them by their place in the family.
-        weight: its factor in the loss, finite and at least 0.
-    """
-
-    position: int
-    target: Token
-    task: int = 0
-    weight: float | int = 1.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.target, Token):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"target must be a Token, got {type(self.target).__name__}; it knows its data index")
-        if isinstance(self.target.id, tuple) or len(self.target.provenance) > 1:
-            raise ValueError(f"a target is one vocabulary id of at most one data token, got {self.target}")
-        object.__setattr__(self, "position", integer("position of a label", self.position))
-        object.__setattr__(self, "task", integer("task of a label", self.task))
-        weight = float(self.weight)
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"weight of a label must be finite and at least 0, got {weight}")
-        object.__setattr__(self, "weight", weight)
-
-    @property
-    def target_id(self) -> int:
-        """The vocabulary id to predict."""
-        return self.target.ids[0]
-
-    @property
-    def data_index(self) -> int | None:
-        """The data token to predict; None for a target that is no token of the data."""
-        return next(iter(self.target.provenance), None)
+_Built = TypeVar("_Built")
+_VERSION: Final = 1
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -200,31 +114,59 @@ class Task:
 
     def to_dict(self) -> dict[str, object]:
         """The task as plain data for JSON; `from_dict` reads it back."""
-        from attnflow.tasks.spec import task_to_dict
-
-        return task_to_dict(self)
+        return {
+            "version": _VERSION,
+            "inputs": [token.to_dict() for token in self.inputs],
+            "labels": [label.to_dict() for label in self.labels],
+            "mask": mask_to_dict(self.mask),
+        }
 
     @classmethod
-    def from_dict(cls, spec: Mapping[str, object]) -> Task:
-        """The task of plain data, as `to_dict` or a person wrote it; see `attnflow.tasks.spec` for the format."""
-        from attnflow.tasks.spec import task_from_dict
+    def from_dict(cls, spec: object, where: str = "task") -> Task:
+        """The task of plain data, as `to_dict` or a person wrote it; what `attnflow mask check SPEC.json` reads.
 
-        return task_from_dict(spec)
+            {"version": 1,
+             "inputs": [5, {"id": 7, "position": 1, "provenance": [1]}, {"id": [5, 9], "position": 1}],
+             "labels": [{"position": 0, "target": {"id": 7, "position": 1}, "task": 0, "weight": 1.0}],
+             "mask": {"name": "causal", "parameters": {"n": 3}}}
+
+        An input that is a bare number stands for the data token at that place. `provenance` is by default the token's
+        own position; `version`, `task` and `weight` are by default 1, 0 and 1. For the forms of a mask see
+        `attnflow.masks.spec`; it may also be a `Mask`.
+
+        Raises:
+            ValueError: a part is missing, unknown or malformed; the message says where it stands.
+        """
+        values = as_object(spec, where)
+        only_keys(values, where, ("inputs", "labels", "mask"), ("version",))
+        version = values.get("version", _VERSION)
+        if version != _VERSION:
+            raise ValueError(f"{where}: this release reads version {_VERSION}, got version {version!r}")
+        inputs = [_at(f"{where}: inputs[{i}]", _input, each, i) for i, each in _numbered(values, "inputs", where)]
+        labels = [_at(f"{where}: labels[{i}]", Label.from_dict, each) for i, each in _numbered(values, "labels", where)]
+        mask = mask_from_dict(values["mask"], f"{where}: mask")
+        return _at(where, cls, inputs, labels, mask)
+
+
+def _numbered(values: Mapping[str, object], name: str, where: str) -> Iterable[tuple[int, object]]:
+    return enumerate(as_list(values[name], f"{where}: {name}"))
+
+
+def _input(spec: object, index: int) -> Token:
+    return Token.from_dict(spec) if isinstance(spec, Mapping) else Token(as_integer(spec, "id"), position=index)
+
+
+def _at(place: str, build: Callable[..., _Built], *values: object) -> _Built:
+    try:
+        return build(*values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def _all_of(kind: type, items: Iterable[object]) -> None:
     for item in items:
         if not isinstance(item, kind):
             raise TypeError(f"expected a {kind.__name__}, got {item!r} of type {type(item).__name__}")
-
-
-def _token_id(value: object) -> int | tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        return integer("id", value)
-    ids = sorted(integer("id", item) for item in cast(Iterable[object], value))
-    if not ids:
-        raise ValueError("id must be a vocabulary id or at least one of them to average, got an empty sequence")
-    return ids[0] if len(ids) == 1 else tuple(ids)
 
 
 def _holds_diagonal(rows: IntervalRows) -> BoolArray:

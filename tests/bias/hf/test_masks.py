@@ -114,7 +114,7 @@ def test_an_additive_mask_that_is_itself_a_bias_is_added():
 @pytest.mark.parametrize("task", ["block", "butterfly"])
 def test_merged_tasks_of_unequal_length(name, task):
     """Block two-stream and butterfly batches: their masks are 4D and additive, their positions repeat."""
-    family_of = partial(af.tasks.block_generation, block=2, mask_token=1) if task == "block" else af.tasks.butterfly
+    family_of = partial(af.tasks.block_two_stream, block=2, mask_token=1) if task == "block" else af.tasks.butterfly
     batch = af.tasks.Collator(family_of, dtype=torch.float64)([[5, 6, 7, 8], [9, 10, 11, 12, 13, 14]])
     labels = batch.pop("labels")
     model = biased(name, (*GUIDANCE, *EVERY_OTHER_KIND))

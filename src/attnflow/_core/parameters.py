@@ -1,0 +1,168 @@
+"""Functions that a file or a command calls by name: their parameters, read from their signatures."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Literal, TypeVar
+
+from attnflow._core.plain import as_integer, as_list, as_object, close_to, kind_of, only_keys
+
+_T = TypeVar("_T")
+_LARGEST: Final = 1 << 22  # beyond it the machine would run out of memory before anything is shown
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter that text or JSON can set.
+
+    Attributes:
+        kind: "int", "bool", "ints" (a list of integers) or "text".
+        choices: the allowed texts, if they are few.
+    """
+
+    name: str
+    kind: Literal["int", "bool", "ints", "text"]
+    required: bool
+    default: object
+    choices: tuple[str, ...] = ()
+
+    def bounded(self, value: int) -> int:
+        """`value`, unless it is too large to be meant."""
+        if value > _LARGEST:
+            raise ValueError(f"{self.name} is at most {_LARGEST:,} by name, got {value}: call the function in Python")
+        return value
+
+    def read(self, text: str) -> object:
+        """The value that typed text stands for."""
+        typed = f"{self.name}={text}"
+        if self.kind == "bool":
+            if text.lower() not in ("true", "false"):
+                raise ValueError(f"{self.name} must be true or false, got {typed}")
+            return text.lower() == "true"
+        if self.kind == "int":
+            return self.bounded(_integer(text, f"{self.name} must be an integer, got {typed}"))
+        if self.kind == "ints":
+            items = text.strip().removeprefix("[").removesuffix("]").split(",")
+            message = f"{self.name} must be integers with commas between them, such as {self.name}=0,2,5, got {typed}"
+            return [_integer(item, message) for item in items if item.strip() or len(items) > 1]
+        if self.choices and text not in self.choices:
+            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {typed}")
+        return text
+
+    def check(self, value: object, where: str) -> object:
+        """The value of a JSON file, of the right kind."""
+        if value is None and not self.required and self.default is None:
+            return None
+        if self.kind == "int":
+            return self.bounded(as_integer(value, where))
+        if self.kind == "ints":
+            return [as_integer(item, where) for item in as_list(value, where)]
+        if not isinstance(value, bool if self.kind == "bool" else str):
+            raise ValueError(
+                f"{where}: expected {'true or false' if self.kind == 'bool' else 'text'}, got {kind_of(value)}"
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Named(Generic[_T]):
+    """A function that is called by name: its parameters, and in one line what it makes.
+
+    Attributes:
+        leading: names of first arguments that the caller supplies, for the signature.
+    """
+
+    name: str
+    function: Callable[..., _T]
+    parameters: tuple[Parameter, ...]
+    summary: str
+    leading: tuple[str, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """`name(parameter, parameter=default)`."""
+        return f"{self.name}({', '.join([*self.leading, *map(_declare, self.parameters)])})"
+
+    def read(self, settings: Mapping[str, str]) -> dict[str, object]:
+        """Typed values of texts, such as {"window": "4", "causal": "false"}.
+
+        Raises:
+            ValueError: an unknown name, or text that is no value.
+        """
+        known = {parameter.name: parameter for parameter in self.parameters}
+        for name in settings:
+            if name not in known:
+                raise ValueError(f"{self.signature} has no parameter {name!r}{close_to(name, known)}")
+        return {name: known[name].read(text) for name, text in settings.items()}
+
+    def require(self, values: Mapping[str, object]) -> None:
+        """Refuse values that lack a parameter without a default."""
+        missing = [p.name for p in self.parameters if p.required and p.name not in values]
+        if missing:
+            raise ValueError(f"{self.signature} needs {' and '.join(missing)}")
+
+    def check(self, values: object, where: str) -> dict[str, object]:
+        """The parameters of a JSON file.
+
+        Raises:
+            ValueError: unknown or missing names, or values of the wrong kind, each with its place.
+        """
+        mapping = as_object(values, f"{where}.parameters")
+        only_keys(mapping, f"{where}: {self.signature}", optional=[p.name for p in self.parameters])
+        try:
+            self.require(mapping)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return {p.name: p.check(mapping[p.name], f"{where}: {p.name}") for p in self.parameters if p.name in mapping}
+
+
+def named(function: Callable[..., _T], leading: Sequence[str] = ()) -> Named[_T]:
+    """A function with the parameters of its signature, without the `leading` ones."""
+    hints = typing.get_type_hints(function)
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in leading]
+    summary = (inspect.getdoc(function) or "").split("\n", 1)[0].rstrip(".")
+    described = tuple(_parameter(p, hints[p.name]) for p in parameters)
+    return Named(function.__name__, function, described, summary, tuple(leading))
+
+
+def find(name: str, known: Mapping[str, _T], what: str) -> _T:
+    """`known[name]`.
+
+    Raises:
+        ValueError: an unknown name, with the closest ones.
+    """
+    if name not in known:
+        hint = close_to(name, known) or f"; known: {', '.join(sorted(known))}"
+        raise ValueError(f"unknown {what} {name!r}{hint}")
+    return known[name]
+
+
+def _parameter(parameter: inspect.Parameter, hint: object) -> Parameter:
+    required = parameter.default is inspect.Parameter.empty
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = [option for option in (typing.get_args(hint) if union else (hint,)) if option is not type(None)]
+    kind: Literal["int", "bool", "ints", "text"] = "text"
+    if bool in options:
+        kind = "bool"
+    elif int in options:
+        kind = "int"
+    elif any(typing.get_origin(option) not in (None, Literal) for option in options):
+        kind = "ints"
+    choices = tuple(str(c) for h in options if typing.get_origin(h) is Literal for c in typing.get_args(h))
+    return Parameter(parameter.name, kind, required, None if required else parameter.default, choices)
+
+
+def _declare(parameter: Parameter) -> str:
+    return parameter.name if parameter.required else f"{parameter.name}={json.dumps(parameter.default)}"
+
+
+def _integer(text: str, message: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(message) from None

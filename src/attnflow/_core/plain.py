@@ -1,0 +1,98 @@
+"""Plain data that people write (JSON): each mistake is named with the place where it stands."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, cast
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
+    """The JSON object in a file; "-" reads standard input.
+
+    Raises:
+        ValueError: no file that can be read, not UTF-8, not JSON, a name that stands twice, NaN, or no object at the
+            top.
+    """
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    return as_object(value, str(path))
+
+
+def as_object(value: object, where: str) -> dict[str, object]:
+    """`value` if it is a JSON object."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected a JSON object, got {kind_of(value)}")
+    return dict(cast(Mapping[str, object], value))
+
+
+def as_list(value: object, where: str) -> list[object]:
+    """`value` if it is a JSON list."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where}: expected a list, got {kind_of(value)}")
+    return list(cast(Sequence[object], value))
+
+
+def as_integer(value: object, where: str) -> int:
+    """`value` if it is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{where}: expected an integer, got {kind_of(value)}")
+    return value
+
+
+def as_number(value: object, where: str) -> float:
+    """`value` if it is a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where}: expected a number, got {kind_of(value)}")
+    return float(value)
+
+
+def only_keys(
+    values: Mapping[str, object], where: str, required: Sequence[str] = (), optional: Sequence[str] = ()
+) -> None:
+    """Refuse missing names and names that mean nothing: a misspelt one would be ignored silently."""
+    known = (*required, *optional)
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{where}: unknown name {name!r}{close_to(name, known)} (known: {', '.join(known)})")
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"{where} lacks {' and '.join(missing)}; it has {', '.join(known)}")
+
+
+def close_to(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: ": did you mean ...?", or nothing."""
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=2, cutoff=0.5)
+    return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def kind_of(value: object) -> str:
+    """A value of JSON in a message."""
+    if isinstance(value, Mapping | list | tuple):
+        return "an object" if isinstance(value, Mapping) else "a list"
+    return f"the text {value!r:.40}" if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} stands twice in one JSON object")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number that a spec may hold")

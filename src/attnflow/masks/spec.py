@@ -1,0 +1,172 @@
+"""Masks as plain data: the one reader of JSON, and the catalogue by name.
+
+One of `{"name": "sliding_window", "parameters": {"n": 8, "window": 3}}` (a mask of the catalogue),
+`{"intervals": [[[0, 2]], ...]}` (per query, half-open), `{"dense": [[1, 0], [1, 1]]}` (or rows of text, "10"),
+`{"edges": [[q, k], ...], "num_queries": n}`; combined by `{"and": [...]}`, `{"or": [...]}`, `{"not": ...}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Final
+
+import torch
+
+from attnflow._core.parameters import Named, find, named
+from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys
+from attnflow.masks import catalogue, streams
+from attnflow.masks.build import from_dense, from_edges, from_intervals
+from attnflow.masks.mask import Mask
+
+_FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not")
+
+
+_MASKS: Final = (
+    catalogue.attention_sink,
+    catalogue.big_bird,
+    catalogue.block_causal,
+    streams.block_diffusion,
+    streams.block_two_stream,
+    streams.butterfly,
+    catalogue.causal,
+    catalogue.dilated_window,
+    catalogue.document,
+    catalogue.full,
+    catalogue.global_tokens,
+    catalogue.longformer,
+    streams.multi_token_prediction,
+    catalogue.prefix_lm,
+    catalogue.sliding_window,
+    catalogue.tree,
+    streams.xlnet_two_stream,
+)
+
+
+@cache
+def named_masks() -> Mapping[str, Named[Mask]]:
+    """The masks of the catalogue by name, with their parameters."""
+    return {function.__name__: named(function) for function in _MASKS}
+
+
+def mask_to_dict(mask: Mask) -> dict[str, object]:
+    """The mask by its catalogue name where that gives it back, by row intervals otherwise."""
+    maker = named_masks().get(mask.name)
+    if maker is not None:
+        parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in mask.parameters.items()}
+        if maker.function(**parameters) == mask:
+            return {"name": mask.name, "parameters": parameters}
+    rows = mask.intervals()
+    intervals = [[list(pair) for pair in rows.row(query)] for query in range(mask.num_queries)]
+    square = mask.num_queries == mask.num_keys
+    return {"intervals": intervals} if square else {"intervals": intervals, "num_keys": mask.num_keys}
+
+
+def mask_from_dict(spec: object, where: str = "mask") -> Mask:
+    """The mask of plain data in any of the forms above; a `Mask` is itself.
+
+    Args:
+        spec: what `json.loads` gave.
+        where: name of the place, for messages.
+
+    Raises:
+        ValueError: a part is missing, unknown, of the wrong kind or refused by the mask; the message says where.
+
+    >>> mask_from_dict({"not": {"dense": ["10", "11"]}}).dense().int().tolist()
+    [[0, 1], [0, 0]]
+    """
+    if isinstance(spec, Mask):
+        return spec
+    values = as_object(spec, where)
+    forms = [form for form in _FORMS if form in values]
+    if len(forms) != 1:
+        present = " and ".join(forms) or ", ".join(values) or "nothing"
+        raise ValueError(f"{where}: a mask has one of {', '.join(_FORMS)}; got {present}")
+    builders: dict[str, Callable[[dict[str, object], str], Mask]] = {
+        "name": _named,
+        "intervals": _intervals,
+        "dense": _dense,
+        "edges": _edges,
+    }
+    return builders.get(forms[0], _combined)(values, where)
+
+
+def _named(spec: dict[str, object], where: str) -> Mask:
+    only_keys(spec, where, ("name",), ("parameters",))
+    if not isinstance(spec["name"], str):
+        raise ValueError(f"{where}: name must be text, got {kind_of(spec['name'])}")
+    try:
+        entry = find(spec["name"], named_masks(), "mask")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return _call(where, entry.function, entry.check(spec.get("parameters", {}), where))
+
+
+def _intervals(spec: dict[str, object], where: str) -> Mask:
+    only_keys(spec, where, ("intervals",), ("num_keys",))
+    rows = [
+        [_pair(pair, f"{where}.intervals[{q}]") for pair in as_list(row, f"{where}.intervals[{q}]")]
+        for q, row in enumerate(as_list(spec["intervals"], f"{where}.intervals"))
+    ]
+    return _call(where, from_intervals, {"rows": rows, **_sizes(spec, where, "num_keys")})
+
+
+def _edges(spec: dict[str, object], where: str) -> Mask:
+    only_keys(spec, where, ("edges",), ("num_queries", "num_keys"))
+    if "num_queries" not in spec:
+        raise ValueError(f"{where}: edges need num_queries")
+    pairs = [_pair(pair, f"{where}.edges[{i}]") for i, pair in enumerate(as_list(spec["edges"], f"{where}.edges"))]
+    return _call(where, from_edges, {"edges": pairs, **_sizes(spec, where, "num_queries", "num_keys")})
+
+
+def _dense(spec: dict[str, object], where: str) -> Mask:
+    only_keys(spec, where, ("dense",))
+    rows = [_bits(row, f"{where}.dense[{q}]") for q, row in enumerate(as_list(spec["dense"], f"{where}.dense"))]
+    for q, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ValueError(f"{where}.dense[{q}]: expected {len(rows[0])} entries like row 0, got {len(row)}")
+    table = torch.tensor(rows, dtype=torch.bool).reshape(len(rows), len(rows[0]) if rows else 0)
+    return _call(where, from_dense, {"allow": table})
+
+
+def _bits(row: object, where: str) -> list[bool]:
+    entries = list(row) if isinstance(row, str) else as_list(row, where)
+    for k, entry in enumerate(entries):
+        if str(entry) not in ("0", "1") and not isinstance(entry, bool):
+            raise ValueError(f"{where}[{k}]: expected 0, 1, true or false, got {kind_of(entry)}")
+    return [entry if isinstance(entry, bool) else str(entry) == "1" for entry in entries]
+
+
+def _combined(spec: dict[str, object], where: str) -> Mask:
+    [sign] = [form for form in ("and", "or", "not") if form in spec]
+    only_keys(spec, where, (sign,))
+    if sign == "not":
+        return ~mask_from_dict(spec[sign], f"{where}.not")
+    parts = as_list(spec[sign], f"{where}.{sign}")
+    masks = [mask_from_dict(part, f"{where}.{sign}[{i}]") for i, part in enumerate(parts)]
+    if not masks:
+        raise ValueError(f"{where}.{sign}: expected at least one mask")
+    result = masks[0]
+    for mask in masks[1:]:
+        if mask.shape != result.shape:
+            raise ValueError(f"{where}.{sign}: masks of different shapes: {result.shape} and {mask.shape}")
+        result = result & mask if sign == "and" else result | mask
+    return result
+
+
+def _pair(value: object, where: str) -> tuple[int, int]:
+    items = as_list(value, where)
+    if len(items) != 2:
+        raise ValueError(f"{where}: expected a pair of integers, got {len(items)} entries")
+    return as_integer(items[0], where), as_integer(items[1], where)
+
+
+def _sizes(spec: Mapping[str, object], where: str, *names: str) -> dict[str, object]:
+    return {name: as_integer(spec[name], f"{where}.{name}") for name in names if name in spec}
+
+
+def _call(where: str, function: Callable[..., Mask], values: Mapping[str, object]) -> Mask:
+    try:
+        return function(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
