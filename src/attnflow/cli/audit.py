@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._options import ModelArgument, TextOption, describe, integers, load, sample
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
+from attnflow.cli._spec import mask_argument
+
+if TYPE_CHECKING:
+    from attnflow.masks import Mask
 
 
 class Mode(StrEnum):
@@ -18,10 +23,8 @@ class Mode(StrEnum):
 
 
 def audit(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, a folder, a GGUF file or a hub id.")
-    ],
-    text: Annotated[str | None, typer.Option("--text", help="The text to read (default: Shakespeare).")] = None,
+    model: ModelArgument,
+    text: TextOption = None,
     ids: Annotated[str | None, typer.Option("--ids", metavar="5,6,7", help="Token ids in place of a text.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read at most so many tokens.")] = 64,
     order: Annotated[
@@ -39,20 +42,44 @@ def audit(
     Changes inputs and watches the output of every module: what moves although the order keeps it apart is a leak,
     shown with the layer and module where it starts. Exits with 1 if there is one.
     """
-    from attnflow.cli import _audits, _models
-
+    if text is not None and ids is not None:
+        raise BadUsage("give --text or --ids, not both")
+    token_ids = None if ids is None else integers(ids, "--ids")
+    declared = None if order in (None, "causal", "full") else _of_file(order)
+    if cache and mode is Mode.vjp:
+        raise BadUsage("--cache is audited by changing inputs: leave out --mode vjp")
     with working(f"loading {model}") as spinner:
-        loaded = _models.load(model, tokenizer=ids is None)
-        given = loaded.ids(text, ids, tokens)
-        found = _audits.run(loaded, given, order, mode.value, passes, cache, double, spinner)
+        import torch
+
+        from attnflow import masks
+        from attnflow.audit import check
+        from attnflow.audit.text import text_inputs
+
+        loaded = load(model, tokenizer=ids is None, without="give token ids, as in --ids 5,6,7")
+        inputs = text_inputs(loaded, token_ids or (sample() if text is None else text), tokens)
+        size = sum(tensor.shape[1] for tensor in inputs.values())
+        if order in ("causal", "full"):
+            declared = masks.causal(size) if order == "causal" else masks.full(size)
+        report = check(
+            loaded,
+            inputs,
+            declared,
+            mode.value,
+            cache=cache,
+            passes=passes,
+            dtype=torch.float64 if double else None,
+            progress=lambda done, total, what: spinner(f"auditing {model}: {what} {done}/{total}"),
+        )
     if json_output:
-        report = {"model": model, "architecture": type(loaded.model).__name__, "token_ids": given, **found.to_dict()}
-        print_json("attnflow.audit/1", report)
+        print_result(report)
     else:
-        screen = console()
-        say(screen, loaded.line, "bold")
-        if screen.is_terminal:
-            screen.print(found)
-        else:  # with room for the names of modules
-            print(found)
-    raise typer.Exit(0 if found.ok else 1)
+        say(console(), describe(model, loaded), "bold")
+        print(report) if not console().is_terminal else console().print(report)  # off a terminal, whole names of modules
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _of_file(order: str) -> Mask:
+    if order != "-" and not order.endswith(".json"):
+        near = close_to(order, ("causal", "full"))
+        raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
+    return mask_argument(order, None, [])

