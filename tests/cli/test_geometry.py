@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
 import attnflow as af
+from attnflow.geometry.survey import Survey
 from tests.report.reading import parse_page, parse_svg
 
 
@@ -56,15 +57,15 @@ def test_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
     code, out, err = run("geometry", tiny_model, "--json", "--per-head", "--gamma", "1.5", "--mode", "norm")
     found = json.loads(out)
     assert (code, err) == (0, "")
-    assert (found["schema"], found["unscored"], found["written"]) == ("attnflow.geometry/1", {}, None)
-    back = af.geometry.GeometryScores.from_json(json.dumps(found["models"][0]))
+    assert (found["attnflow"], found["unscored"]) == ("Survey", {})
+    (back,) = Survey.from_json(out).models
     assert back.matrices == af.geometry.score(tiny_model, 1.5, "norm").matrices
     assert (back.model, back.gamma, back.mode) == (tiny_model, 1.5, "norm")
 
 
 def test_cross_attention(run: Callable, t5: str) -> None:
-    models = json.loads(run("geometry", t5, "--attention", "all", "--json").out)["models"]
-    kinds = [(s["tower"], s["kind"], s["count"]) for s in models[0]["summaries"]]
+    (model,) = Survey.from_json(run("geometry", t5, "--attention", "all", "--json").out).models
+    kinds = [(s.tower, s.kind, s.count) for s in model.summaries]
     assert kinds == [("encoder", "self", 2), ("decoder", "self", 2), ("decoder", "cross", 2)]
 
 
@@ -102,7 +103,7 @@ def test_without_any_model_scored_it_fails(run: Callable, tmp_path: Path) -> Non
 
 
 def test_a_defect_does_not_stop_the_others(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["attnflow.geometry.score"]
+    module = sys.modules["attnflow.geometry.survey"]
     score = vars(module)["score"]
 
     def broken(source, *arguments, **options):
@@ -153,11 +154,14 @@ def test_csv_of_several_models_has_one_head_line(run: Callable, tiny_model: str,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "out.gif"], "must end in .svg or .png or .html or .csv"),
+        (["-o", "out.gif"], "must end in .svg or .png or .html or .csv or .json"),
         (["other", "-o", "out.svg", "--picture", "heads"], "--picture heads shows one model, got 2"),
         (["--gamma", "nan"], "gamma must be finite"),
         (["--attention", "both"], "both"),
         (["--mode", "sum"], "sum"),
+        (["--picture", "plan"], "plan"),
+        (["--config", "num_attention_heads"], "--config takes NAME=VALUE"),
+        (["--config", "num_attention_heads=four"], "must be a whole number, got 'four'"),
     ],
 )
 def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:
@@ -166,8 +170,19 @@ def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message
     assert message in err
 
 
+def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.safetensors"
+    own.write_bytes((Path(tiny_model) / "model.safetensors").read_bytes())
+    code, _, err = run("geometry", str(own))
+    assert code == 2
+    assert "--config num_attention_heads=12 on the command line" in err
+    code, out, _ = run("geometry", str(own), "--config", "num_attention_heads=4", "--json")
+    scores = Survey.from_json(out).models[0]
+    assert (code, scores.matrices) == (0, af.geometry.score(tiny_model).matrices[::5])
+
+
 def test_without_matplotlib_the_extra_is_named(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnflow.cli._scores.find_spec", lambda name: None)
+    monkeypatch.setattr("attnflow.cli._output.find_spec", lambda name: None)
     code, _, err = run("geometry", tiny_model, "-o", "figure.svg")
     assert code == 2
     assert "attnflow[report]" in err
@@ -178,7 +193,7 @@ def test_values_of_real_models(run: Callable) -> None:
     """As measured with float32 arithmetic, apart from this package (Q4_1 moves SmolLM2 by at most 0.004)."""
     expected = {"minilm": (0.491, -0.098, -0.013), "smollm2-135m": (0.094, -0.245, -0.122)}
     for mode, column in (("excess", 1), ("norm", 2)):
-        for model in json.loads(run("geometry", *expected, "--mode", mode, "--json").out)["models"]:
-            (summary,) = model["summaries"]
-            assert summary["symmetry"]["median"] == pytest.approx(expected[model["model"]][0], abs=0.002)
-            assert summary["directionality"]["median"] == pytest.approx(expected[model["model"]][column], abs=0.002)
+        for model in Survey.from_json(run("geometry", *expected, "--mode", mode, "--json").out).models:
+            (summary,) = model.summaries
+            assert summary.symmetry.median == pytest.approx(expected[model.model][0], abs=0.002)
+            assert summary.directionality.median == pytest.approx(expected[model.model][column], abs=0.002)

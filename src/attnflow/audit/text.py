@@ -35,7 +35,7 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
     vocabulary = model.get_input_embeddings().num_embeddings
     beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
     if beyond is not None:
-        raise ValueError(f"token ids of a {type(model).__name__} with this vocabulary lie in [0, {vocabulary}), got {beyond}")
+        raise ValueError(f"token ids of this model lie in [0, {vocabulary}), got {beyond}")
     tokens = torch.tensor([ids, ids[::-1]])
     if getattr(model.config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-1]}  # an audit tells them by their lengths

@@ -112,7 +112,8 @@ def run(
         steps.append(replace(work(results), name=key, title=title, seconds=time.perf_counter() - began))
         tell(steps[-1])
 
-    objectives = block, butterfly = _objectives(token_ids, size)
+    objectives = _objectives(token_ids, size)
+    butterfly = objectives[1]
     for each in objectives:
         title = f"Derive {each.name} attention from its tasks, and prove it"
         step(f"derive_{_key(each)}", title, lambda results, each=each: _prove(each, results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -70,3 +71,16 @@ def integers(text: str, option: str) -> list[int]:
         raise BadUsage(
             f"{option} must be integers with commas between them, such as {option} 0,2,5, got {text}"
         ) from None
+
+
+def settings(texts: Iterable[str], option: str = "--set") -> dict[str, str]:
+    """`["window=4", "causal=false"]` as a dict; every name once."""
+    values: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = (part.strip() for part in text.partition("="))
+        if not sign or not name:
+            raise BadUsage(f"{option} takes NAME=VALUE, such as {option} window=4, got {text!r}")
+        if name in values:
+            raise BadUsage(f"{option} {name}=... is given twice")
+        values[name] = value
+    return values

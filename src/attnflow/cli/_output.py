@@ -8,10 +8,13 @@ import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+from attnflow._core.errors import MissingExtra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +43,7 @@ def say(screen: Console, text: str, style: str = "") -> None:
 
 def print_result(result: Result) -> None:
     """What `--json` prints: the result as strict JSON, which its `from_json` reads again."""
-    print(result.to_json(), end="")
+    print(result.to_json().rstrip("\n"))
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
@@ -113,14 +116,22 @@ def working(title: str) -> Spinner:
     return spinner
 
 
-def output_path(path: Path, suffixes: Sequence[str]) -> Path:
+def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
     """`path` if a file of one of the `suffixes` can be written there; checked before the work, not after it.
+
+    Args:
+        path: where to write.
+        suffixes: what it may end in.
+        chart: what an `.svg` or `.png` would draw with matplotlib, as in "scores as a figure"; "" if it needs none.
 
     Raises:
         BadUsage: another suffix, no such folder, no permission, or something that is not a plain file.
+        MissingExtra: a chart, and matplotlib is not installed.
     """
     if path.suffix.lower() not in suffixes:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
+    if chart and path.suffix.lower() in (".svg", ".png") and find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "report", chart)
     target = path.expanduser().resolve()
     folder = target.parent
     if not folder.is_dir():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnflow.cli._catalogue import close_to
 from attnflow.cli._options import ModelArgument, TextOption, describe, integers, load, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
 from attnflow.cli._spec import mask_argument
@@ -61,7 +62,7 @@ def audit(
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
         report = check(
-            loaded,
+            loaded.model,
             inputs,
             declared,
             mode.value,
@@ -73,8 +74,9 @@ def audit(
     if json_output:
         print_result(report)
     else:
-        say(console(), describe(model, loaded), "bold")
-        print(report) if not console().is_terminal else console().print(report)  # off a terminal, whole names of modules
+        screen = console()
+        say(screen, describe(model, loaded), "bold")
+        screen.print(report) if screen.is_terminal else print(report)  # to a file with room for the names of modules
     raise typer.Exit(0 if report.ok else 1)
 
 

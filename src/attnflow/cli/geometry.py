@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._options import OutputOption, settings
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+
+_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
 
 class Mode(StrEnum):
@@ -47,40 +49,64 @@ def geometry(
     mode: Annotated[
         Mode, typer.Option("--mode", help="Sum by how much norms exceed the threshold, or the norms.")
     ] = Mode.excess,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html or .csv.")
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", metavar="NAME=N", help="What config.json lacks, as in num_attention_heads=12."),
     ] = None,
+    output: OutputOption = None,
     picture: Annotated[Picture, typer.Option("--picture", help="What an .svg or .png shows.")] = Picture.plane,
     json_output: JsonFlag = False,
 ) -> None:
     """Score the geometry of models.
 
     Symmetry and directionality of W_q^T W_k in every layer, with medians and quartiles; only queries and keys are read,
-    one layer at a time. Goes on past a model that cannot be scored, and then exits with 1, or 2 if none could.
+    one layer at a time. -o writes .svg or .png, .html, .csv or .json. Goes on past a model that cannot be scored, and
+    then exits with 1, or 2 if none could.
     """
-    from attnflow.cli import _scores
-
-    target = None if output is None else _scores.target(output, picture.value, models)
+    target = None if output is None else output_path(output, _SUFFIXES, "scores as a figure")
+    drawn = target is not None and target.suffix.lower() in (".svg", ".png")
+    if drawn and picture is Picture.heads and len(set(models)) > 1:
+        raise BadUsage(f"--picture heads shows one model, got {len(set(models))}; an .html report shows them all")
     heads = per_head or picture is Picture.heads or (target is not None and target.suffix.lower() == ".html")
+    overrides = {name: _number(name, text) for name, text in settings(config or [], "--config").items()}
     with working(f"opening {models[0]}") as spinner:
-        found = _scores.run(models, gamma, mode.value, heads, attention.value, spinner)
-        if target is not None and found.models:
+        from attnflow.geometry.survey import survey
+        from attnflow.report import figure, geometry_report, save_figure
+
+        result = survey(
+            models,
+            gamma,
+            mode.value,
+            heads,
+            attention.value,
+            config=overrides,
+            progress=lambda done, total, what: spinner(f"scoring {what} {done}/{total}"),
+        )
+        if target is not None and result.models:
             spinner(f"writing {output}")
-            _scores.write(found, target, picture.value)
-    written = None if target is None or not found.models else str(output)
-    if json_output and found.models:
-        scored = [model.to_dict() for model in found.models]
-        print_json("attnflow.geometry/1", {"models": scored, "unscored": found.unscored, "written": written})
-    elif found.models:
+            if drawn:
+                save_figure(figure(*result.models, picture=picture.value), target)
+            elif target.suffix.lower() == ".html":
+                geometry_report(result.models, unscored=result.unscored).save(target)
+            else:
+                result.save(target)
+    if json_output and result.models:
+        print_result(result)
+    elif result.models:
         from attnflow.report.score_text import details, overview
 
         screen = console()
         width = screen.width if screen.is_terminal else 110  # with room for the names of models
-        listed = found.models if per_head or len(found.models) == 1 else ()
-        parts = [*(details(model, heads=per_head, width=width) for model in listed), overview(found.models, width)]
-        print("\n\n".join(parts))
-        if written:
-            say(screen, f"written: {written}")
-    for name, reason in found.unscored.items():
+        listed = result.models if per_head or len(result.models) == 1 else ()
+        parts = [*(details(model, heads=per_head, width=width) for model in listed), overview(result.models, width)]
+        say(screen, "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
+    for name, reason in result.unscored.items():
         print(f"attnflow: {name}: {reason}", file=sys.stderr)
-    raise typer.Exit(0 if not found.unscored else 1 if found.models else 2)
+    raise typer.Exit(0 if result.ok else 1 if result.models else 2)
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadUsage(f"--config {name}=... must be a whole number, got {text!r}") from None

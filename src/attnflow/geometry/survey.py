@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attnflow._core.errors import AttnflowError
+from attnflow._core.results import Result
 from attnflow.geometry.score import Attention, score
 from attnflow.geometry.scores import Mode, check_reading
-from attnflow._core.results import Result
 from attnflow.geometry.table import GeometryScores
 
 
@@ -69,6 +70,10 @@ def survey(
             scores = score(name, gamma, mode, per_head, attention, config=config, progress=tell)
         except (AttnflowError, OSError, ValueError, MemoryError) as error:
             unscored[name] = str(error) or type(error).__name__
+        except Exception as error:  # a defect of ours must not lose the models before and after it
+            if os.environ.get("ATTNFLOW_TRACEBACK"):
+                raise
+            unscored[name] = f"unexpected {type(error).__name__}: {error}; ATTNFLOW_TRACEBACK=1 shows where"
         else:
             models.append(replace(scores, model=name))
     return Survey(tuple(models), unscored)

@@ -107,7 +107,7 @@ class Stated:
         if not found:
             raise UnknownHeads(
                 f"{name}: nothing says how many heads there are; keep config.json beside the weights, or pass "
-                "config={'num_attention_heads': ...}"
+                "config={'num_attention_heads': 12}, --config num_attention_heads=12 on the command line"
             )
         return found[0]
 
