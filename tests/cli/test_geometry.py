@@ -178,7 +178,10 @@ def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_pa
     assert "--config num_attention_heads=12 on the command line" in err
     code, out, _ = run("geometry", str(own), "--config", "num_attention_heads=4", "--json")
     scores = Survey.from_json(out).models[0]
-    assert (code, scores.matrices) == (0, af.geometry.score(tiny_model).matrices[::5])
+    assert code == 0
+    expected = af.geometry.score(tiny_model, per_head=False)
+    assert [row.directionality for row in scores] == [row.directionality for row in expected]
+    assert [row.norm for row in scores] == [row.norm for row in expected]
 
 
 def test_without_matplotlib_the_extra_is_named(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def demo(
     with working(f"loading {model}") as spinner:
         from attnflow.cli._demo import Sizes, run
         from attnflow.models import load_model, sample_text
-        from attnflow.report import page
+        from attnflow.report import mask_report
 
         def show(text: str, style: str = "") -> None:
             spinner.pause()
@@ -59,7 +59,11 @@ def demo(
         show(f"text: {shorten(text, screen.width - 6)}")
         result, parts = run(model, loaded.model, ids, announce=spinner, tell=tell)
         spinner("writing the report")
-        page(*parts, title=f"Two masks derived, proved, and run on {model}").save(target)
+        merged, check, _, _, audit, verification, _ = parts
+        title = f"Two masks derived, proved, and run on {model}"
+        task = merged.task
+        page = mask_report(task.flow, task=task, check=check, verification=verification, audit=audit, title=title)
+        page.save(target)
     if json_output:
         print_result(result)
     else:
