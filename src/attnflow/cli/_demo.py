@@ -134,7 +134,7 @@ def _key(objective: Objective) -> str:
 
 def _objectives(token_ids: Sequence[int], size: Sizes) -> tuple[Objective, Objective]:
     blocks, n = size.block_tokens // size.block, size.butterfly_tokens
-    family = tasks.block_generation(token_ids[: size.block_tokens], size.block)
+    family = tasks.block_two_stream(token_ids[: size.block_tokens], size.block)
     other = tasks.butterfly(token_ids[:n])
     formula = f"eq. 45, block_two_stream({blocks}, {size.block})"
     closed_form = masks.block_two_stream(blocks, size.block)
