@@ -21,18 +21,17 @@ config = BertConfig(
 def train(strength: float, path: str) -> None:
     model = BertForMaskedLM(config)
     af.geometry.init_symmetric_(model)  # W_k = c W_q in every head, at the scale of the model's own initialisation
-    recorder = af.geometry.Recorder(path, every=20, per_head=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    recorder.start(model)
-    for _ in range(60):
-        masked = torch.rand(samples.shape) < 0.15
-        labels = samples.masked_fill(~masked, -100)
-        loss = model(input_ids=samples.masked_fill(masked, 0), labels=labels).loss
-        optimizer.zero_grad()
-        (loss + strength * af.geometry.penalty(model, "symmetric")).backward()
-        optimizer.step()
-        recorder.step()
-    print(f"strength {strength}: loss {loss.item():.2f}; heads' symmetry {recorder.scores.summary('head').symmetry}")
+    with af.geometry.monitor(model, path, every=20, per_head=True) as monitor:
+        for _ in range(60):
+            masked = torch.rand(samples.shape) < 0.15
+            labels = samples.masked_fill(~masked, -100)
+            loss = model(input_ids=samples.masked_fill(masked, 0), labels=labels).loss
+            optimizer.zero_grad()
+            (loss + strength * af.geometry.penalty(model, "symmetric")).backward()
+            optimizer.step()
+            monitor.step()
+    print(f"strength {strength}: loss {loss.item():.2f}; heads' symmetry {monitor.scores.summary('head').symmetry}")
 
 
 for strength in (0.0, 0.01):

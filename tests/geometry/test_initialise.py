@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import attnflow as af
-from attnflow.models.live import live_query_keys
+from attnflow.models.attention import attention_layers
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 32, "vocab_size": 50}
 
@@ -68,10 +68,9 @@ BOTH = pytest.mark.parametrize(
 
 def forms(live):
     """Every head's M_h in float64, straight from the definition."""
-    weights = live.read()
-    query = weights.query.double().unflatten(0, (weights.num_heads, -1))
-    key = weights.key.double().unflatten(0, (weights.num_kv_heads, -1))
-    return torch.stack([query[h].T @ key[h // (weights.num_heads // weights.num_kv_heads)] for h in range(len(query))])
+    query = live.query().detach().double().unflatten(0, (live.num_heads, -1))
+    key = live.key().detach().double().unflatten(0, (live.num_kv_heads, -1))
+    return torch.stack([query[h].T @ key[h // (live.num_heads // live.num_kv_heads)] for h in range(len(query))])
 
 
 def deviation(matrix, sign):
@@ -81,7 +80,7 @@ def deviation(matrix, sign):
 
 
 def own(model, kind="self"):
-    return [live for live in live_query_keys(model) if live.kind == kind]
+    return [live for live in attention_layers(model) if live.kind == kind]
 
 
 def root_mean_square(weight):
@@ -106,9 +105,9 @@ def test_every_head_and_their_sum_are_exact(name, scale, initialise, sign):
 @pytest.mark.parametrize("name", MODELS)
 def test_matched_scale_keeps_the_size_of_both_projections(name, per_head, initialise, sign):
     model = MODELS[name]()
-    before = [(root_mean_square(w.query), root_mean_square(w.key)) for w in (live.read() for live in own(model))]
+    before = [(root_mean_square(w.query().detach()), root_mean_square(w.key().detach())) for w in own(model)]
     initialise(model, per_head=per_head)
-    after = [(root_mean_square(w.query), root_mean_square(w.key)) for w in (live.read() for live in own(model))]
+    after = [(root_mean_square(w.query().detach()), root_mean_square(w.key().detach())) for w in own(model)]
     assert torch.tensor(after) == pytest.approx(torch.tensor(before), rel=1e-6)
 
 
@@ -117,8 +116,8 @@ def test_matched_scale_keeps_the_size_of_both_projections(name, per_head, initia
 def test_paper_scale_is_that_of_linear_layers(name, initialise, sign):
     model = MODELS[name]()
     initialise(model, scale="paper")
-    for weights in (live.read() for live in own(model)):
-        for weight in (weights.query, weights.key):
+    for live in own(model):
+        for weight in (live.query().detach(), live.key().detach()):
             assert root_mean_square(weight) == pytest.approx(1 / math.sqrt(3 * 64), rel=0.1)
 
 
@@ -126,39 +125,38 @@ def test_symmetric_init_of_the_paper_copies_the_query():
     model = MODELS["separate"]()
     af.geometry.init_symmetric_(model, scale="paper")
     for live in own(model):
-        weights = live.read()
-        torch.testing.assert_close(weights.key, weights.query, rtol=1e-6, atol=0)
-        assert weights.query.abs().max() <= 1 / 8
-        assert weights.query.abs().max() > 0.99 / 8
+        torch.testing.assert_close(live.key().detach(), live.query().detach(), rtol=1e-6, atol=0)
+        assert live.query().detach().abs().max() <= 1 / 8
+        assert live.query().detach().abs().max() > 0.99 / 8
 
 
 @BOTH
 @pytest.mark.parametrize("name", ["separate", "conv1d", "interleaved"])
 def test_all_but_the_key_stays(name, initialise, sign):
     model = MODELS[name]()
-    before = [live.read().query.clone() for live in own(model)]
+    before = [live.query().detach().clone() for live in own(model)]
     others = {n: p.detach().clone() for n, p in model.named_parameters()}
     queries_and_keys = {n for live in own(model) for n in live.parameters}
     initialise(model)
     for live, query in zip(own(model), before, strict=True):
-        assert torch.equal(live.read().query, query)
+        assert torch.equal(live.query().detach(), query)
     assert all(torch.equal(p, others[n]) for n, p in model.named_parameters() if n not in queries_and_keys)
     if name != "separate":  # values share a parameter with queries and keys, and stay too
         for live in own(model):
             (parameter,) = live.parameters.values()
             (parameter_name,) = live.parameters
             changed = int((parameter.detach() != others[parameter_name]).sum())
-            assert 0 < changed <= live.read().key.numel()
+            assert 0 < changed <= live.key().detach().numel()
 
 
 @BOTH
 def test_cross_attention_stays(initialise, sign):
     model = MODELS["encoder and decoder"]()
-    before = [live.read().key.clone() for live in own(model, "cross")]
+    before = [live.key().detach().clone() for live in own(model, "cross")]
     initialise(model)
     assert before
     for live, key in zip(own(model, "cross"), before, strict=True):
-        assert torch.equal(live.read().key, key)
+        assert torch.equal(live.key().detach(), key)
 
 
 @BOTH
@@ -173,11 +171,11 @@ def test_heads_of_a_group_differ(initialise, sign):
 @BOTH
 def test_full_form_alone_leaves_the_queries_of_a_group_independent(initialise, sign):
     model = llama(2)
-    before = [live.read().query.clone() for live in own(model)]
+    before = [live.query().detach().clone() for live in own(model)]
     initialise(model, per_head=False)
     for live, query in zip(own(model), before, strict=True):
         m = forms(live)
-        assert torch.equal(live.read().query, query)
+        assert torch.equal(live.query().detach(), query)
         assert deviation(m.sum(0), sign) < 1e-6
         scores = af.geometry.symmetry(m)
         assert (scores * sign).mean() == pytest.approx(1 / 4, abs=0.15)
@@ -210,7 +208,7 @@ def test_bfloat16_is_exact_up_to_its_rounding(initialise, sign):
             model = MODELS[name]().bfloat16()
             initialise(model, scale=scale)
             for live in own(model):
-                assert live.read().query.dtype == torch.bfloat16
+                assert live.query().detach().dtype == torch.bfloat16
                 m = forms(live)
                 assert (sign * af.geometry.symmetry(m)).min() > 1 - 1e-5
                 assert sign * af.geometry.symmetry(m.sum(0)) > 1 - 1e-5
@@ -224,7 +222,7 @@ def test_generator_fixes_the_draw_and_nothing_else_moves(initialise, sign):
         state = torch.random.get_rng_state()
         initialise(model, scale="paper", generator=torch.Generator().manual_seed(seed))
         assert torch.equal(torch.random.get_rng_state(), state)
-        drawn.append([live.read().query for live in own(model)])
+        drawn.append([live.query().detach() for live in own(model)])
     assert all(torch.equal(one, other) for one, other in zip(drawn[0], drawn[1], strict=True))
     assert not torch.equal(drawn[0][0], drawn[2][0])
 

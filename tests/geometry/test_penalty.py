@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from transformers import TrainingArguments as Arguments
 
 import attnflow as af
-from attnflow.models.live import live_query_keys
+from attnflow.models.attention import attention_layers
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
 MODELS = {
@@ -26,7 +26,7 @@ MODELS = {
 def dense(model, target, per_head):
     """The definition, with every d x d matrix formed and split into its symmetric and skew-symmetric parts."""
     total = torch.zeros((), dtype=torch.float64)
-    for live in live_query_keys(model):
+    for live in attention_layers(model):
         if live.kind == "cross":
             continue
         query = live.query().unflatten(0, (live.num_heads, -1))
@@ -45,7 +45,7 @@ def dense(model, target, per_head):
 def test_value_and_gradient_are_those_of_the_definition(name, target, per_head):
     model = MODELS[name]().double()
     expected = dense(model, target, per_head)
-    parameters = [p for live in live_query_keys(model) if live.kind == "self" for p in live.parameters.values()]
+    parameters = [p for live in attention_layers(model) if live.kind == "self" for p in live.parameters.values()]
     wanted = torch.autograd.grad(expected, parameters)
     got = af.geometry.penalty(model, target, per_head)
     assert got.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -81,7 +81,7 @@ def test_other_parameters_have_no_gradient_and_frozen_ones_add_a_constant():
 def test_gradient_does_not_scale_the_weights():
     model = MODELS["gqa"]().double()
     af.geometry.penalty(model).backward()
-    for live in live_query_keys(model):
+    for live in attention_layers(model):
         for parameter in live.parameters.values():
             assert (parameter * parameter.grad).sum().item() == pytest.approx(0, abs=1e-12)
 
@@ -95,7 +95,7 @@ def test_zero_weights_add_one_without_gradient():
         value = af.geometry.penalty(model, per_head=per_head)
         assert value.item() == 3
         value.backward()
-        gradients = [p.grad for live in live_query_keys(model) for p in live.parameters.values()]
+        gradients = [p.grad for live in attention_layers(model) for p in live.parameters.values()]
         assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
@@ -110,7 +110,7 @@ def test_half_precision_is_computed_in_float32():
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(dense(expected, "symmetric", False).item(), rel=1e-5)
     got.backward()
-    assert next(iter(live_query_keys(rounded)[0].parameters.values())).grad.dtype == torch.bfloat16
+    assert next(iter(attention_layers(rounded)[0].parameters.values())).grad.dtype == torch.bfloat16
 
 
 def test_autocast_does_not_lower_the_precision():
@@ -133,7 +133,7 @@ def test_sharded_weights_are_refused():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        for use in (af.geometry.penalty, af.geometry.init_symmetric_, af.geometry.Recorder().start):
+        for use in (af.geometry.penalty, af.geometry.init_symmetric_, af.geometry.monitor):
             with pytest.raises(af.UnsupportedArchitecture, match="sharded over devices"):
                 use(model)
     finally:

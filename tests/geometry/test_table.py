@@ -15,7 +15,8 @@ import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.summary import Quartiles
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
-from attnflow.models.query_key import QueryKey
+from attnflow.models.families.find import Place
+from attnflow.models.families.rows import Rows
 from attnflow.report.score_text import overview
 
 
@@ -35,7 +36,9 @@ def encoder_decoder():
 def test_rows_hold_the_scores_of_the_weights():
     query, key = torch.randn(8, 20), torch.randn(4, 20)
     query[2:4] = 0  # head 1
-    source = QueryKey(3, "layers.3.attention", "decoder", "self", query, key, 4, 2, 2)
+    source = Place(
+        3, "layers.3.attention", "decoder", "self", Rows("q", 2, 4, 0, 4), Rows("k", 2, 2, 0, 2), 4, 2, False
+    )
     full, heads = full_scores(query, key, 4, 2), head_scores(query, key, 4, 2)
     rows = [*rows_of(source, full), *rows_of(source, heads)]
     assert [r.head for r in rows] == ["all", 0, 1, 2, 3]
@@ -48,8 +51,8 @@ def test_rows_hold_the_scores_of_the_weights():
 
 
 def test_matrices_that_are_not_square_are_flagged():
-    source = QueryKey(0, "cross", "decoder", "cross", torch.randn(8, 20), torch.randn(8, 12), 4, 4, 2)
-    (found,) = rows_of(source, full_scores(source.query, source.key, 4, 4))
+    source = Place(0, "cross", "decoder", "cross", Rows("q", 2, 4, 0, 4), Rows("k", 2, 4, 0, 4), 4, 4, False)
+    (found,) = rows_of(source, full_scores(torch.randn(8, 20), torch.randn(8, 12), 4, 4))
     assert found.flags == ("not square",)
     assert math.isnan(found.symmetry)
     assert found.norm > 0

@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attnflow.geometry.score import query_keys
-from attnflow.models.live import live_query_keys
+from attnflow.models.attention import attention_layers
 
 
 def same_weights(source, model, tolerance=0.0, **options):
-    found, expected = list(query_keys(source, "all", **options)), [live.read() for live in live_query_keys(model)]
+    found, expected = list(query_keys(source, "all", **options)), attention_layers(model)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.layer, ours.kind, ours.num_heads, ours.num_kv_heads, ours.head_dim) == (
             theirs.layer, theirs.kind, theirs.num_heads, theirs.num_kv_heads, theirs.head_dim,
         )  # fmt: skip
-        for one, other in ((ours.query, theirs.query), (ours.key, theirs.key)):
+        for one, other in ((ours.query(), theirs.query()), (ours.key(), theirs.key())):
             assert one.dtype == torch.float32
             assert (one - other).abs().max().item() <= tolerance
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from attnflow.geometry.score import score
+from attnflow.models.attention import attention_layers
 from attnflow.models.checkpoints import BadCheckpoint
-from attnflow.models.live import live_query_keys
 from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 
@@ -112,8 +112,8 @@ def test_names_of_llamas_own_format(llama, tmp_path):
     model, _ = llama
     state = {
         f"layers.{live.layer}.attention.w{letter}.weight": weight
-        for live in (live.read() for live in live_query_keys(model))
-        for letter, weight in (("q", live.query), ("k", live.key))
+        for live in attention_layers(model)
+        for letter, weight in (("q", live.query().detach()), ("k", live.key().detach()))
     }
     torch.save(state, tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text(json.dumps({"n_heads": 4, "n_kv_heads": 2}))
@@ -138,10 +138,9 @@ def as_llama_cpp(weight, heads):
 def test_gguf_is_unpacked_and_its_rows_put_back(llama, tmp_path, kind, error):
     model, _ = llama
     tensors = {}
-    for live in live_query_keys(model):
-        found = live.read()
-        tensors[f"blk.{live.layer}.attn_q.weight"] = as_llama_cpp(found.query, 4).contiguous()
-        tensors[f"blk.{live.layer}.attn_k.weight"] = as_llama_cpp(found.key, 2).contiguous()
+    for live in attention_layers(model):
+        tensors[f"blk.{live.layer}.attn_q.weight"] = as_llama_cpp(live.query().detach(), 4).contiguous()
+        tensors[f"blk.{live.layer}.attn_k.weight"] = as_llama_cpp(live.key().detach(), 2).contiguous()
     file = write_gguf(tmp_path / "m.gguf", "llama", tensors, kind=gguf.GGMLQuantizationType[kind])
     same_weights(file, model, error)
     same_weights(tmp_path, model, error)
@@ -151,10 +150,9 @@ def test_gguf_is_unpacked_and_its_rows_put_back(llama, tmp_path, kind, error):
 def test_gguf_of_other_architectures_keeps_its_rows(llama, tmp_path):
     model, _ = llama
     tensors = {}
-    for live in live_query_keys(model):
-        found = live.read()
-        tensors[f"blk.{live.layer}.attn_q.weight"] = found.query.contiguous()
-        tensors[f"blk.{live.layer}.attn_k.weight"] = found.key.contiguous()
+    for live in attention_layers(model):
+        tensors[f"blk.{live.layer}.attn_q.weight"] = live.query().detach().contiguous()
+        tensors[f"blk.{live.layer}.attn_k.weight"] = live.key().detach().contiguous()
     same_weights(write_gguf(tmp_path / "m.gguf", "qwen2", tensors), model)
 
 
@@ -172,9 +170,9 @@ def test_gguf_of_an_encoder_and_a_decoder(tmp_path):
     words = {("encoder", "self"): "enc.blk.{}.attn", ("decoder", "self"): "dec.blk.{}.attn"}
     words["decoder", "cross"] = "dec.blk.{}.cross_attn"
     tensors = {}
-    for live in live_query_keys(model):
+    for live in attention_layers(model):
         stem = words[live.tower, live.kind].format(live.layer)
-        tensors[f"{stem}_q.weight"], tensors[f"{stem}_k.weight"] = live.read().query, live.read().key
+        tensors[f"{stem}_q.weight"], tensors[f"{stem}_k.weight"] = live.query().detach(), live.key().detach()
     file = write_gguf(tmp_path / "m.gguf", "t5", tensors, kv_heads=4)
     same_weights(file, model)
     assert {(row.tower, row.kind) for row in score(file, attention="all")} == set(words)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnflow.geometry.score import score
+from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.families.heads import Heads
 from attnflow.models.families.table import KNOWN, contiguous, grouped
-from attnflow.models.live import LiveQueryKey, live_query_keys
 from tests.geometry.usage import bypass_norms, used_form
 from tests.models import ZOO
 
@@ -20,8 +20,8 @@ from tests.models import ZOO
 def test_registry_gives_the_forms_that_the_model_uses(name):
     animal = ZOO[name]
     model = animal.build()
-    places = live_query_keys(model)
-    assert not any(live.place.discovered for live in places), f"{model.config.model_type} is not in the registry"
+    places = attention_layers(model)
+    assert not any(live.discovered for live in places), f"{model.config.model_type} is not in the registry"
     bypass_norms(model)
     for live in places:
         width = max(live.query().shape[1], live.key().shape[1])
@@ -62,11 +62,11 @@ def _model_types(config):
 def test_the_oracle_sees_a_wrong_order_of_rows(name, wrong):
     animal = ZOO[name]
     model = animal.build()
-    live = live_query_keys(model)[0]
+    live = attention_layers(model)[0]
     heads = Heads(live.num_heads, live.num_kv_heads, live.head_dim)
-    query, key = wrong(live.place.query.tensor, heads, False)
+    query, key = wrong(live.query_rows.tensor, heads, False)
     used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), live.query().shape[1])
-    mistaken = replace(live, place=replace(live.place, query=query, key=key))
+    mistaken = replace(live, query_rows=query, key_rows=key)
     assert _distance(used, _forms(live)) < 1e-5
     assert _distance(used, _forms(mistaken)) > 0.1
 
@@ -74,14 +74,14 @@ def test_the_oracle_sees_a_wrong_order_of_rows(name, wrong):
 def test_the_oracle_sees_wrong_pairs_of_heads():
     animal = ZOO["Llama"]
     model = animal.build()
-    live = live_query_keys(model)[0]
+    live = attention_layers(model)[0]
     used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), live.query().shape[1])
     key = live.key().detach().unflatten(0, (live.num_kv_heads, -1))
     mistaken = live.query().detach().unflatten(0, (live.num_heads, -1)).mT @ key.repeat(2, 1, 1)  # h mod num_kv_heads
     assert _distance(used, mistaken) > 0.1
 
 
-def _forms(live: LiveQueryKey) -> torch.Tensor:
+def _forms(live: AttentionLayer) -> torch.Tensor:
     query = live.query().detach().unflatten(0, (live.num_heads, -1))
     key = live.key().detach().unflatten(0, (live.num_kv_heads, -1))
     key = key.repeat_interleave(live.num_heads // live.num_kv_heads, 0)

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
+from attnflow.models.checkpoints import BadCheckpoint
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
 
@@ -20,7 +21,7 @@ def folder(tmp_path):
 
 def test_one_file_of_several(folder):
     for shard in folder.glob("*.safetensors"):
-        with pytest.raises(af.geometry.BadCheckpoint, match=r"is one of \d+ shards: pass the folder"):
+        with pytest.raises(BadCheckpoint, match=r"is one of \d+ shards: pass the folder"):
             af.geometry.score(shard)
 
 
@@ -28,14 +29,14 @@ def test_a_folder_with_one_shard_and_no_index(folder, tmp_path):
     (tmp_path / "part").mkdir()
     for file in (folder / "config.json", next(folder.glob("*00001-of-*"))):
         shutil.copy(file, tmp_path / "part")
-    with pytest.raises(af.geometry.BadCheckpoint, match=r"is one of \d+ shards"):
+    with pytest.raises(BadCheckpoint, match=r"is one of \d+ shards"):
         af.geometry.score(tmp_path / "part")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model-00001-of-00002.bin", "model-00001-of-00002.gguf"])
 def test_other_formats(tmp_path, name):
     torch.save({}, tmp_path / name)
-    with pytest.raises(af.geometry.BadCheckpoint, match="is one of 00002 shards"):
+    with pytest.raises(BadCheckpoint, match="is one of 00002 shards"):
         af.geometry.score(tmp_path / name)
 
 

@@ -1,19 +1,20 @@
 """In which geometry a model attends: symmetry and directionality of the bilinear form W_q^T W_k."""
 
 from attnflow.geometry.initialise import init_skew_, init_symmetric_
+from attnflow.geometry.monitor import Monitor, monitor
 from attnflow.geometry.penalty import penalty
 from attnflow.geometry.published import published_scores
-from attnflow.geometry.recorder import Recorder
 from attnflow.geometry.score import query_keys, score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores
 
 __all__ = [
     "GeometryScores",
-    "Recorder",
+    "Monitor",
     "directionality",
     "init_skew_",
     "init_symmetric_",
+    "monitor",
     "penalty",
     "published_scores",
     "query_keys",

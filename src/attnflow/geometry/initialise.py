@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.selected import selected
+from attnflow.geometry.layers import layers_in_memory
+from attnflow.models.attention import AttentionLayer
 from attnflow.models.families.rows import Rows
-from attnflow.models.live import LiveQueryKey
+from attnflow.models.loaded import Loaded
 
 Scale = Literal["matched", "paper"]
 
 
 def init_symmetric_(
-    model: nn.Module, scale: Scale = "matched", per_head: bool = True, generator: torch.Generator | None = None
+    model: nn.Module | Loaded, scale: Scale = "matched", per_head: bool = True, generator: torch.Generator | None = None
 ) -> None:
     """Give every self-attention of a model a symmetric bilinear form, S = +1, in place.
 
@@ -54,7 +55,7 @@ def init_symmetric_(
 
 
 def init_skew_(
-    model: nn.Module, scale: Scale = "matched", per_head: bool = True, generator: torch.Generator | None = None
+    model: nn.Module | Loaded, scale: Scale = "matched", per_head: bool = True, generator: torch.Generator | None = None
 ) -> None:
     """Give every self-attention of a model a skew-symmetric bilinear form, S = -1, in place.
 
@@ -83,41 +84,45 @@ def init_skew_(
 
 
 def _initialise(
-    model: nn.Module, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
+    model: nn.Module | Loaded, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
 ) -> None:
     if scale not in get_args(Scale):
         raise ValueError(f'scale must be "matched" or "paper", got {scale!r}')
-    found = selected(model)
-    for live in found:  # before anything is written
-        _check(live, sign)
+    layers = layers_in_memory(model)
+    for layer in layers:  # before anything is written
+        _check(layer, sign)
     with torch.no_grad():
-        for live in found:
-            _initialise_one(live, sign, scale, per_head, generator)
+        for layer in layers:
+            _initialise_one(layer, sign, scale, per_head, generator)
 
 
-def _check(live: LiveQueryKey, sign: Literal[1, -1]) -> None:
-    if not isinstance(live.place.query, Rows) or not isinstance(live.place.key, Rows):
-        raise UnsupportedArchitecture(f"{live.name} has latent attention, whose queries and keys cannot be written")
-    if sign < 0 and live.head_dim == 1:
-        raise UnsupportedArchitecture(f"{live.name} has heads of width 1: their only skew-symmetric form is zero")
+def _check(layer: AttentionLayer, sign: Literal[1, -1]) -> None:
+    if not isinstance(layer.query_rows, Rows) or not isinstance(layer.key_rows, Rows):
+        raise UnsupportedArchitecture(f"{layer.name} has latent attention, whose queries and keys cannot be written")
+    if sign < 0 and layer.head_dim == 1:
+        raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
 
 
 def _initialise_one(
-    live: LiveQueryKey, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
+    layer: AttentionLayer, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
 ) -> None:
     if scale == "paper":
-        live.write(_uniform(live.query(), generator), _uniform(live.key(), generator))
-    query, key = (weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in (live.query(), live.key()))
-    group = live.num_heads // live.num_kv_heads
-    queries = query.unflatten(0, (live.num_kv_heads, group, live.head_dim))
-    keys = key.unflatten(0, (live.num_kv_heads, 1, live.head_dim))
+        layer.write(_uniform(layer.query(), generator), _uniform(layer.key(), generator))
+    query, key = (
+        weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in (layer.query(), layer.key())
+    )
+    group = layer.num_heads // layer.num_kv_heads
+    queries = query.unflatten(0, (layer.num_kv_heads, group, layer.head_dim))
+    keys = key.unflatten(0, (layer.num_kv_heads, 1, layer.head_dim))
     if group == 1 or not per_head:
         source = queries if group == 1 else queries.sum(1, keepdim=True)
         made = source if sign > 0 else _skew(source, 1, generator) @ source
-        live.write(key=_scaled(made.flatten(0, 2), query if scale == "paper" else key, live.name, "key"))
+        layer.write(key=_scaled(made.flatten(0, 2), query if scale == "paper" else key, layer.name, "key"))
     else:
         forms = _positive(keys, group, generator) if sign > 0 else _skew(keys, group, generator)
-        live.write(query=_scaled((forms @ keys).flatten(0, 2), key if scale == "paper" else query, live.name, "query"))
+        layer.write(
+            query=_scaled((forms @ keys).flatten(0, 2), key if scale == "paper" else query, layer.name, "query")
+        )
 
 
 def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:

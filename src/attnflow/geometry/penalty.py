@@ -9,12 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow.geometry.factored import full_symmetry, head_symmetry
-from attnflow.geometry.selected import selected
+from attnflow.geometry.layers import layers_in_memory
+from attnflow.models.loaded import Loaded
 
 Target = Literal["symmetric", "skew"]
 
 
-def penalty(model: nn.Module, target: Target = "symmetric", per_head: bool = False) -> Float[Tensor, ""]:
+def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: bool = False) -> Float[Tensor, ""]:
     """How far the self-attention of a model is from symmetric, or skew-symmetric, summed over its layers.
 
     `sum_l (1 - S_l)` towards symmetric and `sum_l (1 + S_l)` towards skew (geometry, eq. S147 and S148), to be added to
@@ -42,9 +43,9 @@ def penalty(model: nn.Module, target: Target = "symmetric", per_head: bool = Fal
     sign = 1 if target == "symmetric" else -1
     symmetry = head_symmetry if per_head else full_symmetry
     terms: list[Tensor] = []
-    for live in selected(model):
-        query, key = live.query(), live.key()
+    for layer in layers_in_memory(model):
+        query, key = layer.query(), layer.key()
         # A Trainer takes the loss under autocast, whose half precision is not enough for the squares of products.
         with torch.autocast(query.device.type, enabled=False):
-            terms.append(1 - sign * symmetry(query, key, live.num_heads, live.num_kv_heads).mean())
+            terms.append(1 - sign * symmetry(query, key, layer.num_heads, layer.num_kv_heads).mean())
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()

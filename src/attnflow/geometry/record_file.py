@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+from attnflow._core.files import write_atomically
 from attnflow.geometry.table import MatrixScores
 
 COLUMNS: Final = ("step", "layer", "head", "tower", "kind", "symmetry", "directionality", "norm")
@@ -36,13 +37,13 @@ class RecordFile:
     def __init__(self, path: Path, rows: int, step: int) -> None:
         self._path = path
         self._rows = rows
-        kept: list[tuple[int, str]] = []
+        earlier: list[tuple[int, str]] = []
         if path.exists():
             text = path.read_bytes().decode(errors="replace")
-            found = list(self._records(text))
-            kept = [(at, record) for at, record in found if at <= step]
-            whole = _HEADER + "".join(record for _, record in kept)
-            if len(kept) < len(found):
+            records = list(self._records(text))
+            earlier = [(at, record) for at, record in records if at <= step]
+            whole = _HEADER + "".join(record for _, record in earlier)
+            if len(earlier) < len(records):
                 old = path.with_name(path.name + ".old")
                 shutil.copy2(path, old)
                 _LOG.warning(
@@ -52,7 +53,7 @@ class RecordFile:
                 _replace(path, whole)
         else:
             _replace(path, _HEADER)
-        self.last = kept[-1][0] if kept else None
+        self.last = earlier[-1][0] if earlier else None
 
     def append(self, step: int, rows: Sequence[MatrixScores]) -> None:
         """Add a record, and return when it is on the disk."""
@@ -97,10 +98,5 @@ def _cells(row: MatrixScores) -> tuple[object, ...]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write the file whole, or not at all."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
+    with write_atomically(path) as file:
         file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,12 +67,14 @@ def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:
 
 
 def _summary_writer() -> Callable[..., object]:
-    for module in ("torch.utils.tensorboard", "tensorboardX"):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
         try:
-            return import_module(module).SummaryWriter
-        except ImportError:
-            continue
-    raise MissingExtra("tensorboard", "study", 'report_to="tensorboard"')
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise MissingExtra("tensorboard", "study", 'report_to="tensorboard"') from error
+    return SummaryWriter
 
 
 def _log_to_tensorboard(writer: Any, values: Mapping[str, float], step: int) -> None:
@@ -84,4 +85,6 @@ def _log_to_tensorboard(writer: Any, values: Mapping[str, float], step: int) -> 
 
 def _log_to_wandb(values: Mapping[str, float], step: int) -> None:
     # The Trainer's own values have this axis; W&B refuses a step below one that it has seen.
-    import_module("wandb").log({**values, "train/global_step": step})
+    import wandb
+
+    wandb.log({**values, "train/global_step": step})

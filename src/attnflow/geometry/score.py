@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final
 
 from torch import nn
 
-from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.factored import full_scores, head_scores
+from attnflow.geometry.layers import Attention, check_attention
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
+from attnflow.models.attention import AttentionLayer
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
-from attnflow.models.families.find import Place, find
-from attnflow.models.families.heads import UnknownHeads
-from attnflow.models.families.table import is_query_or_key
-from attnflow.models.query_key import QueryKey
+from attnflow.models.checkpoints.attention import stored_layers
+from attnflow.models.loaded import Loaded
 
-Attention = Literal["self", "cross", "all"]
-Source = nn.Module | str | os.PathLike[str]
-DISCOVERED: Final = "discovered"  # found by names and shapes alone
+Source = nn.Module | Loaded | str | os.PathLike[str]
 _SHARED: Final = "layers share their weights: each set of weights is scored once"
 
 
@@ -69,96 +63,64 @@ def score(
     Cost: reads the queries and keys once; memory for those of one layer in float32 and their scores.
     """
     check_reading(gamma, mode)
-    if attention not in ("self", "cross", "all"):
-        raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
-    weights = open_weights(source)
-    places = _places(weights, {**weights.config, **(config or {})}, attention)
+    weights, layers = _open(source, attention, config)
     rows: list[MatrixScores] = []
-    for done, place in enumerate(places, 1):
-        rows += _rows(_load(weights, place), place, gamma, mode, per_head)
+    for done, layer in enumerate(layers, 1):
+        try:
+            rows += layer_scores(layer, gamma, mode, per_head)
+        except ValueError as error:
+            raise BadCheckpoint(f"{layer.name}: {error}") from error
         if progress is not None:
-            progress(done, len(places), place.name)
+            progress(done, len(layers), layer.name)
     # A short name or an id says more than the file or the cached copy that it led to.
     name = source if isinstance(source, str) and not Path(source).expanduser().exists() else weights.name
-    return GeometryScores(name, tuple(rows), gamma, mode, _notes(weights, places))
+    return GeometryScores(name, tuple(rows), gamma, mode, _notes(weights, layers))
+
+
+def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
+    """The scores of the full matrix of one layer and, with `per_head`, of each head.
+
+    Raises:
+        ValueError: weights are NaN or Inf.
+    """
+    arguments = (layer.query().detach(), layer.key().detach(), layer.num_heads, layer.num_kv_heads, gamma, mode)
+    rows = rows_of(layer, full_scores(*arguments))
+    return rows + rows_of(layer, head_scores(*arguments)) if per_head else rows
 
 
 def query_keys(
     source: Source, attention: Attention = "self", *, config: Mapping[str, object] | None = None
-) -> Iterator[QueryKey]:
-    """The queries and keys that `score` scores, in float32, read when they are asked for.
+) -> list[AttentionLayer]:
+    """The layers that `score` scores; `query()` and `key()` of each read its weights, in float32.
 
     Raises:
         As `score`.
     """
-    weights = open_weights(source)
-    for place in _places(weights, {**weights.config, **(config or {})}, attention):
-        yield _load(weights, place)
+    return _open(source, attention, config)[1]
 
 
-def _places(weights: Weights, config: Mapping[str, object], attention: Attention) -> tuple[Place, ...]:
-    packed = sorted(name for name in weights.packed if is_query_or_key(name))
-    if packed:
+def _open(
+    source: Source, attention: Attention, config: Mapping[str, object] | None
+) -> tuple[Weights, list[AttentionLayer]]:
+    check_attention(attention)
+    weights = open_weights(source.model if isinstance(source, Loaded) else source)
+    layers = [layer for layer in stored_layers(weights, config) if attention in ("all", layer.kind)]
+    if not layers:
         raise UnsupportedArchitecture(
-            f"{weights.name}: the weights are quantised in a format that is not read ({preview(packed, 2)}); GGUF and "
-            "8-bit floats are"
+            f'{weights.name} has no {attention}-attention; the attention "all" takes what there is'
         )
-    try:
-        found = _found(weights, config)
-    except UnsupportedArchitecture as error:
-        raise UnsupportedArchitecture(f"{weights.name}: {error}") from error
-    places = tuple(place for place in found if attention in ("all", place.kind))
-    if not places:
-        raise UnsupportedArchitecture(
-            f'{weights.name} has no {attention}-attention; attention="all" takes what there is'
-        )
-    return places
+    return weights, layers
 
 
-def _found(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
-    try:
-        return find(weights.shapes, config, weights.stated)
-    except UnknownHeads:
-        if not config.get("model_type") or find_spec("transformers") is None:
-            raise
-        complete = import_module("attnflow.models.config_defaults").complete_config(config)
-        return find(weights.shapes, cast(Mapping[str, object], complete), weights.stated)
-
-
-def _load(weights: Weights, place: Place) -> QueryKey:
-    return QueryKey(
-        place.layer,
-        place.name,
-        place.tower,
-        place.kind,
-        place.query.load(weights.read),
-        place.key.load(weights.read),
-        place.num_heads,
-        place.num_kv_heads,
-        place.head_dim,
-    )
-
-
-def _rows(loaded: QueryKey, place: Place, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
-    given = (loaded.query, loaded.key, loaded.num_heads, loaded.num_kv_heads, gamma, mode)
-    try:
-        rows = rows_of(loaded, full_scores(*given))
-        if per_head:
-            rows += rows_of(loaded, head_scores(*given))
-    except ValueError as error:
-        raise BadCheckpoint(f"{place.name}: {error}") from error
-    return [replace(row, flags=(*row.flags, DISCOVERED)) for row in rows] if place.discovered else rows
-
-
-def _notes(weights: Weights, places: tuple[Place, ...]) -> tuple[str, ...]:
+def _notes(weights: Weights, layers: list[AttentionLayer]) -> tuple[str, ...]:
     notes: list[str] = []
-    if any(place.discovered for place in places):
+    if any(layer.discovered for layer in layers):
         kind = weights.config.get("model_type")
         what = (
             f"models of type {kind!r} are not in the registry" if kind else "the model does not say of which type it is"
         )
         notes.append(f"{what}: queries and keys were found by their names and shapes")
-    layers = weights.config.get("num_hidden_layers")
-    if weights.config.get("model_type") == "albert" and isinstance(layers, int) and layers > len(places):
+    depth = weights.config.get("num_hidden_layers")
+    if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
         notes.append(_SHARED)
     return tuple(notes)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from attnflow.models.query_key import Kind
+from attnflow.models.families.find import Kind
 
 Matrix = Literal["all", "head"]
 

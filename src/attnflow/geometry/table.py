@@ -13,11 +13,12 @@ from attnflow.geometry.factored import Scores
 from attnflow.geometry.published import Comparison, compare
 from attnflow.geometry.scores import Mode
 from attnflow.geometry.summary import Matrix, Quartiles, Summary
-from attnflow.models.query_key import Kind, QueryKey
+from attnflow.models.families.find import Kind, Place
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"
 ZERO: Final = "zero"  # the matrix is zero: both scores are 0 by definition
 NOT_SQUARE: Final = "not square"  # queries and keys have different widths: no symmetry
+DISCOVERED: Final = "discovered"  # found by names and shapes alone
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,25 @@ class MatrixScores:
 _DERIVED: Final = ("ignored", "summaries", "published")  # keys of the JSON that are no fields
 
 
-def rows_of(source: QueryKey, scores: Scores) -> list[MatrixScores]:
+def rows_of(place: Place, scores: Scores) -> list[MatrixScores]:
     """Rows of the table: one for the full matrix (0-d scores), or one per head."""
-    found: list[MatrixScores] = []
     full = scores.norm.ndim == 0
+    rows: list[MatrixScores] = []
     for head in range(scores.norm.numel()):
         values = {field.name: getattr(scores, field.name).reshape(-1)[head].item() for field in fields(scores)}
-        checks = ((ZERO, values["norm"] == 0), (NOT_SQUARE, math.isnan(values["symmetry"])))
-        found.append(
+        flags = {ZERO: values["norm"] == 0, NOT_SQUARE: math.isnan(values["symmetry"]), DISCOVERED: place.discovered}
+        rows.append(
             MatrixScores(
-                layer=source.layer,
+                layer=place.layer,
                 head="all" if full else head,
-                kind=source.kind,
-                tower=source.tower,
-                name=source.name,
-                flags=tuple(flag for flag, holds in checks if holds),
+                kind=place.kind,
+                tower=place.tower,
+                name=place.name,
+                flags=tuple(flag for flag, holds in flags.items() if holds),
                 **values,
             )
         )
-    return found
+    return rows
 
 
 @dataclass(frozen=True)

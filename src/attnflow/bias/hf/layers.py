@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +9,10 @@ from torch import nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.bias.shape import LayerShape
-from attnflow.models.families.find import Place, find
+from attnflow.models.attention import attention_places
+from attnflow.models.families.find import Place
 from attnflow.models.families.rows import Rows
-from attnflow.models.live import config_of, stated_by
 from attnflow.models.sites import Site, find_sites
-
-_ADAPTER = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,10 @@ def layers_of(model: nn.Module) -> list[Layer]:
     if len(stacks) > 1:
         names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
         raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
-    places, missing = _places(model)
+    try:  # where their projections are, by the registry that `geometry` reads checkpoints with
+        places, missing = attention_places(model), "its projections are not in the registry"
+    except UnsupportedArchitecture as error:
+        places, missing = dict[str, Place](), str(error)
     stack = model.get_submodule(sites[0].layers)
     depth = len(stack) if isinstance(stack, nn.ModuleList) else len(sites)
     return [_layer(index, site, depth, places.get(site.name), missing) for index, site in enumerate(sites)]
@@ -80,31 +80,14 @@ def _layer(index: int, site: Site, depth: int, place: Place | None, missing: str
     causal = getattr(site.module, "is_causal", None)
     causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
     shape = LayerShape(index, heads, kv_heads, head_dim, said["hidden_size"], causal)
-    if place is None or not isinstance(place.query, Rows) or not isinstance(place.key, Rows):
+    if place is None or not isinstance(place.query_rows, Rows) or not isinstance(place.key_rows, Rows):
         latent = "its queries or keys are products of two projections (latent attention)"
         return Layer(site, shape, depth, (), latent if place is not None else missing)
     projections = tuple(
         (rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight"), side, rows)
-        for side, rows in (("query", place.query), ("key", place.key))
+        for side, rows in (("query", place.query_rows), ("key", place.key_rows))
     )
     return Layer(site, shape, depth, projections)
-
-
-def _places(model: nn.Module) -> tuple[Mapping[str, Place], str]:
-    """Where each attention module has its projections, by the registry that `geometry` reads checkpoints with."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_modules():
-        wide, narrow = getattr(module, "out_features", None), getattr(module, "in_features", None)
-        if isinstance(wide, int) and isinstance(narrow, int):
-            shapes[f"{name}.weight".replace(_ADAPTER, ".")] = (wide, narrow)
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
-            shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
-    try:
-        places = find(shapes, config_of(model), lambda path: stated_by(model, path))
-    except UnsupportedArchitecture as error:
-        return {}, str(error)
-    return {place.name: place for place in places}, "its projections are not in the registry"
 
 
 def _numbers(config: object) -> dict[str, int]:

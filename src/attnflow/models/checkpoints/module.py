@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from attnflow.models.attention import config_of, stated_by
 from attnflow.models.checkpoints.files import BadCheckpoint
 from attnflow.models.checkpoints.weights import as_float
-from attnflow.models.live import config_of, stated_by
 
 
 class ModuleWeights:

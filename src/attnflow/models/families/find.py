@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
@@ -24,8 +24,8 @@ from attnflow.models.families.table import (
     is_query_or_key,
     with_kv_heads,
 )
-from attnflow.models.query_key import Kind
 
+Kind = Literal["self", "cross"]
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, object]
 
@@ -40,19 +40,19 @@ _TOWERS: Final = {
 _OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|linear_attn")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """Where the query and key of one attention module are stored.
 
     Attributes:
-        layer: number of the layer in its tower.
+        layer: number of the layer in its tower, from 0, as the model counts.
         name: path of the module: the common stem of its tensors' names.
-        tower: as in `QueryKey`.
-        kind: as in `QueryKey`.
-        query: how to load the query heads.
-        key: how to load the key heads.
+        tower: the part of a model of several: "encoder", "decoder", "vision", "text", "audio", ...; "" if it has one.
+        kind: whether the keys are made from the same sequence as the queries.
+        query_rows: where the query heads lie.
+        key_rows: where the key heads lie.
         num_heads: heads of the query.
-        num_kv_heads: heads of the key.
+        num_kv_heads: heads of the key, a divisor of `num_heads`.
         discovered: whether it was found by names and shapes alone, as its family is not in the registry.
     """
 
@@ -60,8 +60,8 @@ class Place:
     name: str
     tower: str
     kind: Kind
-    query: Rows | LatentQuery
-    key: Rows | LatentKey
+    query_rows: Rows | LatentQuery
+    key_rows: Rows | LatentKey
     num_heads: int
     num_kv_heads: int
     discovered: bool
@@ -69,7 +69,12 @@ class Place:
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return self.query.head_dim
+        return self.query_rows.head_dim
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that hold queries and keys."""
+        return (*self.query_rows.tensors, *self.key_rows.tensors)
 
 
 @dataclass(frozen=True, slots=True)

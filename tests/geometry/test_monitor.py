@@ -1,4 +1,4 @@
-"""The recorder in a loop, in a Trainer, through crashes and resumed runs."""
+"""The monitor in a loop, in a Trainer, through crashes and resumed runs."""
 
 import csv
 import sys
@@ -13,7 +13,7 @@ import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.record_file import RecordFile
 from attnflow.geometry.table import MatrixScores
-from attnflow.models.live import live_query_keys
+from attnflow.models.attention import attention_layers
 
 BERT = {
     "hidden_size": 32,
@@ -47,26 +47,25 @@ def model():
 
 
 def test_loop_records_the_start_and_every_so_many_steps(model, tmp_path):
-    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=3, per_head=True)
-    recorder.start(model)
-    found = [recorder.step() for _ in range(7)]
+    monitor = af.geometry.monitor(model, tmp_path / "geometry.csv", every=3, per_head=True)
+    monitor.start()
+    found = [monitor.step() for _ in range(7)]
     assert [scores is not None for scores in found] == [False, False, True, False, False, True, False]
     assert steps_in(tmp_path / "geometry.csv") == [0, 3, 6]
     assert len(read(tmp_path / "geometry.csv")) == 3 * 2 * (1 + 4)
-    recorder.step(9)
+    monitor.step(9)
     assert steps_in(tmp_path / "geometry.csv") == [0, 3, 6, 9]
 
 
 def test_values_are_the_scores_of_the_model_at_that_step(model, tmp_path):
-    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=1, per_head=True)
-    recorder.start(model)
+    monitor = af.geometry.monitor(model, tmp_path / "geometry.csv", every=1, per_head=True)
+    monitor.start()
     disturb(model)
-    recorder.step()
+    monitor.step()
     rows = [row for row in read(tmp_path / "geometry.csv") if row["step"] == "1"]
     expected = []
-    for live in live_query_keys(model):
-        weights = live.read()
-        given = (weights.query, weights.key, weights.num_heads, weights.num_kv_heads)
+    for live in attention_layers(model):
+        given = (live.query().detach(), live.key().detach(), live.num_heads, live.num_kv_heads)
         full, heads = full_scores(*given), head_scores(*given)
         expected.append((full.symmetry.item(), full.directionality.item(), full.norm.item()))
         expected += list(zip(heads.symmetry.tolist(), heads.directionality.tolist(), heads.norm.tolist(), strict=True))
@@ -76,25 +75,25 @@ def test_values_are_the_scores_of_the_model_at_that_step(model, tmp_path):
 
 
 def test_scores_of_the_last_record_are_there_without_a_file(model):
-    recorder = af.geometry.Recorder(every=2)
-    assert recorder.scores is None
-    recorder.start(model)
-    first = recorder.scores
+    monitor = af.geometry.monitor(model, every=2)
+    assert monitor.scores is None
+    monitor.start()
+    first = monitor.scores
     assert len(first) == 2
     disturb(model)
-    recorder.step()
-    assert recorder.scores is first
-    recorder.step()
-    assert recorder.scores.model == "step 2"
-    assert recorder.scores.matrices != first.matrices
+    monitor.step()
+    assert monitor.scores is first
+    monitor.step()
+    assert monitor.scores.model == "step 2"
+    assert monitor.scores.matrices != first.matrices
 
 
 def test_a_record_cut_off_by_a_crash_is_made_again(model, tmp_path):
     path = tmp_path / "geometry.csv"
-    recorder = af.geometry.Recorder(path, every=2)
-    recorder.start(model)
+    monitor = af.geometry.monitor(model, path, every=2)
+    monitor.start()
     for _ in range(4):
-        recorder.step()
+        monitor.step()
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
@@ -102,26 +101,26 @@ def test_a_record_cut_off_by_a_crash_is_made_again(model, tmp_path):
         assert set(steps_in(path)) <= {0, 2}  # a record whose last line is not complete is never kept
         assert whole.startswith(path.read_bytes())
         assert file.last == max(steps_in(path), default=None)
-    again = af.geometry.Recorder(path, every=2)
-    again.start(model, step=2)
+    again = af.geometry.monitor(model, path, every=2)
+    again.start(step=2)
     again.step()
     again.step()
     assert path.read_bytes() == whole
-    assert not list(tmp_path.glob("*.new"))
+    assert not list(tmp_path.glob(".*.part"))
 
 
 def test_resuming_makes_later_records_again_and_keeps_the_old_file(model, tmp_path):
     path = tmp_path / "geometry.csv"
-    recorder = af.geometry.Recorder(path, every=1)
-    recorder.start(model)
+    monitor = af.geometry.monitor(model, path, every=1)
+    monitor.start()
     for _ in range(5):
-        recorder.step()
+        monitor.step()
     before = path.read_bytes()
-    recorder = af.geometry.Recorder(path, every=1)
-    recorder.start(model, step=2)
+    monitor = af.geometry.monitor(model, path, every=1)
+    monitor.start(step=2)
     assert steps_in(path) == [0, 1, 2]
     assert (tmp_path / "geometry.csv.old").read_bytes() == before
-    recorder.step()
+    monitor.step()
     assert steps_in(path) == [0, 1, 2, 3]
 
 
@@ -129,21 +128,21 @@ def test_other_files_are_refused_and_stay_as_they_are(model, tmp_path):
     path = tmp_path / "geometry.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="is not a record of geometry"):
-        af.geometry.Recorder(path).start(model)
+        af.geometry.monitor(model, path).start()
     assert path.read_text() == "a,b\n1,2\n"
 
     path.unlink()
-    recorder = af.geometry.Recorder(path, every=1, per_head=True)
-    recorder.start(model)
-    recorder.step()
+    monitor = af.geometry.monitor(model, path, every=1, per_head=True)
+    monitor.start()
+    monitor.step()
     before = path.read_bytes()
     with pytest.raises(ValueError, match="10 rows for step 0 where this model gives 2"):
-        af.geometry.Recorder(path).start(model, step=1)
+        af.geometry.monitor(model, path).start(step=1)
     assert path.read_bytes() == before
 
     path.write_bytes(before + b"\xff\xfe,damaged\n" + before.splitlines(keepends=True)[-1])
     with pytest.raises(ValueError, match="is damaged"):
-        af.geometry.Recorder(path, per_head=True).start(model, step=1)
+        af.geometry.monitor(model, path, per_head=True).start(step=1)
 
 
 def test_nan_scores_are_written_and_read_back(tmp_path):
@@ -167,8 +166,9 @@ def test_nan_scores_are_written_and_read_back(tmp_path):
 def test_values_for_a_log_have_names_by_tower_and_kind():
     config = T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, vocab_size=50)
     got = {}
-    recorder = af.geometry.Recorder(attention="all", log=lambda values, step: got.update({step: values}))
-    recorder.start(T5Model(config))
+    model = T5Model(config)
+    monitor = af.geometry.monitor(model, attention="all", log=lambda values, step: got.update({step: values}))
+    monitor.start()
     values = got[0]
     stems = [f"geometry/{tower}/{score}" for tower in ("encoder", "decoder", "decoder/cross") for score in SCORES]
     assert set(values) == {name for stem in stems for name in (stem, f"{stem}/layer_0", f"{stem}/layer_1")}
@@ -199,10 +199,10 @@ class Run:
 def test_logs_to_a_summary_writer_or_a_run(model):
     writer, run = Writer(), Run()
     for target in (writer, run):
-        recorder = af.geometry.Recorder(every=2, log=target)
-        recorder.start(model)
-        recorder.step()
-        recorder.step()
+        monitor = af.geometry.monitor(model, every=2, log=target)
+        monitor.start()
+        monitor.step()
+        monitor.step()
     names = [name for name, _, step in writer.scalars if step == 2]
     assert [step for _, step in run.logged] == [0, 2]
     assert writer.flushed == len(writer.scalars)
@@ -220,29 +220,59 @@ def test_logs_to_a_summary_writer_or_a_run(model):
         ({"log": 3}, TypeError, "log must be a TensorBoard SummaryWriter"),
     ],
 )
-def test_wrong_arguments(arguments, error, message):
+def test_wrong_arguments(model, arguments, error, message):
     with pytest.raises((error, TypeCheckError)) as caught:
-        af.geometry.Recorder(**arguments)
+        af.geometry.monitor(model, **arguments)
     assert isinstance(caught.value, TypeCheckError) or message in str(caught.value)
 
 
 def test_step_before_start_and_models_without_the_attention(model):
-    with pytest.raises(RuntimeError, match=r"call recorder\.start\(model\)"):
-        af.geometry.Recorder().step()
+    with pytest.raises(RuntimeError, match=r"call start\(\) before the first step"):
+        af.geometry.monitor(model).step()
     with pytest.raises(af.UnsupportedArchitecture):
-        af.geometry.Recorder().start(torch.nn.Linear(3, 3))
+        af.geometry.monitor(torch.nn.Linear(3, 3))
     with pytest.raises(af.UnsupportedArchitecture, match="no cross-attention"):
-        af.geometry.Recorder(attention="cross").start(model)
+        af.geometry.monitor(model, attention="cross")
+
+
+def test_a_block_starts_records_its_end_and_leaves_the_model_alone(model, tmp_path):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with af.geometry.monitor(af.models.Loaded(model, None), tmp_path / "geometry.csv", every=2) as monitor:
+        for _ in range(3):
+            monitor.step()
+        assert str(monitor) == (
+            f"scores of 2 attention layers of BertModel every 2 steps to {tmp_path / 'geometry.csv'}; at step 3"
+        )
+    assert steps_in(tmp_path / "geometry.csv") == [0, 2, 3]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not monitor.active
+    with pytest.raises(RuntimeError, match="was removed"):
+        monitor.step()
+    monitor.on_step_end(None, types.SimpleNamespace(global_step=4), None)  # a Trainer that still holds it
+    assert steps_in(tmp_path / "geometry.csv") == [0, 2, 3]
+
+
+def test_a_block_that_fails_records_no_end(model, tmp_path):
+    monitor = af.geometry.monitor(model, tmp_path / "geometry.csv", every=2)
+
+    def interrupted():
+        with monitor:
+            monitor.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert steps_in(tmp_path / "geometry.csv") == [0]
 
 
 def test_weights_that_have_become_nan_are_named(model, tmp_path):
-    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=1)
-    recorder.start(model)
+    monitor = af.geometry.monitor(model, tmp_path / "geometry.csv", every=1)
+    monitor.start()
     torch.nn.init.constant_(model.encoder.layer[1].attention.self.key.weight, float("nan"))
     with pytest.raises(
         ValueError, match=r"step 1, encoder\.layer\.1\.attention\.self: 1024 of 1024 key weights are NaN"
     ):
-        recorder.step()
+        monitor.step()
     assert steps_in(tmp_path / "geometry.csv") == [0]
 
 
@@ -257,7 +287,7 @@ class Unknown(torch.nn.Module):
 
 def test_models_found_by_names_and_shapes_are_said_to_be_so_once(caplog):
     for _ in range(2):
-        af.geometry.Recorder().start(Unknown())
+        af.geometry.monitor(Unknown())
         af.geometry.penalty(Unknown())
     said = [record.message for record in caplog.records if record.name == "attnflow.geometry"]
     assert said == ["Unknown is not in the registry: queries and keys were found by their names and shapes"]
@@ -266,17 +296,17 @@ def test_models_found_by_names_and_shapes_are_said_to_be_so_once(caplog):
 def test_only_the_first_process_records(model, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    recorder = af.geometry.Recorder(tmp_path / "geometry.csv", every=1)
-    recorder.start(model)
-    assert recorder.step() is None
+    monitor = af.geometry.monitor(model, tmp_path / "geometry.csv", every=1)
+    monitor.start()
+    assert monitor.step() is None
     assert not list(tmp_path.iterdir())
 
 
-def test_only_events_are_answered_silently():
-    recorder = af.geometry.Recorder()
-    assert recorder.on_some_event_of_the_future(1, model=2) is None
+def test_only_events_are_answered_silently(model):
+    monitor = af.geometry.monitor(model)
+    assert monitor.on_some_event_of_the_future(1, model=2) is None
     with pytest.raises(AttributeError, match="has no attribute 'stepp'"):
-        recorder.stepp()
+        monitor.stepp()
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -288,33 +318,36 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def train(folder, recorder, resume=None, **arguments):
+def train(folder, options, resume=None, **arguments):
+    """A Trainer that has trained, and the monitor that watched it."""
     torch.manual_seed(1)
+    model = BertForMaskedLM(BertConfig(**BERT))
+    monitor = af.geometry.monitor(model, **options)
     given = {"max_steps": 7, "save_steps": 4, "report_to": "none"} | arguments
     trainer = Trainer(
-        BertForMaskedLM(BertConfig(**BERT)),
+        model,
         TrainingArguments(
             str(folder), per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, logging_steps=100, **given
         ),
         train_dataset=Tokens(),
-        callbacks=[recorder],
+        callbacks=[monitor],
     )
     trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return trainer, monitor
 
 
 @pytest.mark.slow
 def test_trainer_records_and_resumes_where_its_checkpoint_is(tmp_path):
     path = tmp_path / "geometry.csv"
-    trainer = train(tmp_path / "out", af.geometry.Recorder(path, every=3))
+    trainer, _ = train(tmp_path / "out", {"path": path, "every": 3})
     assert steps_in(path) == [0, 3, 6, 7]  # the end too
     whole = path.read_bytes()
     last = [float(row["norm"]) for row in read(path) if row["step"] == "7"]
-    expected = af.geometry.Recorder(every=1)
-    expected.start(trainer.model)
+    expected = af.geometry.monitor(trainer.model, every=1)
+    expected.start()
     assert last == pytest.approx([row.norm for row in expected.scores], rel=1e-6)
 
-    train(tmp_path / "out", af.geometry.Recorder(path, every=3), resume=str(tmp_path / "out" / "checkpoint-4"))
+    train(tmp_path / "out", {"path": path, "every": 3}, resume=str(tmp_path / "out" / "checkpoint-4"))
     assert path.read_bytes() == whole  # the Trainer resumes exactly, so the record is that of one run
     assert (tmp_path / "geometry.csv.old").read_bytes() == whole
 
@@ -324,12 +357,11 @@ def test_trainer_with_the_real_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    recorder = af.geometry.Recorder(every=4)
-    train(tmp_path / "out", recorder, report_to="tensorboard")
+    _, monitor = train(tmp_path / "out", {"every": 4}, report_to="tensorboard")
     events = EventAccumulator(str(tmp_path / "out" / "runs" / "geometry")).Reload()
     found = events.Scalars("geometry/symmetry")
     assert [event.step for event in found] == [0, 4, 7]
-    assert found[-1].value == pytest.approx(recorder.scores.summary().symmetry.median)
+    assert found[-1].value == pytest.approx(monitor.scores.summary().symmetry.median)
 
 
 def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
@@ -351,19 +383,19 @@ def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
 
     args = types.SimpleNamespace(report_to=["tensorboard", "wandb", "mlflow"], output_dir=str(tmp_path / "out"))
     state = types.SimpleNamespace(global_step=0)
-    recorder = af.geometry.Recorder(every=2)
     model = BertModel(BertConfig(**BERT))
-    recorder.on_train_begin(args, state, None, model=model, optimizer=None)
+    monitor = af.geometry.monitor(model, every=2)
+    monitor.on_train_begin(args, state, None, model=model, optimizer=None)
     for state.global_step in (1, 2, 3):
-        recorder.on_step_end(args, state, None, model=model)
-    recorder.on_train_end(args, state, None, model=model)
+        monitor.on_step_end(args, state, None, model=model)
+    monitor.on_train_end(args, state, None, model=model)
 
     assert list(writers) == [str(tmp_path / "out" / "runs" / "geometry")]
     (writer,) = writers.values()
     assert sorted({step for _, _, step in writer.scalars}) == [0, 2, 3]
     assert [values["train/global_step"] for values in logged] == [0, 2, 3]
-    assert logged[1]["geometry/symmetry"] == recorder_median(writer, 2)
+    assert logged[1]["geometry/symmetry"] == monitor_median(writer, 2)
 
 
-def recorder_median(writer, at):
+def monitor_median(writer, at):
     return next(value for name, value, step in writer.scalars if name == "geometry/symmetry" and step == at)

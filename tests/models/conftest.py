@@ -1,4 +1,4 @@
-"""What several tests of geometry start from."""
+"""What several tests of checkpoints start from."""
 
 from __future__ import annotations
 

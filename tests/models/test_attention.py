@@ -10,7 +10,7 @@ from torch import nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
-from attnflow.models.live import live_query_keys
+from attnflow.models.attention import attention_layers
 from tests.geometry.usage import used_form
 from tests.models import ZOO
 
@@ -27,7 +27,7 @@ LAYOUTS = ["Llama", "GPT2", "GPT2Cross", "GPTNeoX", "Phi3", "FalconGrouped", "Co
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_written_is_read_and_nothing_else_changes(name):
     model = ZOO[name].build()
-    for live in live_query_keys(model):
+    for live in attention_layers(model):
         query, key = torch.randn_like(live.query()), torch.randn_like(live.key())
         marked = {name: torch.full_like(p, torch.nan) for name, p in live.parameters.items()}
         before = {name: p.detach().clone() for name, p in live.parameters.items()}
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_and_nothing_else_changes(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_reach_the_parameters_in_their_place(name):
     model = ZOO[name].build()
-    for live in live_query_keys(model):
+    for live in attention_layers(model):
         (live.query().square().sum() / 2 + live.key().square().sum() / 2).backward()
         for parameter in live.parameters.values():
             taken = parameter.grad != 0
@@ -53,20 +53,20 @@ def test_gradients_reach_the_parameters_in_their_place(name):
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_one_run_of_rows_is_a_view(name):
-    live = live_query_keys(ZOO[name].build())[0]
+    live = attention_layers(ZOO[name].build())[0]
     parameters = {p.data_ptr() for p in live.parameters.values()}
     assert live.query().untyped_storage().data_ptr() in parameters
     assert live.key().untyped_storage().data_ptr() in parameters
 
 
 def test_wrong_shapes_are_refused():
-    live = live_query_keys(ZOO["Llama"].build())[0]
+    live = attention_layers(ZOO["Llama"].build())[0]
     with pytest.raises(ValueError, match="expected a weight of shape"):
         live.write(key=torch.zeros(32, 32))
 
 
 def test_products_cannot_be_written():
-    live = live_query_keys(ZOO["DeepseekV3"].build())[0]
+    live = attention_layers(ZOO["DeepseekV3"].build())[0]
     live.query().sum().backward()
     assert all(p.grad is not None for name, p in live.parameters.items() if "q_" in name)
     with pytest.raises(UnsupportedArchitecture, match="latent"):
@@ -77,10 +77,10 @@ def test_torch_has_attention_of_its_own():
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True)
     model = nn.TransformerDecoder(layer, 2).double().train()  # in evaluation it may skip the functions that are seen
-    places = live_query_keys(model)
+    places = attention_layers(model)
     assert [(live.layer, live.kind) for live in places] == [(0, "self"), (1, "self"), (0, "cross"), (1, "cross")]
     for live in places:
-        nn.init.normal_(live.parameters[live.place.query.tensor])
+        nn.init.normal_(live.parameters[live.query_rows.tensor])
         used = used_form(
             model,
             live.name,
@@ -90,7 +90,7 @@ def test_torch_has_attention_of_its_own():
         query = live.query().detach().unflatten(0, (4, -1))
         form = query.mT @ live.key().detach().unflatten(0, (4, -1))
         assert torch.allclose(used / used.norm(), form / form.norm(), atol=1e-12)
-        assert not live.place.discovered
+        assert not live.discovered
 
 
 def test_attention_between_different_widths_has_no_symmetry():
@@ -102,17 +102,17 @@ def test_attention_between_different_widths_has_no_symmetry():
 
 
 def test_layers_keep_their_numbers_in_hybrid_models():
-    assert [live.layer for live in live_query_keys(ZOO["Jamba"].build())] == [1]
+    assert [live.layer for live in attention_layers(ZOO["Jamba"].build())] == [1]
     hybrid = replace(ZOO["Qwen3Next"], options={**ZOO["Qwen3Next"].options, **_LINEAR_FIRST})
-    assert [live.layer for live in live_query_keys(hybrid.build())] == [1]
-    assert [live.layer for live in live_query_keys(ZOO["Swin"].build())] == [0, 1, 2]
-    swin = live_query_keys(ZOO["Swin"].build())
+    assert [live.layer for live in attention_layers(hybrid.build())] == [1]
+    assert [live.layer for live in attention_layers(ZOO["Swin"].build())] == [0, 1, 2]
+    swin = attention_layers(ZOO["Swin"].build())
     assert [live.num_heads for live in swin] == [2, 4, 4]
 
 
 def test_towers_are_told_apart():
     def towers(name):
-        return list(dict.fromkeys((live.tower, live.kind) for live in live_query_keys(ZOO[name].build())))
+        return list(dict.fromkeys((live.tower, live.kind) for live in attention_layers(ZOO[name].build())))
 
     assert towers("Bart") == [("encoder", "self"), ("decoder", "self"), ("decoder", "cross")]
     assert towers("CLIP") == [("text", "self"), ("vision", "self")]
@@ -130,4 +130,4 @@ def test_shared_layers_are_scored_once_and_the_result_says_so():
 
 def test_not_a_module():
     with pytest.raises(TypeError, match=r"torch module|torch\.nn\.modules"):
-        live_query_keys("llama")
+        attention_layers("llama")

@@ -1,0 +1,138 @@
+"""The attention layers of a model in memory or in a checkpoint: where they are, their heads, their queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final, Self, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.families.find import Place, find
+from attnflow.models.families.rows import Read, Rows
+
+_STATED: Final = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+_ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer(Place):
+    """One attention module with its query and key projections, in one layout for every model.
+
+    Weights are stored (out, in): row `h * head_dim + i` of the query makes component i of the query of head h from the
+    token. Query head h scores against KV head `h // (num_heads // num_kv_heads)`. The bilinear form of a head is
+    `query_h.T @ key_h`, of which the scores of geometry, sec. 3 are taken. Biases, rotations by position, the gains of
+    norms and the factor 1/sqrt(head_dim) have no part in it.
+
+    Attributes:
+        read: reads a stored tensor, or a run of its rows, by name.
+        parameters: the parameters that hold query and key, by name, of a model in memory; other rows of a fused one are
+            not part of them.
+    """
+
+    read: Read
+    parameters: Mapping[str, nn.Parameter]
+
+    @classmethod
+    def at(cls, place: Place, read: Read, parameters: Mapping[str, nn.Parameter] | None = None) -> Self:
+        """The layer at a place."""
+        return cls(**{field.name: getattr(place, field.name) for field in fields(place)}, read=read,
+                   parameters=parameters or {})  # fmt: skip
+
+    def query(self) -> Float[Tensor, "out d_query"]:
+        """The query's weight, [num_heads * head_dim, d_query].
+
+        Of a model in memory gradients flow to the parameters, and it is a view of the parameter where the heads lie in
+        one run; a copy in interleaved and latent layouts. Of a checkpoint it is read now.
+        """
+        return self.query_rows.load(self.read)
+
+    def key(self) -> Float[Tensor, "kv_out d_key"]:
+        """The key's weight, [num_kv_heads * head_dim, d_key], likewise; d_key differs in some cross-attention."""
+        return self.key_rows.load(self.read)
+
+    def write(
+        self, query: Float[Tensor, "out d_query"] | None = None, key: Float[Tensor, "kv_out d_key"] | None = None
+    ) -> None:
+        """Replace the weights of a model in memory in place; the rest of a fused parameter stays.
+
+        Raises:
+            ValueError: a weight has another shape.
+            UnsupportedArchitecture: the weights are products (latent attention), so that there is no one way to.
+        """
+        for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
+            if weight is None:
+                continue
+            if not isinstance(rows, Rows):
+                raise UnsupportedArchitecture(f"{self.name} has latent attention, whose weights cannot be written")
+            with torch.no_grad():
+                expected = rows.take(self.parameters[rows.tensor]).shape
+                if weight.shape != expected:
+                    raise ValueError(
+                        f"{self.name}: expected a weight of shape {list(expected)}, got {list(weight.shape)}"
+                    )
+                rows.put(self.parameters[rows.tensor], weight)
+
+
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """Every attention module of a model in memory whose weights can be read, in the order of its layers.
+
+    Layers that share one module (ALBERT) have one entry.
+
+    Raises:
+        TypeError: not a module.
+        UnsupportedArchitecture: the model has no attention that is known, or adapters on its queries or keys.
+    """
+    if not isinstance(cast(object, model), nn.Module):
+        raise TypeError(f"expected a torch module, got {type(model).__name__}")
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+
+    def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
+        return parameters[tensor] if rows is None else parameters[tensor][slice(*rows)]
+
+    return [
+        AttentionLayer.at(place, read, {name: parameters[name] for name in place.tensors})
+        for place in _find(model, shapes)
+    ]
+
+
+def attention_places(model: nn.Module) -> dict[str, Place]:
+    """Where the projections of every attention module are, by its path, also under adapters and when quantised.
+
+    Names are those that the model's own code uses.
+
+    Raises:
+        UnsupportedArchitecture: the model has no attention that is known.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        wide, narrow = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if isinstance(wide, int) and isinstance(narrow, int):
+            shapes[f"{name}.weight".replace(_ADAPTER, ".")] = (wide, narrow)
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
+            shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
+    return {place.name: place for place in _find(model, shapes)}
+
+
+def _find(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, ...]:
+    return find(shapes, config_of(model), lambda path: stated_by(model, path))
+
+
+def config_of(model: nn.Module) -> Mapping[str, object]:
+    """The config that a model carries, as in config.json; empty if it carries none."""
+    config = getattr(model, "config", None)
+    as_dict = getattr(config, "to_dict", None)
+    if callable(as_dict):
+        return cast(Mapping[str, object], as_dict())
+    return cast(Mapping[str, object], config) if isinstance(config, Mapping) else {}
+
+
+def stated_by(model: nn.Module, path: str) -> Mapping[str, object]:
+    """What the attention module at a path says of its heads."""
+    module = model.get_submodule(path)
+    return {word: getattr(module, word) for word in _STATED if isinstance(getattr(module, word, None), int)}
