@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Final, Literal, cast, get_args
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.masks.hf import attention
-from attnflow.masks.hf.attention import ATTRIBUTE, IMPLEMENTATIONS, Rule, base_implementation, registered_name
-from attnflow.masks.hf.placement import FLEX
-from attnflow.masks.hf.tables import MaskTables
+from attnflow._core.handles import Handle
+from attnflow.masks.hf.attention import MaskedAttention
+from attnflow.masks.hf.forms import MaskForms
 from attnflow.masks.mask import Mask
+from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
 
 Masks = Mask | Sequence[Mask]
 FlexOnCpu = Literal["forward", "sdpa"]
 OtherMixers = Literal["error", "keep"]
 
-_UNSET: Final = object()
 _log: Final = logging.getLogger("attnflow.masks")
 
 
-class MaskHandle:
-    """A mask in use; `remove()`, or leaving the `with` block, restores the model exactly.
+class MaskHandle(Handle):
+    """A mask in force; `remove()`, or leaving the `with` block, restores the model exactly.
 
     Attributes:
         model: the model.
@@ -36,78 +33,26 @@ class MaskHandle:
         masks: path of each masked attention module -> its mask.
     """
 
-    def __init__(
-        self, model: nn.Module, backend: str, rules: Mapping[nn.Module, Rule], around: Sequence[nn.Module]
-    ) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, backend: str, masks: Mapping[str, Mask], interception: Interception) -> None:
+        super().__init__(model)
         self.backend = backend
-        self.masks = {rule.name: rule.tables.mask for rule in rules.values() if rule.tables is not None}
-        self._rules = dict(rules)
-        # Handles on two parts of a model may share a config: each knows its own entry there by identity.
-        self._name = registered_name(backend)
-        self._before: list[tuple[nn.Module, object]] = []
-        self._configs: list[tuple[PreTrainedConfig, object]] = []
-        self._apply(around)
+        self.masks = dict(masks)
+        self._interception = interception
 
-    @property
-    def active(self) -> bool:
-        """Whether the model is (still) under this handle's mask, or under one put on top of it."""
-        return bool(self._before)
-
-    def remove(self) -> None:
-        """Restore what the model had before; a second call does nothing.
-
-        Raises:
-            RuntimeError: a mask put on the same model later is still in use (nothing is restored); or somebody has
-                changed the model's attention implementation since, and with it taken the mask out of force (all is
-                restored).
-        """
-        if not self._before:
-            return
-        newer = any(module.__dict__.get(ATTRIBUTE) is not rule for module, rule in self._rules.items())
-        current = [config.__dict__["_attn_implementation_internal"] for config, _ in self._configs]
-        if newer or any(name is not self._name and attention.is_registered(name) for name in current):
-            raise RuntimeError("a mask or bias put on this model later is still in use: remove the newest first")
-        for module, before in self._before:
-            if before is _UNSET:
-                delattr(module, ATTRIBUTE)
-            else:
-                setattr(module, ATTRIBUTE, before)
-        for config, before in self._configs:
-            config.__dict__["_attn_implementation_internal"] = before
-        self._before, self._configs = [], []
-        changed = [name for name in current if name is not self._name]
+    def _restore(self) -> None:
+        changed = self._interception.remove()
         if changed:
+            self._active = False
             raise RuntimeError(
                 f"the model's attention implementation was set to {changed[0]!r} while a mask was in use, which took "
                 "the mask out of force; choose it with attach(..., attn_implementation=...)"
             )
 
-    def __enter__(self) -> MaskHandle:
-        if not self._before:
-            raise RuntimeError("this mask was removed; call attach again")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         distinct = ", ".join(dict.fromkeys(map(repr, self.masks.values())))
-        state = "" if self.active else ", removed"
-        return f"<{distinct} on {len(self.masks)} attention modules of {type(self.model).__name__}{state}>"
-
-    def _apply(self, around: Sequence[nn.Module]) -> None:
-        attention.register()
-        configs = {id(m.config): cast(PreTrainedConfig, m.config) for m in (*around, *self._rules)}
-        for config in configs.values():
-            self._configs.append((config, config.__dict__["_attn_implementation_internal"]))
-            # Past the property, which would also set sub-configs that this mask is not for.
-            config.__dict__["_attn_implementation_internal"] = self._name
-        for module, rule in self._rules.items():
-            self._before.append((module, module.__dict__.get(ATTRIBUTE, _UNSET)))
-            setattr(module, ATTRIBUTE, rule)
+        number = len(self.masks)
+        modules = f"{number} attention module{'' if number == 1 else 's'}"
+        return f"{distinct} on {modules} of {type(self.model).__name__}, computed by {self.backend}"
 
 
 def attach(
@@ -171,28 +116,21 @@ def attach(
     if other_mixers == "error":
         _refuse_mixers(model, masked)
     backend = _implementation(model, masked, attn_implementation)
-    tables = {one: MaskTables(one) for one in set(masks.values())}  # equal masks share theirs
+    forms = {one: MaskForms(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
         devices = {parameter.device for site in masked for parameter in site.module.parameters()}
-        for table in tables.values():
-            table.prepare(devices - {torch.device("meta")})
-    kernels = (backend, "sdpa") if backend == FLEX else (backend,)
-    owners = {id(site.owner) for site in masked}
-    rules = {
-        site.module: Rule(
-            name=site.name,
-            tables=tables[masks[site.module]] if site.module in masks else None,
-            cross=site.kind == "cross",
-            crop=crop,
-            flex_on_cpu=flex_on_cpu,
-            kernels={name: attention.kernel(site.module, name) for name in kernels},
-        )
-        for site in sites
-        if id(site.owner) in owners
+        for form in forms.values():
+            form.prepare(devices - {torch.device("meta")})
+    interceptors = {
+        site.module: MaskedAttention(site.name, forms[masks[site.module]], site.kind == "cross", crop, flex_on_cpu)
+        for site in masked
     }
-    names = ", ".join(dict.fromkeys(map(repr, masks.values())))
-    _log.info("attention of %s runs with %s under %s", type(model).__name__, backend, names)
-    return MaskHandle(model, backend, rules, models_around(model, masked))
+    interception = intercept(
+        models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=True
+    )
+    handle = MaskHandle(model, backend, {site.name: masks[site.module] for site in masked}, interception)
+    _log.info("%s", handle)
+    return handle
 
 
 def _check_options(flex_on_cpu: object, other_mixers: object) -> None:
@@ -279,15 +217,8 @@ def _one_tower(sites: Sequence[Site], part: str) -> None:
 def _implementation(model: nn.Module, sites: Sequence[Site], wanted: str | None) -> str:
     """The implementation to use, supported by every owner."""
     owners = list({id(site.owner): site.owner for site in sites}.values())
-    name = wanted if wanted is not None else base_implementation(owners[0].config._attn_implementation or "sdpa")
-    if name not in IMPLEMENTATIONS:
-        origin = "attn_implementation" if wanted is not None else f"the implementation of {type(model).__name__}"
-        raise ValueError(
-            f"{origin} is {name!r}, which takes no mask of ours; choose one of {', '.join(IMPLEMENTATIONS)}"
-        )
+    name = wanted if wanted is not None else base_implementation(owners[0].config)
+    what = "attn_implementation" if wanted is not None else f"the implementation of {type(model).__name__}"
     for owner in owners:
-        try:
-            owner.get_correct_attn_implementation(name)
-        except (ValueError, ImportError) as error:
-            raise UnsupportedArchitecture(f"{type(owner).__name__} does not run with {name!r}: {error}") from error
+        check_implementation(owner, name, what)
     return name

@@ -48,7 +48,7 @@ class Span:
         return self.first_query + self.num_queries
 
 
-class MaskTables:
+class MaskForms:
     """A mask with what has been derived from it; copies and pickles carry the mask alone."""
 
     def __init__(self, mask: Mask) -> None:
