@@ -8,8 +8,8 @@ of `module`, until `Interception.remove()`:
   None (then `is_causal` of the keywords or of the module says what is meant), a boolean or additive tensor
   [batch or 1, heads or 1, queries, keys], or a `BlockMask`.
 - `proceed(call)` computes the call, by the next interceptor or by transformers' own kernel; `call.replace(...)` changes
-  what it computes. An interceptor may also not proceed, and return (output [batch, queries, heads, head_dim], weights or
-  None) of its own.
+  what it computes. An interceptor may also return an output of its own: ([batch, queries, heads, head_dim], weights or
+  None).
 - Interceptors of one module are ordered by role: the one of role "mask", which decides which pairs exist, comes first;
   the one of role "bias" sees the mask that the first has put in place. Within a role the newest is in force, and the
   older one again when it is removed. Handles may be removed in any order.
@@ -82,6 +82,28 @@ class MaskRequest:
     padding: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     derived: dict[object, Any] = field(default_factory=dict[object, Any])
+
+    def pads(self) -> tuple[Tensor | None, Tensor | None]:
+        """(real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None if there are none.
+
+        A compiled model cannot look into its padding: there both are tensors if there is a padding mask at all.
+        """
+        if self.padding is None:
+            return None, None
+        if "pads" not in self.derived:
+            self.derived["pads"] = self._pads(self.padding.bool(), not torch.compiler.is_compiling())
+        return self.derived["pads"]
+
+    def _pads(self, padding: Tensor, eager: bool) -> tuple[Tensor | None, Tensor | None]:
+        slots = self.first_key + self.num_keys
+        if padding.shape[1] < slots:
+            padding = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
+        padding = padding[:, :slots]
+        written = self.first_query + self.num_queries  # a static cache has written nothing behind
+        if eager and bool(padding[:, :written].all()):
+            return None, None
+        left = (~padding).cumprod(dim=1).sum(dim=1)
+        return padding, None if eager and not bool(left.any()) else left
 
     def own(self, implementation: str) -> AttentionMask:
         """The mask that the model would have had without us."""
@@ -262,15 +284,24 @@ def base_implementation(config: PreTrainedConfig) -> str:
     return name.removeprefix(_REPLACED).removeprefix(_OURS)
 
 
-def check_implementation(owner: PreTrainedModel, name: str, what: str) -> None:
-    """Raise unless `owner` runs with an implementation that can be intercepted.
+def check_implementation(owner: PreTrainedModel, name: str, origin: str, purpose: str) -> None:
+    """Raise unless `owner` runs with the implementation `name`, and that can be intercepted.
+
+    Args:
+        owner: the model.
+        name: of the implementation.
+        origin: what named it, for the message.
+        purpose: "mask" or "bias".
 
     Raises:
-        ValueError: an implementation that cannot; `what` says who asked for it.
+        ValueError: an implementation that cannot be intercepted.
         UnsupportedArchitecture: one that the model lacks.
     """
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"{what} is {name!r}, which cannot be intercepted; choose one of {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"{origin} is {name!r}, which takes no {purpose}; choose one of {', '.join(IMPLEMENTATIONS)}, such as "
+            f"model.set_attn_implementation('sdpa')"
+        )
     try:
         owner.get_correct_attn_implementation(name)
     except (ValueError, ImportError) as error:
@@ -302,6 +333,8 @@ def request_of(mask: object) -> MaskRequest | None:
     it was copied from is alive.
     """
     request = getattr(mask, _REQUEST, None)
+    if isinstance(mask, Tensor) and request is not None and _version(mask) != request.derived.get("version"):
+        return None  # the model has written into it
     if request is None and isinstance(mask, BlockMask):  # `BlockMask.to` keeps nothing but this function
         request = getattr(mask.mask_mod, _REQUEST, None)
     if request is None and isinstance(mask, Tensor) and not torch.compiler.is_compiling():
@@ -355,7 +388,12 @@ def _attention(implementation: str, replaced: bool) -> Kernel:
     """The attention function registered for an implementation."""
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionMask = None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: AttentionMask = None,
+        **kwargs: Any,
     ) -> Output:
         stack = cast("_Stack | None", getattr(module, _STACK, None))
         request = request_of(attention_mask)
@@ -379,7 +417,6 @@ def _mask_function(implementation: str, replaced: bool) -> Callable[..., Attenti
         attention_mask: Tensor | None = None,
         **others: Any,
     ) -> AttentionMask:
-        static = isinstance(q_offset, Tensor)
         if isinstance(q_offset, Tensor):
             # A static cache hands out its live counter, which the first layer moves on before it attends.
             q_offset = q_offset.clone() if torch.compiler.is_compiling() else int(q_offset)
@@ -398,7 +435,7 @@ def _mask_function(implementation: str, replaced: bool) -> Callable[..., Attenti
         else:
             skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if replaced else {}
             mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**(arguments | skips)))
-        if isinstance(mask, Tensor) and static:
+        if isinstance(mask, Tensor) and replaced and not torch.is_grad_enabled():
             mask = mask.contiguous()  # as `generate` wants masks made in advance, which would copy it otherwise
         if mask is not None:
             _note(mask, request)
@@ -414,7 +451,13 @@ def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
     if isinstance(mask, BlockMask):
         setattr(mask.mask_mod, _REQUEST, request)
     else:
+        request.derived["version"] = _version(mask)
         _recent.append(ref(mask))
+
+
+def _version(mask: Tensor) -> int | None:
+    """How often a tensor has been written to, where torch counts it."""
+    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
 
 def _padding_alone(request: MaskRequest) -> BlockMask:

@@ -8,7 +8,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnflow as af
-from attnflow.masks.hf import attention
+from attnflow.models import interception
 from tests.models import outputs, tiny, tokens
 
 LENGTH = 8
@@ -25,7 +25,7 @@ def additive(mask, dtype=torch.float64):
 def test_both_registries_know_the_name(implementation):
     with af.masks.attach(tiny("Llama"), af.masks.causal(2), attn_implementation=implementation) as handle:
         name = handle.model.config._attn_implementation
-    assert name == f"attnflow_{implementation}"
+    assert name == f"attnflow_masked_{implementation}"
     assert name in ALL_ATTENTION_FUNCTIONS
     assert name in ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -49,7 +49,7 @@ def test_a_missing_mask_function_does_not_lose_our_mask(monkeypatch):
     model, ids = tiny("Llama"), tokens(1, LENGTH)
     with torch.no_grad(), af.masks.attach(model, LAYOUT):
         expected = outputs(model, input_ids=ids)
-        monkeypatch.delitem(AttentionMaskInterface._global_mapping, "attnflow_sdpa")
+        monkeypatch.delitem(AttentionMaskInterface._global_mapping, "attnflow_masked_sdpa")
         assert torch.equal(outputs(model, input_ids=ids), expected)
         cache = DynamicCache()
         model(ids[:, :4], past_key_values=cache)
@@ -96,24 +96,6 @@ def test_four_dimensional_masks_and_block_masks_are_refused(implementation):
             model(ids, attention_mask=block_mask)
 
 
-def test_a_model_that_reads_its_mask_is_refused():
-    """The placement stands for a mask; arithmetic on it must not go through unnoticed."""
-    placement = attention.Placement(1, 4, 4)
-    for use in (
-        lambda: placement[:, :, :2],
-        lambda: placement.dtype,
-        lambda: placement.float(),
-        lambda: placement.expand(2, -1, -1, -1),
-    ):
-        with pytest.raises(af.UnsupportedArchitecture, match="outside of the attention interface"):
-            use()
-    with pytest.raises(TypeError):
-        placement + torch.zeros(1)
-    with pytest.raises(AttributeError):
-        _ = placement.no_such_thing
-    assert placement.to("cpu") is placement.contiguous() is placement
-
-
 def test_the_is_causal_flag_of_the_modules_does_not_hold():
     """SDPA of transformers is causal by a flag of the module where the mask is None; ours is never None."""
     model, ids = tiny("Llama"), tokens(1, LENGTH)
@@ -129,7 +111,7 @@ def test_other_keywords_reach_the_kernel_unchanged(name, keyword, monkeypatch):
     model, ids = tiny(name), tokens(1, LENGTH)
     model.set_attn_implementation("eager")
     seen = []
-    real = attention.eager_kernel
+    real = interception.eager_kernel
 
     def spied(module):
         def spy(*args, **kwargs):
@@ -138,7 +120,7 @@ def test_other_keywords_reach_the_kernel_unchanged(name, keyword, monkeypatch):
 
         return spy
 
-    monkeypatch.setattr(attention, "eager_kernel", spied)
+    monkeypatch.setattr(interception, "eager_kernel", spied)
     with torch.no_grad(), af.masks.attach(model, af.masks.causal(LENGTH)):
         outputs(model, input_ids=ids)
     assert len(seen) == 2

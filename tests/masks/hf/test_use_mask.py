@@ -35,6 +35,11 @@ def logits(model, ids):
         return outputs(model, input_ids=ids)
 
 
+def logits_under(model, mask, ids):
+    with af.masks.attach(model, mask):
+        return logits(model, ids)
+
+
 def test_call_and_context_manager_are_the_same_and_undone_exactly(model):
     ids, before = tokens(1, LENGTH), state(model)
     plain = logits(model, ids)
@@ -48,7 +53,9 @@ def test_call_and_context_manager_are_the_same_and_undone_exactly(model):
     assert state(model) == before
     with af.masks.attach(model, WINDOW) as handle:
         assert torch.equal(logits(model, ids), masked)
-        assert repr(handle) == "<sliding_window(n=8, window=2, causal=True) on 2 attention modules of LlamaForCausalLM>"
+        assert str(handle) == (
+            "sliding_window(n=8, window=2, causal=True) on 2 attention modules of LlamaForCausalLM, computed by sdpa"
+        )
     assert state(model) == before
     assert torch.equal(logits(model, ids), plain)
 
@@ -72,7 +79,7 @@ def test_nothing_is_left_behind_when_use_mask_itself_fails(model):
     assert state(model) == before
 
 
-def test_the_newest_mask_holds_and_is_removed_first(model):
+def test_the_newest_mask_holds_and_handles_go_in_any_order(model):
     ids, before = tokens(1, LENGTH), state(model)
     with af.masks.attach(model, WINDOW):
         window = logits(model, ids)
@@ -84,11 +91,10 @@ def test_the_newest_mask_holds_and_is_removed_first(model):
             assert inner.backend == "sdpa"
     assert not torch.allclose(window, causal)
     older, newer = af.masks.attach(model, WINDOW), af.masks.attach(model, CAUSAL)
-    with pytest.raises(RuntimeError, match="newest first"):
-        older.remove()
-    assert older.active
-    newer.remove()
     older.remove()
+    assert (older.active, newer.active) == (False, True)
+    assert torch.equal(logits(model, ids), logits_under(model, CAUSAL, ids))
+    newer.remove()
     assert state(model) == before
     with pytest.raises(RuntimeError, match="was removed"), older:
         pass
@@ -108,12 +114,12 @@ def test_masks_on_parts_that_share_a_config():
     encoder = af.masks.attach(model.get_encoder(), WINDOW)
     decoder = af.masks.attach(model.get_decoder(), WINDOW)
     assert torch.equal(run(), both)
-    with pytest.raises(RuntimeError, match="newest first"):
-        encoder.remove()  # would take the decoder's mask out of force
-    assert torch.equal(run(), both)
-    decoder.remove()
+    encoder.remove()  # leaves the decoder's mask in force
+    with af.masks.attach(model.get_encoder(), WINDOW):
+        assert torch.equal(run(), both)
     assert not torch.allclose(run(), both)
-    encoder.remove()
+    assert not torch.allclose(run(), plain)
+    decoder.remove()
     assert torch.equal(run(), plain)
     assert state(model) == before
 
@@ -196,7 +202,7 @@ def test_backend_is_logged_once(model, caplog):
     with caplog.at_level(logging.INFO, logger="attnflow.masks"), af.masks.attach(model, WINDOW):
         logits(model, tokens(1, LENGTH))
     assert [record.getMessage() for record in caplog.records] == [
-        "attention of LlamaForCausalLM runs with sdpa under sliding_window(n=8, window=2, causal=True)"
+        "sliding_window(n=8, window=2, causal=True) on 2 attention modules of LlamaForCausalLM, computed by sdpa"
     ]
 
 

@@ -2,62 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.bias.allow import Allow
 from attnflow.bias.terms import Dense
-from attnflow.masks.hf.placement import Placement
-from attnflow.masks.hf.tables import MaskTables
+from attnflow.models.interception import AttentionCall
+
+_causal: Final[WeakValueDictionary[tuple[int, int, str], Allow]] = WeakValueDictionary()
 
 
-def relation_of(
-    module: nn.Module,
-    mask: object,
-    tables: MaskTables | None,
-    crop: bool,
-    query: Tensor,
-    num_keys: int,
-    kwargs: Mapping[str, Any],
-) -> tuple[Allow, Dense | None]:
-    """(the pairs that attention may use, an additive mask's finite part if it has one).
+def relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
+    """(the pairs that attention may use, an additive mask's finite part if it has one)."""
+    if call.mask is None:
+        return _unmasked(call), None
+    if call.request is None:  # of the caller's making, who may change it in place
+        return _masked(call)
+    # By identity, beside the mask itself so that it lives as long: layers of one kind get one mask.
+    key = "relation", id(call.mask)
+    if key not in call.request.derived:
+        call.request.derived[key] = call.mask, _masked(call)
+    return call.request.derived[key][1]
 
-    Args:
-        module: the attention module.
-        mask: what transformers handed to it.
-        tables: the mask of `masks.attach` for it, or None for the model's own.
-        crop: as in `masks.attach`.
-        query: [batch, heads, queries, head_dim].
-        num_keys: keys of the call.
-        kwargs: of the attention function.
-    """
-    num_queries = query.shape[2]
-    if isinstance(mask, Placement):
-        if tables is not None:
-            return mask.allow(tables, crop, query.device), None
-        return mask.own(query.device), None
-    if isinstance(mask, Tensor):
-        return _given(mask, num_queries, num_keys)
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if not causal or num_queries == 1:  # as transformers' own sdpa understands a missing mask
-        return Allow(None, num_queries, num_keys), None
+
+def _unmasked(call: AttentionCall) -> Allow:
+    """Without a mask transformers' sdpa goes by the flag `is_causal`; the other implementations see everything."""
+    queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
+    causal = call.kwargs.get("is_causal")
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal
+    if not causal or queries == 1 or call.implementation != "sdpa":
+        return Allow(None, queries, keys)
 
     def rows(block: slice) -> Tensor:
-        last = torch.arange(block.start, block.stop, device=query.device)[:, None] + (num_keys - num_queries)
-        return (torch.arange(num_keys, device=query.device) <= last)[None, None]
+        last = torch.arange(block.start, block.stop, device=device)[:, None]
+        return (torch.arange(keys, device=device) <= last)[None, None]
 
-    return Allow(rows, num_queries, num_keys), None
+    if torch.compiler.is_compiling():
+        return Allow(rows, queries, keys)
+    return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys))
 
 
-def _given(mask: Tensor, num_queries: int, num_keys: int) -> tuple[Allow, Dense | None]:
-    """A 4D mask of the caller's: boolean, or additive with the smallest number of its type where nothing passes."""
-    mask = mask[:, :, :, :num_keys]
-    if mask.dtype == torch.bool:
-        return Allow.from_dense(mask), None
-    allowed = mask > torch.finfo(mask.dtype).min / 2
-    finite = mask.masked_fill(~allowed, 0.0)
-    return Allow.from_dense(allowed), Dense(finite)
+def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
+    if isinstance(call.mask, BlockMask):
+        return _by_rows(call.mask, call.query.shape[2], call.key.shape[2], call.query.device), None
+    assert call.mask is not None
+    mask = call.mask[:, :, :, : call.key.shape[2]]
+    added = None
+    if mask.dtype != torch.bool:  # the smallest number of its type where nothing passes
+        allowed = mask > torch.finfo(mask.dtype).min / 2
+        added = None if call.request is not None else Dense(mask.masked_fill(~allowed, 0.0))
+        mask = allowed
+    if call.empty is not None:
+        mask = mask & ~call.empty[:, None, :, None]
+    return Allow.from_dense(mask), added
+
+
+def _by_rows(mask: BlockMask, queries: int, keys: int, device: torch.device) -> Allow:
+    """A block mask's relation: rows are made when they are asked for, and no table of all pairs is held."""
+    batch, heads = mask.shape[0], mask.shape[1]
+    element = torch.arange(batch, device=device)[:, None, None, None]
+    head = torch.arange(heads, device=device)[None, :, None, None]
+    key = torch.arange(keys, device=device)[None, None, None]
+
+    def rows(block: slice) -> Tensor:
+        query = torch.arange(block.start, block.stop, device=device)[None, None, :, None]
+        return mask.mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
+
+    return Allow(rows, queries, keys, batch=batch)

@@ -12,25 +12,25 @@ from typing import Final, Literal, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.bias.attention import IMPLEMENTATIONS
 from attnflow.bias.config import BiasConfig
+from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.hooks import CHILD, Enter, Slot, install, uninstall
 from attnflow.bias.hf.layers import Layer, layers_of
 from attnflow.bias.hf.summary import BiasSummary, summary
 from attnflow.bias.kinds import build
 from attnflow.bias.kinds.custom import Custom
 from attnflow.bias.layer import LayerBias, layer_biases
-from attnflow.masks.hf import attention
+from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.sites import models_around
 
 Bias = BiasConfig | Custom
 Train = Literal["guidance", "all"]
 
 _RECORD: Final = "_attnflow_bias"  # on the model: what `detach` must restore
-_IMPLEMENTATION: Final = "_attn_implementation_internal"  # of a config
 _log: Final = logging.getLogger("attnflow.bias")
 
 
@@ -40,14 +40,13 @@ class Record:
 
     Attributes:
         biases: the configs, in the order of the summands.
-        configs: each config whose attention implementation was changed, with the name before and the one set: a string
-            object of its own, because a mask, or a bias on the other half of the model, may set an equal one later.
+        interception: of the attention of the layers.
         frozen: parameters that `train="guidance"` froze.
         number: biases attached before it in this process.
     """
 
     biases: tuple[Bias, ...]
-    configs: list[tuple[PreTrainedConfig, object, str]]
+    interception: Interception
     frozen: list[nn.Parameter]
     number: int = field(default_factory=count().__next__)
 
@@ -91,10 +90,11 @@ def attach(
     layers = layers_of(model)
     made = _build(layers, biases, impl)
     around = models_around(model, [layer.site for layer, _, _ in made])
-    record = Record(biases, _configs(around, [layer.site.module for layer, _, _ in made]), [])
-    attention.register()
-    for config, _, name in record.configs:  # past the property, which would also set sub-configs
-        config.__dict__[_IMPLEMENTATION] = name
+    modules = [layer.site.module for layer, _, _ in made]
+    for owner in (*around, *(module for module in modules if hasattr(module, "config"))):
+        name = base_implementation(cast(PreTrainedConfig, owner.config))
+        check_implementation(around[0], name, "the model's attention implementation", "bias")
+    record = Record(biases, intercept(around, dict.fromkeys(modules, biased), role="bias"), [])
     if train == "guidance":
         record.frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in record.frozen:
@@ -113,16 +113,10 @@ def detach(model: nn.Module) -> None:
 
     Raises:
         ValueError: no bias is attached.
-        RuntimeError: a mask that was put on the model later is still in use.
     """
     for owner in _owners(model):
         record: Record = owner.__dict__[_RECORD]
-        now = [(config.__dict__[_IMPLEMENTATION], name) for config, _, name in record.configs]
-        if any(attention.is_registered(current) and current is not name for current, name in now):
-            raise RuntimeError("a mask or bias put on this model later is still in use: remove the newest first")
-        for config, before, name in record.configs:
-            if config.__dict__[_IMPLEMENTATION] is name:  # else somebody has chosen another since: keep it
-                config.__dict__[_IMPLEMENTATION] = before
+        record.interception.remove(keep_changes=True)
         for parameter in record.frozen:
             parameter.requires_grad_(True)
         for name, _ in list(layer_biases(owner)):
@@ -238,33 +232,6 @@ def _reachable(layer: Layer, wanted: Sequence[Bias]) -> None:
 def _reads(bias: Bias) -> bool:
     """Whether the kind looks at vectors at all; some know positions only."""
     return isinstance(bias, Custom) or bias.kind not in ("alibi", "relative", "dense")
-
-
-def _configs(
-    around: Sequence[PreTrainedModel], modules: Sequence[nn.Module]
-) -> list[tuple[PreTrainedConfig, object, str]]:
-    """The configs by which the model asks for its attention implementation: each with what it says, and will say."""
-    owners = [*around, *(module for module in modules if hasattr(module, "config"))]
-    configs = {id(owner.config): cast(PreTrainedConfig, owner.config) for owner in owners}
-    found: list[tuple[PreTrainedConfig, object, str]] = []
-    for config in configs.values():
-        before = config.__dict__[_IMPLEMENTATION]
-        name = attention.base_implementation(cast(str, before or "sdpa"))
-        if name not in attention.IMPLEMENTATIONS:
-            raise ValueError(
-                f"the model's attention implementation is {name!r}, which takes no bias; choose one of "
-                f"{', '.join(attention.IMPLEMENTATIONS)} when loading it"
-            )
-        _runs(around[0], name)
-        found.append((config, before, attention.registered_name(name)))
-    return found
-
-
-def _runs(owner: PreTrainedModel, name: str) -> None:
-    try:
-        owner.get_correct_attn_implementation(name)
-    except (ValueError, ImportError) as error:
-        raise UnsupportedArchitecture(f"{type(owner).__name__} does not run with {name!r}: {error}") from error
 
 
 def describe(biases: Sequence[Bias]) -> list[Mapping[str, object]]:

@@ -2,105 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnflow.bias.attention import backend, choose
 from attnflow.bias.call import Call, make_call
 from attnflow.bias.hf.allowed import relation_of
 from attnflow.bias.hf.cache import extend, first_position, new_slots
-from attnflow.bias.hf.hooks import Slot, enter_of
+from attnflow.bias.hf.hooks import CHILD, Slot, enter_of
 from attnflow.bias.layer import LayerBias
 from attnflow.bias.shape import Vectors
 from attnflow.bias.terms import Dense, Term
-from attnflow.masks.hf.placement import Placement
-from attnflow.masks.hf.tables import MaskTables
-
-Base = Callable[[], tuple[Tensor, Tensor | None]]
+from attnflow.models.interception import AttentionCall, Output, Proceed
 
 # What else transformers adds to scores, [batch or 1, heads, queries, keys]: T5's buckets. The rest is refused.
 _ADDED: Final = "position_bias"
 _REFUSED: Final = ("alibi", "relative_position_bias", "head_mask")
 
 
-def biased(
-    module: nn.Module,
-    bias: LayerBias,
-    base: Base,
-    eager: bool,
-    mask: object,
-    tables: MaskTables | None,
-    crop: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Attention with the layer's bias, in the form that transformers expects: ([batch, queries, heads, dim], weights).
+def biased(call: AttentionCall, proceed: Proceed) -> Output:
+    """The interceptor of a module with a bias; without one, or while it is disabled, the call goes on as it is.
 
     While the bias is exactly zero the output is the base model's, bit for bit, and gradients reach the bias all the
     same.
-
-    Args:
-        module: the attention module.
-        bias: its bias.
-        base: computes what the model would compute without it.
-        eager: whether the model runs eager attention, which returns weights.
-        mask: what transformers handed to the module.
-        tables: the mask of `masks.attach`, if one rules here.
-        crop: as in `masks.attach`.
-        query: [batch, heads, queries, head_dim].
-        key: [batch, kv_heads, keys, head_dim].
-        value: likewise.
-        kwargs: of the attention function.
     """
-    slot = cast(Any, enter_of(module)).slot
-    left = mask.left if isinstance(mask, Placement) else None
-    terms = _terms(module, bias, slot, query, key, left) if bias.enabled else ()  # disabled, and yet observed
+    bias = getattr(call.module, CHILD, None)
+    if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
+        return proceed(call)
+    slot = cast(Any, enter_of(call.module)).slot
+    terms = _terms(call, bias, slot) if bias.enabled else ()  # disabled, and yet observed
     slot.clear()
     zero = not bias.enabled or bias.is_zero()
     learns = (
         bias.enabled and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters())
     )
     if zero and not learns and bias.observer is None:
-        return base()
-    call = _call(module, terms, mask, tables, crop, query, key, value, kwargs)
+        return proceed(call)
+    biased_call = _call(call, terms)
     if bias.observer is not None:
-        bias.observer(call)
+        bias.observer(biased_call)
     if zero and not learns:
-        return base()
-    output, weights = _attend(call, bias.impl, eager)
+        return proceed(call)
+    output, weights = _attend(biased_call, bias.impl, call.implementation == "eager")
     output = output.transpose(1, 2).contiguous()
-    weights = None if weights is None else weights.to(query.dtype)
-    if zero and not call.dropout:
-        plain, plain_weights = base()  # with gradients enabled: without, SDPA may choose another kernel
+    weights = None if weights is None else weights.to(call.query.dtype)
+    if zero and not biased_call.dropout:
+        plain, plain_weights = proceed(call)  # with gradients enabled: without, SDPA may choose another kernel
         output = cast(Tensor, _SameAs.apply(output, plain.detach()))
         weights = None if weights is None or plain_weights is None else plain_weights.detach()
     return output, weights
 
 
-def _call(
-    module: nn.Module,
-    terms: tuple[Term, ...],
-    mask: object,
-    tables: MaskTables | None,
-    crop: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kwargs: dict[str, Any],
-) -> Call:
+def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
     """The call with everything that transformers adds to its scores."""
+    kwargs = call.kwargs
     lost = [name for name in _REFUSED if kwargs.get(name) is not None]
     if lost:
-        raise ValueError(f"{type(module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join")
-    allow, additive = relation_of(module, mask, tables, crop, query, key.shape[2], kwargs)
+        raise ValueError(
+            f"{type(call.module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join"
+        )
+    allow, additive = relation_of(call)
     added = kwargs.get(_ADDED)
     own = [additive, None if added is None else Dense(added)]
-    query, key, value = map(_autocast, (query, key, value))
+    query, key, value = map(_autocast, (call.query, call.key, call.value))
     return make_call(
         query,
         key,
@@ -142,13 +108,12 @@ class _SameAs(torch.autograd.Function):
         return gradients[0], None
 
 
-def _terms(
-    module: nn.Module, bias: LayerBias, slot: Slot, query: Tensor, key: Tensor, left: Tensor | None
-) -> tuple[Term, ...]:
+def _terms(call: AttentionCall, bias: LayerBias, slot: Slot) -> tuple[Term, ...]:
     """The terms of this call; what the cache must keep of the new tokens is added to it.
 
-    Models that keep position ids to themselves get positions by the count of tokens after `left` leading pads.
+    Models that keep position ids to themselves get positions by the count of tokens after the leading pads.
     """
+    module, query, key = call.module, call.query, call.key
     if not slot.mine():
         raise RuntimeError("two threads run one model with a bias at the same time; give each a copy, or take turns")
     layer = cast(int, getattr(module, "layer_idx", 0) or 0)
@@ -157,6 +122,7 @@ def _terms(
     positions = slot.positions
     if positions is None or positions.shape[1] != new:
         positions = (torch.arange(new, device=device) + first_position(slot.cache, layer, new))[None]
+        left = None if call.request is None else call.request.pads()[1]
         positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
     positions = positions.expand(query.shape[0], -1)
     rotated = "rotated" in bias.references

@@ -129,7 +129,7 @@ def attach(
         models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=True
     )
     handle = MaskHandle(model, backend, {site.name: masks[site.module] for site in masked}, interception)
-    _log.info("%s", handle)
+    _log.info("%s", str(handle))
     return handle
 
 
@@ -218,7 +218,7 @@ def _implementation(model: nn.Module, sites: Sequence[Site], wanted: str | None)
     """The implementation to use, supported by every owner."""
     owners = list({id(site.owner): site.owner for site in sites}.values())
     name = wanted if wanted is not None else base_implementation(owners[0].config)
-    what = "attn_implementation" if wanted is not None else f"the implementation of {type(model).__name__}"
+    origin = "attn_implementation" if wanted is not None else f"the implementation of {type(model).__name__}"
     for owner in owners:
-        check_implementation(owner, name, what)
+        check_implementation(owner, name, origin, "mask of ours")
     return name

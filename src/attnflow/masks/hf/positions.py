@@ -26,8 +26,7 @@ class Positions:
         eager = not torch.compiler.is_compiling()
         self._shape = request.batch_size, request.num_queries, request.num_keys
         self.first_query, self.first_key = request.first_query, request.first_key
-        slots, end = self.first_key + request.num_keys, self.first_query + request.num_queries
-        self.padding, self.left = _normal(request.padding, slots, end, eager)
+        self.padding, self.left = request.pads()
         # Only outside of a trace: the leading pads of each sequence as Python integers.
         self._lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
         self._made: dict[tuple[object, ...], tuple[AttentionMask, Tensor | None]] = {}
@@ -167,20 +166,3 @@ class Positions:
         seen, sees = real & (key >= 0) & (key < columns), (query >= 0) & (query < rows)
         query, key = query.clamp(0, rows - 1), key.clamp(0, columns - 1)
         return (table[query[:, :, None], key[:, None, :]] & sees[:, :, None] & seen[:, None, :])[:, None]
-
-def _normal(
-    padding: Tensor | None, num_slots: int, end: int | Tensor, eager: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(padding over all slots or None if there is none, leading pads per batch element or None if there are none)."""
-    if padding is None:
-        return None, None
-    padding = padding.bool()
-    if padding.shape[1] < num_slots:
-        padding = torch.nn.functional.pad(padding, (0, num_slots - padding.shape[1]))
-    padding = padding[:, :num_slots]
-    if eager and bool(padding[:, :end].all()):  # slots from `end` on are not written yet
-        return None, None
-    left = (~padding).cumprod(dim=1).sum(dim=1)
-    return padding, None if eager and not bool(left.any()) else left
-
-

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attnflow as af
-from attnflow.masks.hf.placement import Placement
-from attnflow.masks.hf.tables import MaskTables, Span
+from attnflow.masks.hf.forms import MaskForms, Span
+from attnflow.masks.hf.positions import Positions
+from attnflow.models.interception import MaskRequest
 from tests.strategies import square_masks
 
 TABLES = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "full_q_num_blocks"]
@@ -50,8 +51,8 @@ def expected(mask, first, queries, keys, padding):
 
 def native(call, implementation, dtype=torch.float64):
     mask, first, queries, keys, padding = call
-    placement = Placement(1 if padding is None else len(padding), queries, keys, first, 0, padding)
-    return placement.native(MaskTables(mask), False, True, implementation, CPU, dtype)
+    request = MaskRequest(1 if padding is None else len(padding), queries, keys, first, 0, padding)
+    return Positions(request).native(MaskForms(mask), False, True, implementation, CPU, dtype)
 
 
 @given(calls())
@@ -69,9 +70,9 @@ def test_dense_forms(call):
 
 
 def test_additive_forms_of_one_call_keep_their_dtypes():
-    placement, tables = Placement(1, 3, 3), MaskTables(af.masks.causal(3))
+    positions, forms = Positions(MaskRequest(1, 3, 3)), MaskForms(af.masks.causal(3))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        found, _ = placement.native(tables, False, False, "eager", CPU, dtype)
+        found, _ = positions.native(forms, False, False, "eager", CPU, dtype)
         assert found.dtype == dtype
         assert found.min() == torch.finfo(dtype).min
 
@@ -112,37 +113,37 @@ def test_block_masks_of_longer_padded_batches_are_exact(block, monkeypatch):
 
 
 def test_flex_attention_never_builds_a_table_of_all_pairs():
-    tables = MaskTables(af.masks.butterfly(10_000))  # 900 MB as a table
-    size = tables.mask.num_queries
-    found = tables.block_mask(Span(0, size, 0, size, size), CPU)
+    forms = MaskForms(af.masks.butterfly(10_000))  # 900 MB as a table
+    size = forms.mask.num_queries
+    found = forms.block_mask(Span(0, size, 0, size, size), CPU)
     assert found.shape[-2:] == (size, size)
-    assert tables._dense == {}
-    assert tables.block_mask(Span(0, size, 0, size, size), CPU) is found  # kept
+    assert forms._dense == {}
+    assert forms.block_mask(Span(0, size, 0, size, size), CPU) is found  # kept
     padding = torch.ones(1, size, dtype=torch.bool)
     padding[0, size - 5 :] = False
-    padded = tables.padded_block_mask(Span(0, size, 0, size, size), padding, (0,), False, CPU)
+    padded = forms.padded_block_mask(Span(0, size, 0, size, size), padding, (0,), False, CPU)
     assert padded.shape[-2:] == (size, size)
 
 
 def test_only_recent_block_masks_are_kept():
-    tables = MaskTables(af.masks.causal(64))
+    forms = MaskForms(af.masks.causal(64))
     for size in range(1, 40):
-        tables.block_mask(Span(0, size, 0, size, size), CPU)
-    assert len(tables._blocks) == 8
+        forms.block_mask(Span(0, size, 0, size, size), CPU)
+    assert len(forms._blocks) == 8
 
 
 def test_pickles_carry_the_mask_alone():
-    tables = MaskTables(af.masks.causal(64))
-    tables.dense(4, 4, CPU)
-    tables.block_mask(Span(0, 4, 0, 4, 4), CPU)
-    twin = pickle.loads(pickle.dumps(tables))
-    assert twin.mask == tables.mask
+    forms = MaskForms(af.masks.causal(64))
+    forms.dense(4, 4, CPU)
+    forms.block_mask(Span(0, 4, 0, 4, 4), CPU)
+    twin = pickle.loads(pickle.dumps(forms))
+    assert twin.mask == forms.mask
     assert twin._dense == {}
 
 
 def test_a_dense_table_grows_by_doubling_and_stops_at_the_mask():
-    tables = MaskTables(af.masks.sliding_window(20_000, 3))
-    assert tables.dense(10, 10, CPU).shape == (4096, 4096)
-    assert tables.dense(5000, 5000, CPU).shape == (10_000, 10_000)
-    small = MaskTables(af.masks.full(5, 9))
+    forms = MaskForms(af.masks.sliding_window(20_000, 3))
+    assert forms.dense(10, 10, CPU).shape == (4096, 4096)
+    assert forms.dense(5000, 5000, CPU).shape == (10_000, 10_000)
+    small = MaskForms(af.masks.full(5, 9))
     assert torch.equal(small.dense(1, 1, CPU), torch.ones(5, 9, dtype=torch.bool))
