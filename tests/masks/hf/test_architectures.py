@@ -18,14 +18,14 @@ def closure(masks):
     return reach
 
 
-def moved(model, length=LENGTH, **inputs):
+def moved(model, length=LENGTH, noise=1e-10, **inputs):
     """moved[i, j]: whether the output at i changes when the embedding at j does; all j in one batch."""
     embeddings = torch.randn(1, length, WIDTH, dtype=model.dtype).expand(length + 1, -1, -1).clone()
     for j in range(length):
         embeddings[j, j] += torch.randn(WIDTH, dtype=model.dtype)
     with torch.no_grad():
         result = outputs(model, inputs_embeds=embeddings, **inputs)
-    return ((result[:length] - result[length:]).abs().amax(dim=-1) > 1e-10).T.numpy()
+    return ((result[:length] - result[length:]).abs().amax(dim=-1) > noise).T.numpy()
 
 
 def random_mask(share=0.2):
@@ -36,11 +36,12 @@ def random_mask(share=0.2):
 @pytest.mark.parametrize("implementation", [None, "eager"])
 def test_outputs_move_exactly_with_what_the_mask_reaches(name, implementation):
     model, mask = tiny(name), random_mask()
-    own, chosen = moved(model), model.config._attn_implementation
+    noise = 1e-6 if name == "DeepseekV3" else 1e-10  # its router computes in float32 whatever the model's dtype
+    own, chosen = moved(model, noise=noise), model.config._attn_implementation
     with af.masks.attach(model, mask, attn_implementation=implementation) as handle:
         assert handle.backend == (implementation or chosen)
-        assert np.array_equal(moved(model), closure([mask] * 2))
-    assert np.array_equal(moved(model), own)
+        assert np.array_equal(moved(model, noise=noise), closure([mask] * 2))
+    assert np.array_equal(moved(model, noise=noise), own)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "ModernBert"])
