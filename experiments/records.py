@@ -1,18 +1,56 @@
-"""Files of a study: written whole, and never mixed with those of other settings."""
+"""What all experiments share: one command line, files that are never mixed with those of other settings, tables."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
-import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from attnflow._core.errors import MissingExtra
+from attnflow._core.files import write_atomically
+
+Config = TypeVar("Config")
+
+
+def command(
+    module: str,
+    about: str | None,
+    scales: Mapping[str, Callable[[], Config]],
+    run: Callable[[Config, argparse.Namespace], None],
+    summarise: Callable[[Path], str],
+    arguments: Sequence[str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """`python -m MODULE OUTPUT --scale tiny`: run what is not there yet, then summarise what is.
+
+    Args:
+        module: as `python -m` takes it.
+        about: what the help says.
+        scales: name -> settings.
+        run: given the settings and all arguments.
+        summarise: given the folder; writes the results there and returns a table.
+        arguments: of the command, for tests.
+        options: more of them, as `ArgumentParser.add_argument` takes them.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("output", type=Path, help="folder for the runs, the results and the figure")
+    parser.add_argument("--scale", choices=scales, default="tiny")
+    parser.add_argument("--summary", action="store_true", help="only summarise the runs that are there")
+    for name, settings in (options or {}).items():
+        parser.add_argument(name, **settings)
+    chosen = parser.parse_args(arguments)
+    if not chosen.summary:
+        (chosen.output / "runs").mkdir(parents=True, exist_ok=True)
+        run(scales[chosen.scale](), chosen)
+    print(summarise(chosen.output))
 
 
 def describe(path: Path, about: Mapping[str, object], packages: Sequence[str]) -> None:
@@ -33,12 +71,17 @@ def describe(path: Path, about: Mapping[str, object], packages: Sequence[str]) -
 
 
 def read(path: Path) -> Any:
-    """What a file holds."""
+    """What a JSON file holds."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def read_runs(folder: Path) -> list[Any]:
+    """What every finished run wrote, by name of its file."""
+    return [read(path) for path in sorted((folder / "runs").glob("*.json"))]
+
+
 def write(path: Path, content: Mapping[str, object]) -> None:
-    """Whole or not at all."""
+    """As JSON, whole or not at all."""
     _replace(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -49,7 +92,36 @@ def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]
     _replace(path, text.getvalue())
 
 
+def canvas(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
+    """(a matplotlib figure, its axes as `subplots` returns them), without frames at the top and the right.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "report", "the figure of an experiment") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels: Any = figure.subplots(rows, columns)
+    for axes in panels.flatten():
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def plot_band(
+    axes: Any,
+    places: Sequence[float],
+    middle: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    **line: Any,
+) -> None:
+    """A curve with its interval; `line` as `Axes.plot` takes it."""
+    axes.fill_between(places, low, high, color=line.get("color"), alpha=0.13, linewidth=0)
+    axes.plot(places, middle, **{"markersize": 4.5, "marker": "o", **line})
+
+
 def _replace(path: Path, text: str) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8", newline="")
-    part.replace(path)
+    with write_atomically(path) as file:
+        file.write(text.encode())

@@ -1,1 +1,1 @@
-"""A learned bias against its controls at equal parameters."""
+"""Does a learned bias train better than its controls at equal parameters?"""

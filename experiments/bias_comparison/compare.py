@@ -1,14 +1,7 @@
-"""Guidance-only training against its controls at equal parameters.
-
-`python -m experiments.bias_comparison.compare OUTPUT`
-
-Every finished run is a file, so that an interrupted comparison goes on where it stopped, and several processes can
-share the work by taking arms each (`--arms`).
-"""
+"""Guidance-only training against its controls at equal parameters, run by run."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -197,22 +190,3 @@ def compare(config: Comparison, folder: Path, names: Sequence[str] = ARMS) -> No
         for name in names:
             tried = {rate: sum(once(name, rate, config.seeds[0])["validation"]) for rate in config.rates}
             once(name, min(tried, key=tried.__getitem__), seed)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.bias_comparison.compare", description=__doc__)
-    parser.add_argument("output", type=Path, help="folder for the runs, the results and the figure")
-    parser.add_argument("--scale", choices=SCALES, default="tiny")
-    parser.add_argument("--arms", default=",".join(ARMS), help="only these arms")
-    parser.add_argument("--summary", action="store_true", help="only summarise the runs that are there")
-    given = parser.parse_args(arguments)
-    if not given.summary:
-        compare(SCALES[given.scale](), given.output, given.arms.split(","))
-    from experiments.bias_comparison.results import summarise
-
-    print(summarise(given.output))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,1 @@
-"""Facts as entries: a language model and an encoder trained together, then facts edited in a store at run time."""
+"""Can facts in a store be inserted, corrected and deleted at run time?"""

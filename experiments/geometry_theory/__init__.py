@@ -1,1 +1,1 @@
-"""The theorems of the geometry paper, measured on a small language model."""
+"""Do updates of W_q^T W_k become symmetric or directional, as theorems 2.3 and 2.4 say?"""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -15,6 +13,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow.geometry.scores import directionality, symmetry
 from experiments.geometry_theory.language_model import LENGTH, LanguageModel, Objective, draw_tokens
+from experiments.intervals import Interval, student
 
 Stage = Literal["gradient", "first step", "late gradient", "training"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("causal", "bidirectional")
@@ -74,35 +73,6 @@ def implicit_step(
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A mean over seeds with its 95 % confidence interval (Student's t).
-
-    Attributes:
-        mean: over the seeds.
-        low: lower end; -inf from one seed.
-        high: upper end; inf from one seed.
-    """
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
-        """The interval of independent values."""
-        from scipy.special import stdtrit
-
-        mean = statistics.fmean(values)
-        if len(values) < 2:
-            return cls(mean, -math.inf, math.inf)
-        half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
-        return cls(mean, mean - half, mean + half)
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-
-@dataclass(frozen=True)
 class Measured:
     """The scores of one kind of update, over seeds.
 
@@ -153,7 +123,7 @@ class UpdateStudy:
         head = f"{'stage':<14} {'objective':<14} {'symmetry':<25} {'directionality':<25} more columns than rows"
         lines = [f"{self.seeds} seeds, {self.steps} steps; mean and 95 % interval", head]
         for row in self.rows:
-            cells = [str(cell) for cell in (row.symmetry, row.directionality, row.more_columns)]
+            cells = [f"{cell:.3f}" for cell in (row.symmetry, row.directionality, row.more_columns)]
             lines.append(f"{row.stage:<14} {row.objective:<14} {cells[0]:<25} {cells[1]:<25} {cells[2]}")
         return "\n".join(lines)
 
@@ -209,7 +179,7 @@ def measure_updates(
             for stage in STAGES:
                 values[objective, stage].append(_scores(found[stage]))
     rows = [row for stage in STAGES for row in _rows(stage, *(torch.stack(values[o, stage]) for o in OBJECTIVES))]
-    intervals: dict[Objective, Interval] = {objective: Interval.of(last) for objective, last in losses.items()}
+    intervals: dict[Objective, Interval] = {objective: student(last) for objective, last in losses.items()}
     return UpdateStudy(tuple(rows), seeds, steps, intervals, statistics.fmean(entropies))
 
 
@@ -266,4 +236,4 @@ def _rows(stage: Stage, causal: Tensor, bidirectional: Tensor) -> list[Measured]
         ("bidirectional", bidirectional),
         ("difference", bidirectional - causal),
     ]
-    return [Measured(name, stage, *(Interval.of(column) for column in values.T.tolist())) for name, values in named]
+    return [Measured(name, stage, *(student(column) for column in values.T.tolist())) for name, values in named]

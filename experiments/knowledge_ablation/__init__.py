@@ -1,1 +1,1 @@
-"""What single entries of a pretrained model's knowledge base do."""
+"""Which feed-forward entries of a pretrained model carry a fact?"""

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.harness import FIELDS, RESULTS, Case, destination
 
 from benchmarks import harness
+from benchmarks.harness import FIELDS, RESULTS, Case, destination
 
 ROOT = Path(__file__).parents[2]
 

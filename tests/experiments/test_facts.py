@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from experiments.facts import corpus as words
-from experiments.facts import results
-from experiments.facts.__main__ import FactStudy, main, run
+from experiments.facts import summary as results
+from experiments.facts.__main__ import main
 from experiments.facts.corpus import FRAMES, HELD_OUT_FRAMES, RELATIONS, UNKNOWN, Corpus, Fact, Key, Vocabulary
 from experiments.facts.evaluation import FactEvaluation, least_score, measure, ways
 from experiments.facts.model import Asked, FactEncoder, retrieval_loss
+from experiments.facts.study import FactStudy, run
 from experiments.facts.training import FactTraining, Trained, losses, made, train
 from experiments.facts.world import GROUPS, World
 

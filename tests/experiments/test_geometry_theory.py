@@ -5,11 +5,13 @@ import math
 import pytest
 import scipy.stats
 import torch
-from experiments.geometry_theory import theory
-from experiments.geometry_theory.language_model import LanguageModel, draw_tokens
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-import attnflow as af
+from experiments.geometry_theory import theory
+from experiments.geometry_theory.__main__ import main
+from experiments.geometry_theory.language_model import LanguageModel, draw_tokens
+from experiments.geometry_theory.study import SCALES, Measurement
+from experiments.intervals import Interval, student
 
 HEADS, WIDTH = 4, 32
 
@@ -135,11 +137,11 @@ def test_one_head_gives_the_gradient_of_the_form_itself():
 
 def test_interval_is_students():
     values = [0.1, 0.4, 0.35, -0.2]
-    found = theory.Interval.of(values)
+    found = student(values)
     low, high = scipy.stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=scipy.stats.sem(values))
     assert (found.mean, found.low, found.high) == pytest.approx((sum(values) / 4, low, high))
-    assert str(found) == f"{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-    assert theory.Interval.of([0.5]) == theory.Interval(0.5, -math.inf, math.inf)
+    assert f"{found:.3f}" == f"{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    assert student([0.5]) == Interval(0.5, -math.inf, math.inf)
 
 
 def test_columns_and_rows_above_a_common_threshold():
@@ -213,5 +215,16 @@ def test_refusals():
         theory.measure_updates(1, 1, width=30)
 
 
-def test_public_names():
-    assert af.geometry.theory is theory
+def test_the_command_measures_once_and_writes_a_table_and_a_figure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SCALES, "tiny", lambda: Measurement("chain", seeds=2, steps=2, width=16))
+    main([str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 seeds, 2 steps")
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + 12 * 3
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("experiments.geometry_theory.study.measure_updates", None)
+    main([str(tmp_path)])
+    assert capsys.readouterr().out == printed
+    monkeypatch.setitem(SCALES, "tiny", lambda: Measurement("chain", seeds=3))
+    with pytest.raises(ValueError, match="other settings"):
+        main([str(tmp_path)])

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from experiments.knowledge_ablation import results as results
-from experiments.knowledge_ablation import run as study
-from experiments.knowledge_ablation.facts import Relation, known_facts, last_logits, text_losses, token_of
 
 import attnflow as af
+from experiments.knowledge_ablation import ablate as study
+from experiments.knowledge_ablation import summary as results
+from experiments.knowledge_ablation.facts import Relation, known_facts, last_logits, text_losses, token_of
 from tests.models import tiny
 
 WORDS = [f"w{i}" for i in range(50)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnflow._core.errors import MissingExtra
 from attnflow._core.tables import aligned
-from experiments.bias_comparison.results import Interval, interval
-from experiments.knowledge_ablation.run import METHODS, read_runs
-from experiments.records import write, write_table
+from experiments.intervals import Interval, interval
+from experiments.knowledge_ablation.ablate import METHODS
+from experiments.records import canvas, plot_band, read, read_runs, write, write_table
 
 Measured = Mapping[str, Any]
 
@@ -87,7 +85,7 @@ def summarise(folder: Path) -> str:
         FileNotFoundError: no experiment in the folder.
         ValueError: no fact has been finished.
     """
-    about, runs = read_runs(folder)
+    about, runs = read(folder / "experiment.json"), read_runs(folder)
     if not runs:
         raise ValueError(f"{folder} holds no finished facts")
     found = outcomes(runs)
@@ -97,9 +95,9 @@ def summarise(folder: Path) -> str:
         "facts": [run["fact"] for run in runs],
         "outcomes": [asdict(one) for one in found],
     }
-    write(folder / "results.json", json.loads(json.dumps(content)))
+    write(folder / "results.json", content)
     rows = [
-        [one.change, one.method, one.entries, one.facts, name, *(f"{number:.5f}" for number in (v.mean, v.low, v.high))]
+        [one.change, one.method, one.entries, one.facts, name, *(f"{number:.5f}" for number in v.numbers)]
         for one in found
         for name, v in one.quantities.items()
     ]
@@ -134,20 +132,14 @@ def figure(found: Sequence[Outcome]) -> Any:
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "report", "the figure") from error
-    drawn = Figure(figsize=(12.5, 6.2), layout="constrained")
-    panels: Any = drawn.subplots(2, 4)
+    drawn, panels = canvas(12.5, 6.2, 2, 4)
     titles = {"fact": "the fact", "paraphrases": "paraphrases", "other_facts": "other facts", "text": "unrelated text"}
     for axes, (name, title) in zip(panels[0], titles.items(), strict=True):
         for method in METHODS:
             some = [one for one in found if (one.change, one.method) == ("ablated", method)]
-            values = [one.quantities[name] for one in some]
-            sizes, colour = [one.entries for one in some], _COLOURS[method]
-            axes.fill_between(sizes, [v.low for v in values], [v.high for v in values], color=colour, alpha=0.15)
-            axes.plot(sizes, [v.mean for v in values], color=colour, marker="o", markersize=4, label=_LABELS[method])
+            curve = zip(*(one.quantities[name].numbers for one in some), strict=True)
+            sizes = [one.entries for one in some]
+            plot_band(axes, sizes, *curve, color=_COLOURS[method], label=_LABELS[method])
         axes.axhline(0, color="0.4", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("entries ablated")
@@ -171,6 +163,4 @@ def figure(found: Sequence[Outcome]) -> Any:
         axes.set_title(title, fontsize=10)
         if name != "text":
             axes.set_ylim(0, 1.02)
-    for axes in panels.flatten():
-        axes.spines[["top", "right"]].set_visible(False)
     return drawn

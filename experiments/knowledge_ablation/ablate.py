@@ -1,4 +1,4 @@
-"""Facts in a converted model ablated and edited, entry by entry: `python -m experiments.knowledge_ablation.run OUTPUT`.
+"""Facts in a converted model ablated and edited, entry by entry.
 
 Which feed-forward entries carry a fact? For each fact that the model knows, entries are chosen at the last token of its
 prompt: by direct effect on the logit of the answer, by the norm of their contribution, or at random from the layers of
@@ -9,10 +9,9 @@ run goes on where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from attnflow.knowledge.hf.trace import trace
 from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, known_facts, last_logits, text_losses, token_of
-from experiments.records import describe, read, write
+from experiments.records import describe, write
 
 METHODS: Final = ("effect", "norm", "random")
 
@@ -235,33 +234,3 @@ def ablate(config: Ablation, folder: Path) -> None:
         beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
         write(path, run_fact(model, tokenizer, fact, config, beside[: config.others]))
         print(f"{path.stem}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-
-
-def read_runs(folder: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-    """(the experiment, its finished facts).
-
-    Raises:
-        FileNotFoundError: there is no experiment in the folder.
-    """
-    about = cast("Mapping[str, Any]", read(folder / "experiment.json"))
-    found = [cast("Mapping[str, Any]", read(path)) for path in sorted((folder / "runs").glob("*.json"))]
-    return about, found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.knowledge_ablation.run", description=__doc__)
-    parser.add_argument("output", type=Path, help="folder for the runs, the results and the figure")
-    parser.add_argument("--scale", choices=SCALES, default="tiny")
-    parser.add_argument("--summary", action="store_true", help="only summarise the facts that are there")
-    given = parser.parse_args(arguments)
-    if not given.summary:
-        given.output.mkdir(parents=True, exist_ok=True)
-        ablate(SCALES[given.scale](), given.output)
-    from experiments.knowledge_ablation.results import summarise
-
-    print(summarise(given.output))
-
-
-if __name__ == "__main__":
-    main()

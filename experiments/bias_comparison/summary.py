@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from attnflow._core.errors import MissingExtra
-from experiments.records import read, write_table
+from experiments.intervals import Array, Interval, fraction, interval
+from experiments.records import canvas, plot_band, read, write, write_table
 
-Array = npt.NDArray[np.float64]
-
-_DRAWS: Final = 10_000
 _COLOURS: Final = {"guidance": "#1f5fa8", "key": "#c2571a", "lowrank": "#3a8a4d", "lora": "#7a4fa3"}
 _MARKS: Final = {"guidance": "o", "key": "s", "lowrank": "^", "lora": "D"}
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
 @dataclass(frozen=True)
@@ -64,35 +46,6 @@ class Result:
     def gain(self) -> Interval:
         """At the last step."""
         return self.curve[max(self.curve)]
-
-
-def interval(gains: Array, draws: int = _DRAWS) -> Interval:
-    """Mean of [seeds, rows] with a percentile bootstrap that draws seeds and rows anew, both with replacement.
-
-    Rows are paired with the base model's losses on the same rows before they come here. With three seeds the interval
-    is a rough one, and too narrow rather than too wide.
-    """
-    low, high = np.percentile(_means(gains, draws), [2.5, 97.5])
-    return Interval(float(gains.mean()), float(low), float(high))
-
-
-def fraction(part: Array, whole: Array, draws: int = _DRAWS) -> Interval | None:
-    """part.mean() / whole.mean() with the same bootstrap for both; None if the whole is not clearly above 0."""
-    wholes = _means(whole, draws)
-    if np.percentile(wholes, 2.5) <= 0:
-        return None
-    low, high = np.percentile(_means(part, draws) / wholes, [2.5, 97.5])
-    return Interval(float(part.mean() / whole.mean()), float(low), float(high))
-
-
-def _means(values: Array, draws: int) -> Array:
-    generator = np.random.default_rng(0)  # the same draws for every array of a shape: ratios stay paired
-    seeds, rows = values.shape
-    found = np.empty(draws)
-    for draw in range(draws):
-        chosen = np.ix_(generator.integers(seeds, size=seeds), generator.integers(rows, size=rows))
-        found[draw] = values[chosen].mean()
-    return found
 
 
 def read_results(folder: Path) -> tuple[float, list[Result]]:
@@ -140,9 +93,9 @@ def summarise(folder: Path) -> str:
         FileNotFoundError: no comparison in the folder.
     """
     base, results = read_results(folder)
-    (folder / "results.json").write_text(json.dumps(_json(base, results), indent=1) + "\n", encoding="utf-8")
+    write(folder / "results.json", _json(base, results))
     rows = [
-        [one.arm, one.parameters, one.rate, one.seeds, step, *(f"{value:.6f}" for value in (g.mean, g.low, g.high))]
+        [one.arm, one.parameters, one.rate, one.seeds, step, *(f"{value:.6f}" for value in g.numbers)]
         for one in results
         for step, g in one.curve.items()
     ]
@@ -170,32 +123,24 @@ def figure(base: float, results: Sequence[Result]) -> Any:
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("matplotlib", "report", "the figure")
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(9.6, 3.8), layout="constrained")
-    both: Any = drawn.subplots(1, 2)
-    _curves(both[0], base, results)
-    _curves(both[1], base, [one for one in results if one.arm != "lora"])
-    both[0].set_ylabel("held-out loss (nats per token)")
-    both[0].set_title("all arms", fontsize=10)
-    both[1].set_title("biases alone (another scale)", fontsize=10)
+    drawn, (every, biases) = canvas(9.6, 3.8, 1, 2)
+    _curves(every, base, results)
+    _curves(biases, base, [one for one in results if one.arm != "lora"])
+    every.set_ylabel("held-out loss (nats per token)")
+    every.set_title("all arms", fontsize=10)
+    biases.set_title("biases alone (another scale)", fontsize=10)
     return drawn
 
 
 def _curves(axes: Any, base: float, results: Sequence[Result]) -> None:
     axes.axhline(base, color="0.35", linestyle="--", linewidth=1.2, label="frozen base")
     for one in results:
-        steps = [0, *one.curve]
-        middle = [base, *(base - gain.mean for gain in one.curve.values())]
-        low = [base, *(base - gain.high for gain in one.curve.values())]
-        high = [base, *(base - gain.low for gain in one.curve.values())]
-        colour = _COLOURS.get(one.arm, "0.5")
-        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
-        axes.plot(steps, middle, color=colour, marker=_MARKS.get(one.arm, "o"), markersize=4.5, label=one.arm)
+        middle, low, high = (
+            [base, *(base - getattr(gain, name) for gain in one.curve.values())] for name in ("mean", "high", "low")
+        )
+        style = {"color": _COLOURS.get(one.arm, "0.5"), "marker": _MARKS.get(one.arm, "o"), "label": one.arm}
+        plot_band(axes, [0, *one.curve], middle, low, high, **style)
     axes.set_xlabel("training step")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -207,7 +152,7 @@ def _percent(value: Interval | None) -> str:
 
 def _json(base: float, results: Sequence[Result]) -> dict[str, object]:
     def plain(value: Interval | None) -> list[float] | None:
-        return None if value is None else [value.mean, value.low, value.high]
+        return None if value is None else value.numbers
 
     return {
         "base_test_loss": base,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 
-from attnflow._core.errors import MissingExtra
-from experiments.bias_comparison.results import Interval, interval
 from experiments.facts.world import GROUPS
-from experiments.records import read, write, write_table
+from experiments.intervals import Interval, interval
+from experiments.records import canvas, plot_band, read_runs, write, write_table
 
 _DRAWS: Final = 1_000
 _LETTERS: Final = {"r": "right", "o": "old", "u": "unknown", "x": "other"}
@@ -66,8 +64,7 @@ class Share:
 def shares(folder: Path) -> list[Share]:
     """Of all runs in a folder."""
     said: dict[Names, list[str]] = {}
-    for path in sorted((folder / "runs").glob("*.json")):
-        run = read(path)
+    for run in read_runs(folder):
         for told in run["told"]:
             names = (run["arm"], *(told[name] for name in ("size", "way", "phase", "group", "wording")))
             said.setdefault(cast(Names, names), []).append(told["said"])
@@ -86,8 +83,7 @@ def _share(names: Names, letters: Sequence[str]) -> Share:
 def costs(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """arm -> size -> recall and milliseconds, means over seeds."""
     found: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
-    for path in sorted((folder / "runs").glob("*.json")):
-        run = read(path)
+    for run in read_runs(folder):
         for one in run["sizes"]:
             found.setdefault(run["arm"], {}).setdefault(one["size"], []).append(one)
     return {arm: {size: _mean(rows) for size, rows in sizes.items()} for arm, sizes in found.items()}
@@ -108,7 +104,7 @@ def summarise(folder: Path) -> str:
     names = ["arm", "size", "way", "phase", "group", "wording", "seeds", "questions"]
     rows: list[list[object]] = []
     for one in every:
-        numbers = (one.right.mean, one.right.low, one.right.high, one.old, one.unknown, one.other)
+        numbers = (*one.right.numbers, one.old, one.unknown, one.other)
         by_seed = " ".join(f"{number:.4f}" for number in one.right_by_seed)
         rows.append([*(getattr(one, name) for name in names), *(f"{number:.4f}" for number in numbers), by_seed])
     head = [*names, "right", "low", "high", "old", "unknown", "other", "right_by_seed"]
@@ -140,12 +136,7 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("matplotlib", "report", "the figure")
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(14.0, 3.8), layout="constrained")
-    panels: Any = drawn.subplots(1, len(GROUPS) + 1)
+    drawn, panels = canvas(14.0, 3.8, 1, len(GROUPS) + 1)
     for axes, group in zip(panels, GROUPS, strict=False):
         for way, (colour, mark, label) in _STYLES.items():
             rows = [
@@ -153,11 +144,9 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
                 for one in every
                 if (one.way, one.group, one.wording, one.phase) == (way, group, "paraphrased", "after")
             ]
-            sizes = [one.size for one in rows]
-            low, high = [one.right.low for one in rows], [one.right.high for one in rows]
-            axes.fill_between(sizes, low, high, color=colour, alpha=0.13, linewidth=0)
-            middle = [one.right.mean for one in rows]
-            axes.plot(sizes, middle, color=colour, marker=mark, markersize=4.5, label=label)
+            if rows:
+                curve = zip(*(one.right.numbers for one in rows), strict=True)
+                plot_band(axes, [one.size for one in rows], *curve, color=colour, marker=mark, label=label)
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(f"{group} facts: right after the edits", fontsize=9)
     for way in ("entries", "best entries", "context", "context, 1 fact"):
@@ -175,7 +164,6 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
         axes.set_xticks(list(spent), [str(size) for size in spent])
         axes.minorticks_off()
         axes.set_xlabel("facts in the store", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
     return drawn
 
 
