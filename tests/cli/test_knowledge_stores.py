@@ -241,7 +241,7 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
         (["build", "new"], "give a FILE or --from-model, one of them"),
         (["build", "memory", "FILE"], "a store in memory is gone when the command ends"),
         (["build", "new", "nothing.txt"], "nothing.txt: No such file"),
-        (["build", "FILE", "FILE", "--encoder", "ENCODER"], "is not a store"),
+        (["build", "FILE", "FILE", "--encoder", "ENCODER"], "the folder comes first and the file second"),
         (["build", "new", "FILE", "--encoder", "./nothing"], "no file or folder './nothing'"),
         (["search", "nothing", "a dog"], "no store at"),
         (["search", "STORE", " "], "the query is empty"),

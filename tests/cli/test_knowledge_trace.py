@@ -8,7 +8,7 @@ import pytest
 
 import attnflow as af
 from attnflow.knowledge.hf.sync import save_entries
-from attnflow.knowledge.trace import Trace
+from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model
 
 TEXT = "I the of thou with thy"

@@ -138,9 +138,9 @@ def test_bounds_of_an_exact_search_hold_in_float64_up_to_rounding(activation, se
     # Each of the entries left out may score more by what float32 lost of its inner product; |act'| is below 1.13.
     lengths = queries.double().norm(dim=1) * rows[:, :6].double().norm(dim=1).max() + rows[:, 6].abs().max()
     rounding = 50 * 1.13 * 8 * torch.finfo(torch.float32).eps * lengths * norm
-    left = residual(scores, hits.slots.masked_fill(hits.slots < 0, 0), values, activation)
+    left = residual(scores, hits.ids.masked_fill(hits.ids < 0, 0), values, activation)
     if k >= 50:
         left = torch.zeros(4, dtype=torch.float64)
     assert bool((left <= hits.certificate.error_bound(norm, activation) + rounding).all())
     complete = hits.certificate.complete
-    assert bool((residual(scores, hits.slots.clamp(min=0), values, "relu")[complete] <= rounding[complete]).all())
+    assert bool((residual(scores, hits.ids.clamp(min=0), values, "relu")[complete] <= rounding[complete]).all())

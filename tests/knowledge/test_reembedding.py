@@ -1,6 +1,5 @@
 """Drift of stored embeddings, and embedding them anew: interrupted by kill -9, it goes on."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.encoder import Encoder
-from attnflow.knowledge.monitor.reembedding import drift, reembed
+from attnflow.knowledge.monitor.reembedding import Reembedded, drift, reembed
 from attnflow.knowledge.store import Store
 
 TEXTS = [f"line {number} of the text" for number in range(40)]
@@ -57,7 +56,7 @@ def test_nothing_drifts_by_itself():
     with filled() as store:
         found = drift(store, Letters())
     version = found.versions[0]
-    assert not found.found
+    assert found.ok
     assert (version.encoder, version.current, version.entries, version.compared) == ("letters@0", True, 40, 40)
     assert version.minimum == pytest.approx(1.0)
 
@@ -72,12 +71,13 @@ def test_another_version_has_drifted_by_its_cosine():
         ("letters@0", 38, False),
         ("letters@0.3", 2, True),
     ]
-    assert found.found
+    assert not found.ok
     assert found.versions[0].mean == pytest.approx(float(cosines.mean()), abs=1e-5)
     assert found.versions[0].minimum == pytest.approx(float(cosines.min()), abs=1e-5)
     assert found.versions[0].worst[0] == 2 + int(cosines.argmin())
     assert not found.versions[1].drifted
-    assert json.loads(found.to_json())["versions"][0]["drifted"] is True
+    assert type(found).from_json(found.to_json()) == found
+    assert found.rows()[0]["drifted"] is True
     lines = str(found).splitlines()
     assert lines[0] == "against letters@0.3"
     assert lines[2].split()[:3] == ["letters@0", "38", "38"]
@@ -89,7 +89,7 @@ def test_a_text_that_was_changed_without_its_embedding_is_found():
     with filled() as store:
         store.upsert(ids=[7], embeddings=store.vectors([7]), texts=["zzzzzz"], encoder=encoder.version)
         found = drift(store, encoder)
-    assert found.found
+    assert not found.ok
     assert found.versions[0].worst[0] == 7
 
 
@@ -128,7 +128,7 @@ def test_entries_of_other_versions_are_embedded_anew():
         assert [entry.encoder for entry in store.get(bare)] == ["letters@0"] * 2
         assert "2 have no text and were left as they are: [40, 41]" in str(found)
         assert reembed(store, new).done == 0
-        assert json.loads(found.to_json())["without_text"] == [40, 41]
+        assert Reembedded.from_json(found.to_json()) == found
 
 
 def test_an_encoder_of_another_width_is_refused():
@@ -170,6 +170,6 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
         left = reembed(store, new, batch_size=4)
         assert (left.done, left.current) == (len(rest), len(done))
         torch.testing.assert_close(store.vectors(), new(TEXTS))
-        assert not drift(store, new).found
+        assert drift(store, new).ok
         assert store.stats().encoders == {new.version: 40}
         assert set(store.stats().versions) == {2}

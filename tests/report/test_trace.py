@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnflow.report import TRACE_SECTIONS, figure, save_figure, trace_report
-from tests.knowledge.test_trace import made
+from tests.knowledge.test_provenance import made
 from tests.report.reading import Page, parse_svg
 
 

@@ -231,12 +231,12 @@ class Stats:
     @property
     def found(self) -> bool:
         """Whether there are duplicates, or entries have drifted."""
-        return bool(self.duplicates and self.duplicates.groups) or bool(self.drift and self.drift.found)
+        return bool(self.duplicates and self.duplicates.groups) or bool(self.drift and not self.drift.ok)
 
     def to_dict(self) -> dict[str, object]:
         """As JSON holds it."""
-        store = {**asdict(self.store), "encoders": {k or "": v for k, v in self.store.encoders.items()}}
-        drift = self.drift and self.drift.to_dict()
+        store = asdict(self.store)
+        drift = self.drift and asdict(self.drift)
         return {**store, "duplicates": self.duplicates and asdict(self.duplicates), "drift": drift}
 
     def lines(self) -> list[str]:

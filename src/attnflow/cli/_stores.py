@@ -79,7 +79,7 @@ def made_by(store: Store) -> str | None:
         BadUsage: the entries were made by no encoder of texts.
     """
     encoders = store.stats().encoders
-    version = max(encoders, key=lambda name: encoders[name], default=None)
+    version = max(encoders, key=lambda name: encoders[name], default=None) or None
     if version is not None and version.startswith(_CONVERTED):
         raise BadUsage(
             f"{store.uri} holds feed-forward entries of {version.removeprefix(_CONVERTED)}, not of texts: "

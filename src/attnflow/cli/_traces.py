@@ -15,7 +15,7 @@ from attnflow.cli._output import BadUsage, output_path
 
 if TYPE_CHECKING:
     from attnflow.cli._output import Spinner
-    from attnflow.knowledge.trace import Trace
+    from attnflow.knowledge.provenance import Trace
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 

@@ -14,15 +14,15 @@ from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.conditions import Conditions, conditions
 from attnflow.knowledge.encoder import Encoder
-from attnflow.knowledge.index import EntryIndex, Hits
+from attnflow.knowledge.index import EntryIndex, Neighbours
 from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.memory_layer.source import IndexedEntries, Retrieved, Source
+from attnflow.knowledge.memory_layer.source import IndexedEntries, Source
 from attnflow.knowledge.memory_layer.stored import StoredKnowledge
+from attnflow.knowledge.provenance import Fired, LayerTrace, Trace
 from attnflow.knowledge.store import (
     Entry,
-    Found,
     NewerFormat,
     NotAStore,
     ReadOnly,
@@ -31,7 +31,6 @@ from attnflow.knowledge.store import (
     StoreLocked,
     StoreStats,
 )
-from attnflow.knowledge.trace import Fired, LayerTrace, Trace
 
 if TYPE_CHECKING:
     from attnflow.knowledge.hf.activity import activity
@@ -103,9 +102,7 @@ __all__ = [
     "EntryValues",
     "Fired",
     "Folded",
-    "Found",
     "GeneralizedCrossAttention",
-    "Hits",
     "IndexedEntries",
     "KnowledgeBase",
     "KnowledgeReader",
@@ -116,13 +113,13 @@ __all__ = [
     "ModularConfig",
     "ModularForCausalLM",
     "ModularModel",
+    "Neighbours",
     "NewerFormat",
     "NotAStore",
     "ReadOnly",
     "Reading",
     "Reembedded",
     "Retrieval",
-    "Retrieved",
     "Source",
     "Store",
     "StoreError",

@@ -8,7 +8,7 @@ from typing import Any, Final
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap
 from attnflow.geometry.table import GeometryScores
-from attnflow.knowledge.trace import Trace
+from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
 from attnflow.order.hasse import Hasse
 from attnflow.report import score_figures

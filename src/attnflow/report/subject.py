@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnflow.audit import AuditReport
     from attnflow.bias import BiasMap
     from attnflow.geometry import GeometryScores
-    from attnflow.knowledge.trace import Trace
+    from attnflow.knowledge.provenance import Trace
     from attnflow.tasks import Report as TaskReport
     from attnflow.tasks import Verification
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.markup import shorten, token_label
-from attnflow.knowledge.trace import Fired, Trace
+from attnflow.knowledge.provenance import Fired, Trace
 from attnflow.report.axes import literal, name_axis, new_figure
 
 if TYPE_CHECKING:

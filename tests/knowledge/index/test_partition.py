@@ -16,7 +16,7 @@ def test_recall_is_reached_on_clustered_rows_and_measured():
     assert "lists hold" in index.reason
     assert index._partition.probes < index._partition.num_lists / 4
     index._partition.set_probes(1)
-    found, truth = index.search(queries, 32).slots, index.search(queries, 32, mode="exact").slots
+    found, truth = index.search(queries, 32).ids, index.search(queries, 32, mode="exact").ids
     same = np.mean([len(set(a) & set(b)) / 32 for a, b in zip(found.tolist(), truth.tolist(), strict=True)])
     assert index.recall(queries) == pytest.approx(same, abs=1e-3)
     assert same < 0.99
@@ -95,8 +95,8 @@ def test_stacked_layers_do_not_see_each_other(mode, penalty):
         best = brute(own, queries, 16, layer).topk(32).values.float()
         found = hits.scores >= best[:, -1:] - 1e-4
         assert float(found.double().mean()) >= (1.0 if mode == "exact" else 0.97)
-        assert bool((owner[hits.slots[found]] == layer).all())
-        assert bool((owner[hits.slots] == layer).all())
+        assert bool((owner[hits.ids[found]] == layer).all())
+        assert bool((owner[hits.ids] == layer).all())
         if mode == "approximate":  # what is read is not thinned by the layers that are out of reach
             assert index._partition.share(queries.numpy(), layer) < 0.2
 
@@ -114,7 +114,7 @@ def test_an_entry_with_a_large_threshold_is_not_hidden_by_its_neighbours():
     rows = torch.cat([clustered(4000), torch.zeros(4000, 1)], dim=1)
     rows[123, -1] = 1e3
     index = built(rows, 1, search="approximate")
-    assert bool((index.search(clustered(50, seed=3), 1, 0).slots == 123).all())
+    assert bool((index.search(clustered(50, seed=3), 1, 0).ids == 123).all())
 
 
 def test_a_common_offset_does_not_blur_the_partition():

@@ -20,8 +20,8 @@ def test_exact_search_finds_the_best_and_counts_the_active(entries, queries, k, 
     scores = brute(rows, asked, 8, column)
     best = scores.topk(k)
     torch.testing.assert_close(hits.scores, best.values.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scores.gather(1, hits.slots).float(), hits.scores, rtol=1e-5, atol=1e-5)
-    assert all(len(set(found)) == k for found in hits.slots.tolist())
+    torch.testing.assert_close(scores.gather(1, hits.ids).float(), hits.scores, rtol=1e-5, atol=1e-5)
+    assert all(len(set(found)) == k for found in hits.ids.tolist())
     assert torch.equal(hits.certificate.active, (scores > 0).sum(dim=1))
     assert torch.equal(hits.certificate.last, hits.scores[:, -1])
     assert (hits.certificate.total, hits.certificate.k) == (entries, k)
@@ -30,9 +30,9 @@ def test_exact_search_finds_the_best_and_counts_the_active(entries, queries, k, 
 def test_rows_in_rising_order_replace_each_other():
     rows = torch.arange(200_000.0)[:, None]
     hits = built(rows, search="exact").search(torch.tensor([1.0]), 3)
-    assert hits.slots.tolist() == [199_999, 199_998, 199_997]
+    assert hits.ids.tolist() == [199_999, 199_998, 199_997]
     hits = built(-rows, search="exact").search(torch.tensor([1.0]), 3)
-    assert hits.slots.tolist() == [0, 1, 2]
+    assert hits.ids.tolist() == [0, 1, 2]
 
 
 @given(seed=st.integers(0, 999), columns=st.integers(1, 30))
@@ -59,9 +59,9 @@ def test_range_search_finds_all_above(mode, column):
     assert hits.certificate.label == mode
     assert sum(map(len, hits)) > 5
     for query, one in enumerate(hits):
-        assert set(one.slots.tolist()) == set((scores[query] > 14.0).nonzero()[:, 0].tolist())
+        assert set(one.ids.tolist()) == set((scores[query] > 14.0).nonzero()[:, 0].tolist())
         assert torch.equal(one.scores, one.scores.sort(descending=True).values)
-        torch.testing.assert_close(one.scores, scores[query, one.slots].float())
+        torch.testing.assert_close(one.scores, scores[query, one.ids].float())
         assert int(one.certificate.k) == len(one)
     if mode == "exact":
         assert torch.equal(hits.certificate.active, (scores > 0).sum(dim=1))
@@ -69,7 +69,7 @@ def test_range_search_finds_all_above(mode, column):
         assert bool(index.range(queries, 0.0, column).certificate.complete.all())
     else:
         assert hits.certificate.active is None
-    assert index.range(queries, 1e9, column).slots.shape == (5, 0)
+    assert index.range(queries, 1e9, column).ids.shape == (5, 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,30 +77,30 @@ def test_shapes_follow_the_queries(mode):
     index = built(clustered(300), search=mode)
     queries = clustered(6, seed=3)
     flat, cube, one = (index.search(q, 4) for q in (queries, queries.view(2, 3, 16), queries[0]))
-    assert torch.equal(cube.slots.view(6, 4), flat.slots)
+    assert torch.equal(cube.ids.view(6, 4), flat.ids)
     assert cube.certificate.last.shape == (2, 3)
-    assert one.slots.tolist() == flat.slots[0].tolist()
+    assert one.ids.tolist() == flat.ids[0].tolist()
     assert one.certificate.last.shape == ()
-    assert index.range(queries[0], 5.0).slots.ndim == 1
-    assert index.search(queries[:0], 4).slots.shape == (0, 4)
+    assert index.range(queries[0], 5.0).ids.ndim == 1
+    assert index.search(queries[:0], 4).ids.shape == (0, 4)
     assert index.search(queries.double(), 4).scores.dtype == torch.float32
-    assert torch.equal(index.search(queries.bfloat16().float(), 4).slots, index.search(queries.bfloat16(), 4).slots)
+    assert torch.equal(index.search(queries.bfloat16().float(), 4).ids, index.search(queries.bfloat16(), 4).ids)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_asking_for_more_than_there_is(mode):
     index = EntryIndex(16, search=mode)
     empty = index.search(clustered(2), 3)
-    assert empty.slots.tolist() == [[-1] * 3] * 2
+    assert empty.ids.tolist() == [[-1] * 3] * 2
     assert empty.scores.tolist() == [[-torch.inf] * 3] * 2
     assert empty.certificate.total == 0
-    assert index.range(clustered(2), 0.0).slots.shape == (2, 0)
+    assert index.range(clustered(2), 0.0).ids.shape == (2, 0)
     assert (index.mode, index.recall(clustered(2))) == (mode, 1.0)
     index.add(clustered(2))
     hits = index.search(clustered(1, seed=1), 5)
-    assert sorted(hits.slots[0, :2].tolist()) == [0, 1]
-    assert hits.slots[0, 2:].tolist() == [-1] * 3
-    assert len(hits[0].slots) == 2
+    assert sorted(hits.ids[0, :2].tolist()) == [0, 1]
+    assert hits.ids[0, 2:].tolist() == [-1] * 3
+    assert len(hits[0].ids) == 2
     if mode == "exact":
         assert bool(empty.certificate.complete.all())
         assert bool(hits.certificate.complete.all())

@@ -38,13 +38,13 @@ def steps(store, rng, token):
     name = rng.choice(["insert", "upsert", "delete", "snapshot", "restore"], p=[0.4, 0.3, 0.2, 0.05, 0.05])
     count = int(rng.choice([1, 3, 200, 2000]))
     if name == "insert":
-        ids = list(range(store._engine.next_id, store._engine.next_id + count))
+        ids = list(range(store._backend.next_id, store._backend.next_id + count))
         yield {"name": "insert", "ids": ids, "token": token}
         given = store.insert(embeddings=embeddings(token, count), texts=[f"{token}:{i}" for i in range(count)])
         assert given.tolist() == ids
     elif name == "upsert":
         old = rng.choice(present, min(count, len(present)), replace=False).tolist()
-        ids = [*old, store._engine.next_id + 5]
+        ids = [*old, store._backend.next_id + 5]
         yield {"name": "upsert", "ids": ids, "token": token}
         texts = [f"{token}:{i}" for i in range(len(ids))]
         store.upsert(ids=ids, embeddings=embeddings(token, len(ids)), texts=texts)

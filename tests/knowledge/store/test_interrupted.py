@@ -17,7 +17,7 @@ EYE = torch.eye(4)
 def whole(store):
     """Rows, index and ids tell the same."""
     ids = store.ids()
-    assert len(store) == len(ids) == len(store.get(ids)) == len(store._engine.stamps()[0])
+    assert len(store) == len(ids) == len(store.get(ids)) == len(store._backend.stamps()[0])
     for entry in store.get(ids):
         found = store.search(entry.embedding, len(ids), mode="exact")
         assert sorted(found.ids.tolist()) == ids.tolist()
@@ -29,13 +29,13 @@ def whole(store):
 def test_an_index_that_was_cut_short_is_built_anew(method, monkeypatch):
     with Store.open("memory", dim=4) as store:
         store.insert(embeddings=EYE)
-        real = getattr(store._searcher._index, method)
+        real = getattr(store._backend._index, method)
 
         def interrupted(*arguments):
             real(*arguments)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(store._searcher._index, method, interrupted)
+        monkeypatch.setattr(store._backend._index, method, interrupted)
         calls = {
             "add": lambda: store.insert(embeddings=2 * EYE),
             "replace": lambda: store.upsert(ids=[1], embeddings=3 * EYE[:1]),
@@ -53,7 +53,7 @@ def test_a_commit_after_an_interrupt_is_found(directory, monkeypatch):
     """What LanceDB is doing when the interrupt comes may be committed all the same, unseen by the table at hand."""
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE)
-        table = store._engine._table
+        table = store._backend._table
 
         class Interrupted:
             def __getattr__(self, name):
@@ -63,7 +63,7 @@ def test_a_commit_after_an_interrupt_is_found(directory, monkeypatch):
                 lancedb.connect(directory).open_table(lance.TABLE).add(rows)
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(store._engine, "_table", Interrupted())
+        monkeypatch.setattr(store._backend, "_table", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             store.insert(embeddings=2 * EYE)
         monkeypatch.undo()
@@ -128,7 +128,7 @@ def test_a_store_that_was_dropped_without_closing_is_not_locked(directory):
 def test_building_the_index_anew_loses_no_insert(monkeypatch):
     with Store.open("memory", dim=4) as store:
         store.insert(embeddings=EYE)
-        real = store._engine.load
+        real = store._backend.load
         writers = []
 
         def load(*arguments):
@@ -138,7 +138,7 @@ def test_building_the_index_anew_loses_no_insert(monkeypatch):
             writers[-1].join(0.2)
             return rows
 
-        monkeypatch.setattr(store._engine, "load", load)
+        monkeypatch.setattr(store._backend, "load", load)
         store.reindex()
         monkeypatch.undo()
         writers[0].join()
@@ -178,7 +178,7 @@ def test_a_reader_does_not_change_the_index_of_a_milvus_store(tmp_path):
     place = f"milvus:{tmp_path}/store.db"
     with Store.open(place, dim=4) as store:
         store.insert(embeddings=EYE)
-        engine = store._engine
+        engine = store._backend
         engine.client.release_collection(engine.live)  # as where a process is killed while it builds the index anew
         for name in engine.client.list_indexes(engine.live):
             engine.client.drop_index(engine.live, index_name=name)

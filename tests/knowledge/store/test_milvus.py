@@ -35,7 +35,7 @@ def test_a_store_is_the_same_after_reopening(place):
     with Store.open(place) as store:
         assert [entry.text for entry in store.get(store.ids())] == list("abcd")
         assert store.insert(embeddings=EYE[:1]).tolist() == [5]
-        assert len(store._engine.client.list_collections()) == 3  # the record, the present, the snapshot
+        assert len(store._backend.client.list_collections()) == 3  # the record, the present, the snapshot
 
 
 def test_there_is_one_writer_and_a_file_is_served_by_one_process(place):
@@ -78,9 +78,9 @@ def test_what_is_not_there_is_said(place, tmp_path):
 
 def test_a_store_of_a_later_version_is_refused(place):
     with Store.open(place, dim=4) as store:
-        text = metadata.encode(store._engine.record).replace('"attnflow_store": 1', '"attnflow_store": 2')
+        text = metadata.encode(store._backend.record).replace('"attnflow_store": 1', '"attnflow_store": 2')
         row = {"id": 0, "record": text, "vector": [0.0, 0.0]}
-        store._engine.client.upsert("attnflow_store", [row])
+        store._backend.client.upsert("attnflow_store", [row])
     with pytest.raises(NewerFormat, match="upgrade"):
         Store.open(place)
 
@@ -94,7 +94,7 @@ def test_limits_of_milvus_are_refused_before_anything_is_written(place, monkeypa
         with pytest.raises(ValueError, match=r"100 entries are .* give about \d+ at a time"):
             store.insert(embeddings=torch.ones(100, 4))
         with pytest.raises(ValueError, match="too many for one request"):
-            store._engine.delete(torch.arange(200).numpy())
+            store._backend.delete(torch.arange(200).numpy())
         monkeypatch.undo()
         with pytest.raises(ValueError, match="16,384"):
             store.search(EYE[0], 20_000)
@@ -124,12 +124,12 @@ def test_an_approximate_index(place):
         again = store.search(rows[:20], 10, threshold_column=0, mode="exact")
         assert again.certificate.label == "exact"
         assert again.ids.tolist() == exact.ids.tolist()
-        probes = store._engine.record.probes
+        probes = store._backend.record.probes
         assert probes < 63
         store.delete([0])
         assert 0 not in store.search(rows[0], 10).ids.tolist()
     with Store.open(place, search="approximate") as store:
-        assert store._engine.record.probes == probes
+        assert store._backend.record.probes == probes
     with Store.open(place, read_only=True) as store:
         assert store.search(rows[1], 3).certificate.label == "exact"
 
@@ -150,7 +150,7 @@ def test_a_failed_request_changes_nothing(place, monkeypatch):
             ("upsert", lambda: store.restore("s")),
             ("create_collection", lambda: store.snapshot("t")),
         ):
-            monkeypatch.setattr(store._engine.client, method, refuse)
+            monkeypatch.setattr(store._backend.client, method, refuse)
             with pytest.raises(StoreError, match="the server is gone"):
                 call()
             monkeypatch.undo()

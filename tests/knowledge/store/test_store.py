@@ -285,7 +285,7 @@ BAD = {
     "range NaN": (lambda s: s.range(EYE[0], float("nan")), ValueError, "NaN"),
     "ragged rows": (lambda s: s.insert(embeddings=[[1, 2, 3, 4], [1, 2]]), ValueError, "rows of one length"),
     "recall of nothing": (lambda s: s.recall(torch.empty(0, 4)), ValueError, "at least one query"),
-    "answer to one": (lambda s: s.search(EYE[0], 1)[0], TypeError, "what one query found"),
+    "answer to one": (lambda s: s.search(EYE[0], 1)[0], TypeError, "these are of one query"),
 }
 
 

@@ -89,7 +89,7 @@ def save_entries(
     if base.entries.dtype == torch.float64:
         raise ValueError("a store holds float32 numbers, and the entries are float64: convert model.float()")
     _check_widths(base, store)
-    foreign = [made for made in store.stats().encoders if not (made or "").startswith(MADE_BY)]
+    foreign = [made for made in store.stats().encoders if not made.startswith(MADE_BY)]
     if foreign:
         raise ValueError(f"the store holds entries made by {preview(foreign)}, which would be lost: use another one")
     encoder = f"{MADE_BY}:{name or getattr(getattr(model, 'config', None), 'name_or_path', '') or type(model).__name__}"

@@ -18,7 +18,7 @@ from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
 from attnflow.knowledge.hf.layer_trace import Effects, LayerWatch, unobserved
 from attnflow.knowledge.hf.readers import LayerReader, SourceReader, readers, reads_entries
 from attnflow.knowledge.memory_layer.stored import StoredKnowledge
-from attnflow.knowledge.trace import By, LayerTrace, Promoted, Trace
+from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split

@@ -5,6 +5,6 @@ readers_writer.py keeps threads apart.
 """
 
 from attnflow.knowledge.index.entry_index import EntryIndex
-from attnflow.knowledge.index.hits import Hits
+from attnflow.knowledge.index.neighbours import Neighbours
 
-__all__ = ["EntryIndex", "Hits"]
+__all__ = ["EntryIndex", "Neighbours"]

@@ -16,7 +16,7 @@ from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.index.calibration import Sample, calibrate, imitated, share
 from attnflow.knowledge.index.exact import Floats, above, best
-from attnflow.knowledge.index.hits import Hits
+from attnflow.knowledge.index.neighbours import Neighbours
 from attnflow.knowledge.index.partition import Partition, faiss
 from attnflow.knowledge.index.readers_writer import ReadersWriter
 from attnflow.knowledge.index.rows import LARGEST, Rows
@@ -62,7 +62,7 @@ class EntryIndex:
 
     >>> index = EntryIndex(2, num_thresholds=1)
     >>> index.build(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]]))
-    >>> index.search(torch.tensor([1.0, 1.0]), k=2, threshold_column=0).slots
+    >>> index.search(torch.tensor([1.0, 1.0]), k=2, threshold_column=0).ids
     tensor([1, 0])
     """
 
@@ -153,7 +153,7 @@ class EntryIndex:
         k: int,
         threshold_column: int | None = None,
         mode: Mode | None = None,
-    ) -> Hits:
+    ) -> Neighbours:
         """The k entries with the largest query . entry + threshold; among equal ones, any.
 
         Args:
@@ -180,7 +180,7 @@ class EntryIndex:
         scores = torch.cat([scores, torch.full(missing, -math.inf)], dim=1)
         counted = None if active is None else active.view(shape)
         certificate = Certificate(approximate, k, total, last.view(shape), counted)
-        return Hits(slots.view(*shape, k), scores.view(*shape, k), certificate)
+        return Neighbours(slots.view(*shape, k), scores.view(*shape, k), certificate)
 
     def range(
         self,
@@ -188,7 +188,7 @@ class EntryIndex:
         threshold: float,
         threshold_column: int | None = None,
         mode: Mode | None = None,
-    ) -> Hits:
+    ) -> Neighbours:
         """All entries with query . entry + threshold > a score; the answer is as wide as the longest.
 
         Args:
@@ -216,7 +216,7 @@ class EntryIndex:
         counted = None if approximate else torch.tensor([int(n) for _, _, n in found], dtype=torch.int64).view(shape)
         last = torch.full(shape, bound)
         certificate = Certificate(approximate, counts.view(shape), total, last, counted)
-        return Hits(slots.view(*shape, most), scores.view(*shape, most), certificate)
+        return Neighbours(slots.view(*shape, most), scores.view(*shape, most), certificate)
 
     def recall(self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None) -> float:
         """The share of the k best entries that a search in the present `mode` finds; equal scores count as equal."""

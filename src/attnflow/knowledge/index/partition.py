@@ -6,7 +6,6 @@ which lists a query reads is decided here, because faiss would let one column of
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
@@ -171,9 +170,10 @@ class Partition:
 def faiss() -> Any:
     """The module, imported on first use."""
     try:
-        return import_module("faiss")
+        import faiss
     except ImportError as error:
         raise MissingExtra("faiss", "knowledge", "an approximate search") from error
+    return faiss
 
 
 def _some(draw: np.random.Generator, total: int, count: int) -> Ints:

@@ -15,6 +15,7 @@ from attnflow._core.checks import integer
 from attnflow.knowledge.activations import ACTIVATIONS
 from attnflow.knowledge.attention import GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.index import Neighbours
 from attnflow.knowledge.memory_layer.retrieval import (
     Retrieval,
     best,
@@ -24,7 +25,7 @@ from attnflow.knowledge.memory_layer.retrieval import (
     sum_of_chosen,
     sum_of_rows,
 )
-from attnflow.knowledge.memory_layer.source import Mode, Retrieved, Source
+from attnflow.knowledge.memory_layer.source import Mode, Source
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
 
@@ -208,18 +209,18 @@ class KnowledgeReader(nn.Module):
         shape = (*hidden.shape[:-1], heads)
         queries = attention.project_query(hidden).reshape(attention.parts, -1, heads, attention.entry_dim)
         mode: Mode = None if retrieval.search in ("auto", "dense") else retrieval.search
-        found: list[Retrieved] = []
+        answers: list[Neighbours] = []
         for head in range(heads):
             asked, column = queries[0, :, head].detach(), self._first_column + head
             if retrieval.k is not None:
-                found.append(source.search(asked, retrieval.k, column, mode))
+                answers.append(source.search(asked, retrieval.k, column, mode))
             else:
-                found.append(source.range(asked, cast(float, retrieval.threshold), column, mode))
-        self._check_width(found[0].vectors.shape[-1] + found[0].thresholds.shape[-1])
-        most = max(one.ids.shape[1] for one in found)
-        ids = torch.stack([_padded(one.ids, most, -1) for one in found], dim=1).to(hidden.device)
-        vectors = torch.stack([_padded(one.vectors, most, 0) for one in found], dim=1).to(hidden)
-        columns = torch.stack([_padded(one.thresholds, most, 0) for one in found], dim=1).to(hidden)
+                answers.append(source.range(asked, cast(float, retrieval.threshold), column, mode))
+        self._check_width(cast(Tensor, answers[0].rows).shape[-1])
+        most = max(one.ids.shape[1] for one in answers)
+        ids = torch.stack([_padded(one.ids, most, -1) for one in answers], dim=1).to(hidden.device)
+        rows = torch.stack([_padded(cast(Tensor, one.rows), most, 0) for one in answers], dim=1).to(hidden)
+        vectors, columns = rows[..., : attention.entry_dim], rows[..., attention.entry_dim :]
         here = columns[..., self._first_column :][..., : self.columns].unflatten(-1, (attention.parts, heads))
         own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
         scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own.movedim(-1, 0)
@@ -230,7 +231,7 @@ class KnowledgeReader(nn.Module):
                 ids.view(*shape, most),
                 scores.view(len(scores), *shape, most),
                 weights.view(*shape, most),
-                Certificate.joined([one.certificate for one in found]),
+                Certificate.joined([one.certificate for one in answers]),
                 self._up_norm(hidden),
             )
             self.observer(read)

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.index import EntryIndex
+from attnflow.knowledge.index import EntryIndex, Neighbours
 
 Mode = Literal["exact", "approximate"] | None
-
-
-@dataclass(frozen=True, eq=False)
-class Retrieved:
-    """Entries found for queries; where there are fewer than asked for, `found` is False and the rest is zero.
-
-    Attributes:
-        ids: of the entries, -1 where there is none.
-        vectors: the entries themselves.
-        thresholds: all columns of them.
-        scores: with the threshold of the column that was asked for.
-        certificate: what the search promises.
-    """
-
-    ids: Int[Tensor, "queries k"]
-    vectors: Float[Tensor, "queries k entry_dim"]
-    thresholds: Float[Tensor, "queries k columns"]
-    scores: Float[Tensor, "queries k"]
-    certificate: Certificate
 
 
 @runtime_checkable
@@ -47,13 +27,13 @@ class Source(Protocol):
         """All of them with all their thresholds, [E | columns], for dense evaluation."""
         ...
 
-    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
-        """The k entries with the highest score + threshold."""
+    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Neighbours:
+        """The k entries with the highest score + threshold, with their rows."""
         ...
 
     def range(
         self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
-    ) -> Retrieved:
+    ) -> Neighbours:
         """All entries whose score + threshold is above a value, padded to the longest answer."""
         ...
 
@@ -90,19 +70,17 @@ class IndexedEntries:
         """[E | columns], a view."""
         return self.index.rows
 
-    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
+    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Neighbours:
         """The k entries with the highest score + threshold."""
-        hits = self.index.search(queries, k, column, mode=mode)
-        return self._retrieved(hits.slots, hits.scores, hits.certificate)
+        return self._with_rows(self.index.search(queries, k, column, mode=mode))
 
     def range(
         self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
-    ) -> Retrieved:
+    ) -> Neighbours:
         """All entries above a score."""
-        hits = self.index.range(queries, threshold, column, mode=mode)
-        return self._retrieved(hits.slots, hits.scores, hits.certificate)
+        return self._with_rows(self.index.range(queries, threshold, column, mode=mode))
 
-    def _retrieved(self, slots: Tensor, scores: Tensor, certificate: Certificate) -> Retrieved:
-        rows = self.index.rows[slots.clamp(min=0)]
-        dim = self.index.dim
-        return Retrieved(slots, rows[..., :dim], rows[..., dim:], scores, certificate)
+    def _with_rows(self, neighbours: Neighbours) -> Neighbours:
+        rows = self.index.rows[neighbours.ids.clamp(min=0)]
+        absent = neighbours.ids < 0
+        return replace(neighbours, rows=rows.masked_fill(absent[..., None], 0) if bool(absent.any()) else rows)

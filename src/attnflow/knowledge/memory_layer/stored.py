@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -10,10 +11,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices
-from attnflow.knowledge.memory_layer.source import Mode, Retrieved
+from attnflow.knowledge.index import Neighbours
+from attnflow.knowledge.memory_layer.source import Mode
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.arguments import Vectors, matrix
-from attnflow.knowledge.store.entry import Found
 from attnflow.knowledge.store.errors import StoreError
 
 Thresholds = Callable[[Tensor], Tensor]
@@ -109,31 +110,29 @@ class StoredKnowledge:
         """[E | columns] of all entries, in the order of `store.ids()`; a copy."""
         return self.store.rows()
 
-    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Retrieved:
+    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Neighbours:
         """The k entries with the highest score + threshold."""
-        return self._retrieved(lambda: self.store.search(queries, k, threshold_column=column, mode=mode))
+        return self._with_rows(lambda: self.store.search(queries, k, threshold_column=column, mode=mode))
 
     def range(
         self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
-    ) -> Retrieved:
+    ) -> Neighbours:
         """All entries above a score."""
-        return self._retrieved(lambda: self.store.range(queries, threshold, threshold_column=column, mode=mode))
+        return self._with_rows(lambda: self.store.range(queries, threshold, threshold_column=column, mode=mode))
 
-    def _retrieved(self, find: Callable[[], Found]) -> Retrieved:
-        """What a search finds with its rows; made again where another thread deletes an entry between the two."""
+    def _with_rows(self, search: Callable[[], Neighbours]) -> Neighbours:
+        """A search with its rows; made again where another thread deletes an entry between the two."""
         for _ in range(_TRIES):
-            found = find()
-            ids, places = found.ids.unique(return_inverse=True)
-            known = ids[ids >= 0]
+            neighbours = search()
+            ids, places = neighbours.ids.unique(return_inverse=True)
+            held = ids[ids >= 0]
             try:
-                rows = self.store.rows(known)
+                rows = self.store.rows(held)
             except KeyError:
                 continue
-            if len(known) < len(ids):  # -1 sorts first: where there is no entry, a row of zeros
+            if len(held) < len(ids):  # -1 sorts first: where there is no entry, a row of zeros
                 rows = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
-            gathered = rows[places]
-            dim = self.store.dim
-            return Retrieved(found.ids, gathered[..., :dim], gathered[..., dim:], found.scores, found.certificate)
+            return replace(neighbours, rows=rows[places])
         raise StoreError(f"entries were deleted faster than {_TRIES} searches could read them")
 
     def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attnflow._core.checks import Indices, index_array, preview
+from attnflow._core.results import Result
 from attnflow._core.tables import aligned
 from attnflow.knowledge.memory_layer.reader import Reading
-
-ACTIVITY_SCHEMA: Final = "attnflow.knowledge.activity/1"
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class LayerActivity:
 
 
 @dataclass(frozen=True)
-class ActivityReport:
+class ActivityReport(Result):
     """Active and dead entries of all layers.
 
     Attributes:
@@ -63,9 +60,9 @@ class ActivityReport:
     entries: int
     dead: tuple[int, ...]
 
-    def to_json(self) -> str:
-        """As JSON text, `attnflow.knowledge.activity/1`."""
-        return json.dumps({"schema": ACTIVITY_SCHEMA, **asdict(self)}) + "\n"
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each layer."""
+        return [asdict(one) for one in self.layers]
 
     def __str__(self) -> str:
         head = ["layer", "tokens", "entries", "mean", "share", "min", "5 %", "median", "95 %", "max", "dead"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, preview
+from attnflow._core.results import Result
 from attnflow._core.tables import aligned
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.encoder import Progress
@@ -25,13 +25,12 @@ from attnflow.knowledge.store import Store
 
 Search = Literal["auto", "exact", "approximate"]
 
-SCHEMA: Final = "attnflow.knowledge.duplicates/1"
 _BLOCK: Final = 512  # entries that are compared with all later ones at once
 _MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto" asks an index (minutes on 2 cores)
 
 
 @dataclass(frozen=True)
-class Duplicates:
+class Duplicates(Result):
     """Groups of entries that say the same.
 
     Attributes:
@@ -55,13 +54,18 @@ class Duplicates:
         """Entries that could go if one of each group stayed."""
         return sum(len(group) - 1 for group in self.groups)
 
-    def to_json(self) -> str:
-        """As JSON text, `attnflow.knowledge.duplicates/1`."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n"
+    @property
+    def ok(self) -> bool:
+        """Whether no two entries say the same."""
+        return not self.groups
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each entry of a group."""
+        return [{"group": number, "id": key} for number, group in enumerate(self.groups) for key in group]
 
     @property
     def summary(self) -> str:
-        """In one line."""
+        """The numbers in one line."""
         how = "found by an approximate search, which may miss some" if self.approximate else "all pairs compared"
         return (
             f"{len(self.groups):,} groups of {self.total:,} entries, {self.surplus:,} of which say nothing new "
@@ -149,9 +153,9 @@ def _by_index(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]
     index.build(unit)
     for start in range(0, len(unit), _BLOCK):
         block = unit[start : start + _BLOCK]
-        hits = index.range(block, least, mode="approximate")
-        first = torch.arange(len(block)).repeat_interleave(torch.tensor([len(one.slots) for one in hits])) + start
-        second = torch.cat([one.slots for one in hits])
+        neighbours = index.range(block, least, mode="approximate")
+        first = torch.arange(len(block)).repeat_interleave(torch.tensor([len(one.ids) for one in neighbours])) + start
+        second = torch.cat([one.ids for one in neighbours])
         other = second != first
         yield start + len(block), first[other], second[other]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -12,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, integer, preview
+from attnflow._core.results import Result
 from attnflow._core.tables import aligned
 from attnflow.knowledge.encoder import Encoder, Progress
 from attnflow.knowledge.store import Entry, Store
 
-SCHEMA: Final = "attnflow.knowledge.drift/1"
 SAME: Final = 0.999  # the same encoder reproduces an embedding to rounding, in half precision to about this cosine
 _SCAN: Final = 1024  # entries that are read from the store at once
 _WORST: Final = 5
@@ -27,7 +26,7 @@ class VersionDrift:
     """The entries that one encoder version made, against the present encoder.
 
     Attributes:
-        encoder: the version that is stored with them; None: unknown.
+        encoder: the version that is stored with them; "": unknown.
         current: whether it is that of the present encoder.
         entries: how many there are.
         compared: how many were encoded again.
@@ -37,7 +36,7 @@ class VersionDrift:
         worst: ids of those with the least cosines, the least first.
     """
 
-    encoder: str | None
+    encoder: str
     current: bool
     entries: int
     compared: int
@@ -53,7 +52,7 @@ class VersionDrift:
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Result):
     """How far the embeddings of a store are from those of an encoder.
 
     Attributes:
@@ -65,18 +64,15 @@ class Drift:
     versions: tuple[VersionDrift, ...]
 
     @property
-    def found(self) -> bool:
-        """Whether any entries have drifted."""
-        return any(one.drifted for one in self.versions)
+    def ok(self) -> bool:
+        """Whether no entries have drifted."""
+        return not any(one.drifted for one in self.versions)
 
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        versions = [{**asdict(one), "drifted": one.drifted} for one in self.versions]
-        return {"encoder": self.encoder, "versions": versions}
-
-    def to_json(self) -> str:
-        """As JSON text, `attnflow.knowledge.drift/1`."""
-        return json.dumps({"schema": SCHEMA, **self.to_dict()}) + "\n"
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each version."""
+        return [
+            {**asdict(one), "worst": " ".join(map(str, one.worst)), "drifted": one.drifted} for one in self.versions
+        ]
 
     def __str__(self) -> str:
         head = ["entries made by", "entries", "compared", "without text", "mean cosine", "least", ""]
@@ -95,7 +91,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Reembedded:
+class Reembedded(Result):
     """What `reembed` did.
 
     Attributes:
@@ -111,10 +107,6 @@ class Reembedded:
     done: int
     current: int
     without_text: tuple[int, ...]
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return json.dumps(asdict(self)) + "\n"
 
     def __str__(self) -> str:
         said = f"{self.done:,} of {self.total:,} entries embedded anew by {self.encoder}; {self.current:,} were already"
@@ -146,26 +138,27 @@ def drift(
     integer("sample", sample, 1)
     _same_width(store, encoder)
     version, counts = encoder.version, dict(store.stats().encoders)
-    chosen: dict[str | None, list[Entry]] = {name: [] for name in counts}
+    chosen: dict[str, list[Entry]] = {name: [] for name in counts}
     empty = dict.fromkeys(counts, 0)
     wanted = {name: min(sample, count) for name, count in counts.items()}
     order = np.random.default_rng(seed).permutation(index_array("ids", store.ids()))
     for entries in _batches(store, order, _SCAN):
         for entry in entries:
-            if len(chosen[entry.encoder]) + empty[entry.encoder] >= wanted[entry.encoder]:
+            name = entry.encoder or ""
+            if len(chosen[name]) + empty[name] >= wanted[name]:
                 continue
             if entry.text:
-                chosen[entry.encoder].append(entry)
+                chosen[name].append(entry)
             else:
-                empty[entry.encoder] += 1
+                empty[name] += 1
         if all(len(chosen[name]) + empty[name] >= wanted[name] for name in counts):
             break
-    found: list[VersionDrift] = []
+    versions: list[VersionDrift] = []
     for name, count in sorted(counts.items(), key=lambda item: -item[1]):
         entries = chosen[name]
         cosines = _cosines(entries, encoder)
         least = sorted(range(len(entries)), key=lambda place: cosines[place])
-        found.append(
+        versions.append(
             VersionDrift(
                 name,
                 name == version,
@@ -178,8 +171,8 @@ def drift(
             )
         )
         if progress is not None:
-            progress(len(found), len(counts))
-    return Drift(version, tuple(found))
+            progress(len(versions), len(counts))
+    return Drift(version, tuple(versions))
 
 
 def reembed(store: Store, encoder: Encoder, batch_size: int = 512, *, progress: Progress | None = None) -> Reembedded:

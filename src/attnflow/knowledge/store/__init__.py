@@ -1,16 +1,15 @@
 """The store of entries: durable, searchable and editable while a model runs.
 
-`store.py` is what users call; `engine.py` says what a backend must do; `lance.py`, `memory.py` and `milvus.py` are the
-backends; `hot_index.py` is the index in memory that serves the first two.
+`store.py` is what users call; `backend.py` says what a backend does; `lance.py`, `memory.py` and `milvus_search.py` are
+the backends; `cached_index.py` is the index in memory of the first two.
 """
 
-from attnflow.knowledge.store.entry import Entry, Found, StoreStats
+from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore, ReadOnly, StoreError, StoreLocked
 from attnflow.knowledge.store.store import Store
 
 __all__ = [
     "Entry",
-    "Found",
     "NewerFormat",
     "NotAStore",
     "ReadOnly",

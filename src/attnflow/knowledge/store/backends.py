@@ -1,21 +1,21 @@
-"""From a uri to an engine and what searches it; engines import their packages when they are made."""
+"""From a uri to a backend; backends import their packages when they are made."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from attnflow.knowledge.store.cached_index import HotIndex
-from attnflow.knowledge.store.engine import Engine, Searcher, SearchMode
-from attnflow.knowledge.store.lance import LanceEngine
-from attnflow.knowledge.store.memory import MemoryEngine
-from attnflow.knowledge.store.milvus import MilvusEngine
-from attnflow.knowledge.store.milvus_search import MilvusSearch
+from attnflow.knowledge.store.backend import Backend, SearchMode
+from attnflow.knowledge.store.lance import LanceBackend
+from attnflow.knowledge.store.memory import MemoryBackend
+from attnflow.knowledge.store.milvus_search import MilvusBackend
+
+_FILES = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
 
 
 def open_backend(
     uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, search: SearchMode, target_recall: float
-) -> tuple[str, Engine, Searcher]:
-    """The backend's name, its engine and its searcher."""
+) -> tuple[str, Backend]:
+    """The backend's name, and it."""
     if not uri or ("://" in uri and not uri.startswith("milvus:")):
         raise ValueError(
             f'uri must be a directory, "memory", "milvus:FILE.db" or "milvus:http://HOST:19530", got {uri!r}'
@@ -23,10 +23,14 @@ def open_backend(
     if uri == "memory":
         if dim is None:
             raise ValueError("give dim, the width of an embedding, to make a store in memory")
-        engine = MemoryEngine(dim, num_thresholds or 0)
-        return "memory", engine, HotIndex(engine, search, target_recall)
+        return "memory", MemoryBackend(dim, num_thresholds or 0, search, target_recall)
     if uri.startswith("milvus:"):
-        milvus = MilvusEngine(uri.removeprefix("milvus:"), dim, num_thresholds, read_only)
-        return "milvus", milvus, MilvusSearch(milvus, search, target_recall, read_only)
-    engine = LanceEngine(Path(uri).absolute(), dim, num_thresholds, read_only)
-    return "lancedb", engine, HotIndex(engine, search, target_recall)
+        address = uri.removeprefix("milvus:")
+        return "milvus", MilvusBackend(address, dim, num_thresholds, read_only, search, target_recall)
+    path = Path(uri).absolute()
+    if path.suffix.lower() in _FILES and not path.is_dir():
+        raise ValueError(
+            f"a store is a folder, and {uri} is named like a file: name a folder (of a file of texts, the folder comes "
+            f"first and the file second{'; a file of Milvus is milvus:' + uri if path.suffix == '.db' else ''})"
+        )
+    return "lancedb", LanceBackend(path, dim, num_thresholds, read_only, search, target_recall)

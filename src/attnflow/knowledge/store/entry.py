@@ -1,15 +1,15 @@
-"""What a store gives back: entries, results of searches, statistics."""
+"""What a store gives back: entries, and itself in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from attnflow.knowledge.certificate import Certificate
+from attnflow._core.markup import shorten
+from attnflow._core.results import Result
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,38 +38,14 @@ class Entry:
     created: datetime
     updated: datetime
 
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The entries that a search found, best first; -1 and -inf where there were fewer.
-
-    `found[i]` and iteration give what one query found, without that padding.
-
-    Attributes:
-        ids: of the entries.
-        scores: query . embedding + threshold.
-        certificate: what the search promises about the entries that it left out.
-    """
-
-    ids: Int64[Tensor, "*queries found"]
-    scores: Float32[Tensor, "*queries found"]
-    certificate: Certificate
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, query: int) -> Found:
-        if self.ids.ndim == 1:
-            raise TypeError("this is what one query found: read .ids and .scores, or search for queries [n, dim]")
-        found = self.ids[query] >= 0
-        return Found(self.ids[query][found], self.scores[query][found], self.certificate[query])
-
-    def __iter__(self) -> Iterator[Found]:
-        return (self[query] for query in range(len(self)))
+    def __repr__(self) -> str:
+        text = "" if self.text is None else f" {shorten(self.text, 60)!r}"
+        source = f", {self.source}" if self.source else ""
+        return f"Entry({self.id}:{text}{source}, version {self.version}, width {len(self.embedding)})"
 
 
 @dataclass(frozen=True)
-class StoreStats:
+class StoreStats(Result):
     """A store in numbers.
 
     Attributes:
@@ -82,7 +58,7 @@ class StoreStats:
         mode: how it is searched: "exact" or "approximate".
         reason: why, with what was measured.
         versions: number of entries by version.
-        encoders: number of entries by encoder.
+        encoders: number of entries by encoder; "" where none is recorded.
         snapshots: their names, oldest first.
     """
 
@@ -95,5 +71,5 @@ class StoreStats:
     mode: str
     reason: str
     versions: Mapping[int, int]
-    encoders: Mapping[str | None, int]
-    snapshots: Sequence[str]
+    encoders: Mapping[str, int]
+    snapshots: tuple[str, ...]

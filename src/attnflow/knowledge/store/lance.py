@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,7 +16,8 @@ from uuid import uuid4
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
-from attnflow.knowledge.store.engine import Summary
+from attnflow.knowledge.store.backend import SearchMode, Summary
+from attnflow.knowledge.store.cached_index import CachedIndex
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
 from attnflow.knowledge.store.lock import FileLock
 from attnflow.knowledge.store.metadata import Metadata
@@ -31,12 +31,19 @@ _ROWS_A_COMMIT = 1000  # and one commit for so many rows, since up to a million 
 _KEEP = datetime.timedelta(minutes=10)  # versions that readers of other processes may still be looking at
 
 
-class LanceEngine:
+class LanceBackend(CachedIndex):
     """One table, one row an entry; old versions are dropped in passing."""
 
-    def __init__(self, directory: Path, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
-        lancedb = _package("lancedb")
-        self._arrow = _arrow()
+    def __init__(
+        self,
+        directory: Path,
+        dim: int | None,
+        num_thresholds: int | None,
+        read_only: bool,
+        search: SearchMode,
+        target_recall: float,
+    ) -> None:
+        lancedb, self._arrow = _packages()
         with failures(f"{directory} cannot be looked at"):
             absent = _absent(directory)
         if absent:
@@ -48,15 +55,15 @@ class LanceEngine:
         self._unreadable = f"{directory} cannot be read; if another process writes there, refresh()"
         self._metadata = metadata.load(directory)
         metadata.check_widths(str(directory), self._metadata, dim, num_thresholds)
-        self.dim, self.num_thresholds = self._metadata.dim, self._metadata.num_thresholds
-        self._lock = None if read_only else FileLock(directory / "writer.lock")
+        super().__init__(self._metadata.dim, self._metadata.num_thresholds, search, target_recall)
+        self._file_lock = None if read_only else FileLock(directory / "writer.lock")
         try:
             self._metadata = metadata.load(directory)  # whoever had the lock until now may have changed it
             self.next_id = self._metadata.next_id
             with failures(f"{directory} cannot be opened"):
                 self._database: Any = lancedb.connect(directory)
                 self._table: Any = self._database.open_table(TABLE)
-            self.refresh()
+            self._refresh()
             if self._table.schema != self._arrow.schema(self.dim, self.num_thresholds):
                 raise NotAStore(f"{directory} is damaged: {metadata.FILE} says dim={self.dim}, not so the entries")
         except BaseException:
@@ -65,7 +72,7 @@ class LanceEngine:
         # Those of processes that ended before it was time to compact count, too.
         self._commits = 0 if read_only else len(self._table.list_versions())
 
-    def write(self, rows: Rows) -> None:
+    def _write(self, rows: Rows) -> None:
         """Append where all ids are new, merge otherwise; one commit."""
         table = self._arrow.to_table(rows, self.dim, self.num_thresholds)
         with self._committing("the entries were not written"):
@@ -76,7 +83,7 @@ class LanceEngine:
                 merge.execute(table)
         self.next_id = max(self.next_id, int(rows.ids.max()) + 1)
 
-    def delete(self, ids: IntArray) -> None:
+    def _delete(self, ids: IntArray) -> None:
         """One commit, after the largest id is on record."""
         with self._committing("the entries were not deleted"):
             self._record_ids()
@@ -118,7 +125,7 @@ class LanceEngine:
         """As the metadata list them."""
         return list(metadata.load(self._directory).snapshots)
 
-    def restore(self, name: str) -> None:
+    def _restore(self, name: str) -> None:
         """The rows of the copy in place of all others; one commit."""
         with self._committing("the snapshot was not restored"):
             self._record_ids()
@@ -131,7 +138,7 @@ class LanceEngine:
             self._record(snapshots=[other for other in self.snapshots() if other != name])
             self._database.drop_table(_snapshot(name))
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """The newest version: of another process, or of a commit of this one that was taken for failed."""
         with failures(f"{self._directory} cannot be refreshed"):
             self._table.checkout_latest()
@@ -150,8 +157,8 @@ class LanceEngine:
     def close(self) -> None:
         """Let others write."""
         self._table = self._database = None
-        if self._lock is not None:
-            self._lock.release()
+        if self._file_lock is not None:
+            self._file_lock.release()
 
     def _record_ids(self) -> None:
         """Before rows go: the largest id that there has been must not be forgotten with them."""
@@ -176,16 +183,15 @@ class LanceEngine:
                 _LOG.warning("%s was not compacted: %s", self._directory, error)
 
 
-def _package(name: str) -> Any:
+def _packages() -> tuple[Any, Any]:
+    """(lancedb, our module of Arrow tables): imported on use."""
     try:
-        return import_module(name)
-    except ImportError:
-        raise MissingExtra(name, "knowledge", "a store in a directory") from None
+        import lancedb
 
-
-def _arrow() -> Any:
-    _package("pyarrow")
-    return import_module("attnflow.knowledge.store.arrow")
+        from attnflow.knowledge.store import arrow
+    except ImportError as error:
+        raise MissingExtra("lancedb", "knowledge", "a store in a directory") from error
+    return lancedb, arrow
 
 
 def _create(directory: Path, made: Metadata) -> None:
@@ -198,8 +204,8 @@ def _create(directory: Path, made: Metadata) -> None:
         raise ReadOnly(f"a store at {directory} cannot be made: {error.strerror}") from None
     try:
         with failures(f"a store at {directory} cannot be made"):
-            lancedb = _package("lancedb")
-            lancedb.connect(beside).create_table(TABLE, schema=_arrow().schema(made.dim, made.num_thresholds))
+            lancedb, arrow = _packages()
+            lancedb.connect(beside).create_table(TABLE, schema=arrow.schema(made.dim, made.num_thresholds))
             metadata.save(beside, made)
             try:
                 beside.rename(directory)

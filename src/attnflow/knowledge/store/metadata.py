@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from attnflow._core.checks import integer
+from attnflow._core.files import write_atomically
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore
 
 FILE = "store.json"
@@ -83,9 +83,5 @@ def load(directory: Path) -> Metadata:
 
 def save(directory: Path, metadata: Metadata) -> None:
     """Write it as a whole or not at all."""
-    temporary = directory / f"{FILE}.new"
-    with temporary.open("w") as file:
-        file.write(encode(metadata))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / FILE)
+    with write_atomically(directory / FILE) as file:
+        file.write(encode(metadata).encode())

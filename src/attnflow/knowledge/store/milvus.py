@@ -18,7 +18,7 @@ import numpy as np
 
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.store import metadata
-from attnflow.knowledge.store.engine import Summary
+from attnflow.knowledge.store.backend import Summary
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreLocked, failures
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.milvus_client import Connection
@@ -51,8 +51,8 @@ class Record(Metadata):
     writer: str = ""
 
 
-class MilvusEngine:
-    """One collection, one row an entry; a write is one request."""
+class MilvusRows:
+    """The keeping half of a `Backend` in Milvus: one collection, one row an entry; a write is one request."""
 
     def __init__(self, address: str, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
         self._place, self._read_only = f"milvus:{address}", read_only
@@ -167,11 +167,6 @@ class MilvusEngine:
         file = self._connection.file
         size = None if file is None else sum(path.stat().st_size for path in Path(file).rglob("*") if path.is_file())
         return Summary(versions, encoders, size)
-
-    def count(self) -> int:
-        """Rows at present."""
-        with failures("entries cannot be counted"):
-            return int(self.client.query(self.live, filter="", output_fields=["count(*)"])[0]["count(*)"])
 
     def existing(self, ids: IntArray) -> IntArray:
         """Those of the ids that there are."""

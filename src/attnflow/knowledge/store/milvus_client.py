@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ class Connection:
 
     def __init__(self, address: str, read_only: bool) -> None:
         try:
-            pymilvus: Any = import_module("pymilvus")
+            import pymilvus
         except ImportError:
             raise MissingExtra("pymilvus", "milvus", "a store in Milvus") from None
         self.types = pymilvus.DataType
@@ -53,14 +52,16 @@ class Connection:
             if self.file is not None:
                 _SERVED[self.file] -= 1
                 if not _SERVED[self.file]:
-                    import_module("milvus_lite.server_manager").server_manager_instance.release_server(str(self.file))
+                    from milvus_lite.server_manager import server_manager_instance
+
+                    server_manager_instance.release_server(str(self.file))
         if self._lock is not None:
             self._lock.release()
 
     def _serve(self, file: Path, read_only: bool) -> str:
         """The file as pymilvus wants it: with the ending .db, and with milvus-lite."""
         try:
-            import_module("milvus_lite")
+            import milvus_lite  # noqa: F401  (it must be there; pymilvus imports it)
         except ImportError:
             raise MissingExtra("milvus-lite", "milvus", "a store in a file of Milvus") from None
         if file.suffix != ".db":

@@ -1,4 +1,4 @@
-"""Search on a Milvus server: the vectors stay there, and so does the knowledge of which entries there are."""
+"""The backend in Milvus: vectors, index and the knowledge of which entries there are stay on the server."""
 
 from __future__ import annotations
 
@@ -11,53 +11,68 @@ from torch import Tensor
 
 from attnflow._core.checks import IntArray, preview
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.store.engine import Mode, SearchMode
-from attnflow.knowledge.store.entry import Found
+from attnflow.knowledge.index import Neighbours
+from attnflow.knowledge.store.backend import Mode, SearchMode
 from attnflow.knowledge.store.errors import StoreError, failures
-from attnflow.knowledge.store.milvus import MilvusEngine
-from attnflow.knowledge.store.rows import Flags, Floats, Rows
+from attnflow.knowledge.store.milvus import MilvusRows
+from attnflow.knowledge.store.rows import Flags, Floats
 
 _MOST: Final = 16_384  # results of a query, a limit of Milvus
 _QUERIES: Final = 512  # in one request
 _LOWEST: Final = -3e38
 
 
-class MilvusSearch:
-    """A `Searcher` that asks the server: a query of column l is [q ; onehot(l)] against rows [e | thresholds].
+class MilvusBackend(MilvusRows):
+    """Rows in Milvus, searched by it: a query of column l is [q ; onehot(l)] against rows [e | thresholds].
 
     The index is exact (FLAT) unless the store was opened with search="approximate" (IVF_FLAT); an exact search of an
     approximate index reads all its lists.
     """
 
-    def __init__(self, engine: MilvusEngine, search: SearchMode, target_recall: float, read_only: bool) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        address: str,
+        dim: int | None,
+        num_thresholds: int | None,
+        read_only: bool,
+        search: SearchMode,
+        target_recall: float,
+    ) -> None:
+        super().__init__(address, dim, num_thresholds, read_only)
         self._target = target_recall
         self.mode: Mode = "approximate" if search == "approximate" else "exact"
-        if self.mode == "approximate" and not engine.record.lists:
-            if read_only:
-                raise StoreError('the index of this store is exact: open it for writing with search="approximate" once')
-            self.reindex()
+        try:
+            if self.mode == "approximate" and not self.record.lists:
+                if read_only:
+                    raise StoreError(
+                        'the index of this store is exact: open it for writing with search="approximate" once'
+                    )
+                self.reindex()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def reason(self) -> str:
         """The index on the server."""
-        record = self._engine.record
+        record = self.record
         return f"IVF_FLAT, {record.probes} of {record.lists} lists are read" if record.lists else "FLAT"
 
     def __len__(self) -> int:
-        return self._engine.count()
+        with failures("entries cannot be counted"):
+            return int(self.client.query(self.live, filter="", output_fields=["count(*)"])[0]["count(*)"])
 
     def ids(self) -> IntArray:
         """A pass over all rows."""
-        return self._engine.stamps()[0]
+        return self.stamps()[0]
 
     def holds(self, ids: IntArray) -> Flags:
         """A query by id."""
-        return np.isin(ids, self._engine.existing(ids))
+        return np.isin(ids, self.existing(ids))
 
     def vectors(self, ids: IntArray | None = None) -> Floats:
         """A query by id, or a pass over all rows."""
-        loaded = self._engine.load(ids)
+        loaded = self.load(ids)
         order = np.argsort(loaded.ids)
         if ids is None:
             return loaded.vectors[order]
@@ -65,25 +80,16 @@ class MilvusSearch:
             raise KeyError(f"the store has no entries with ids {preview(np.setdiff1d(ids, loaded.ids).tolist())}")
         return loaded.vectors[order[np.searchsorted(loaded.ids, ids, sorter=order)]]
 
-    def put(self, rows: Rows) -> None:
-        """The server has them."""
-
-    def drop(self, ids: IntArray) -> None:
-        """The server has dropped them."""
-
-    def synchronise(self) -> None:
-        """The server is what the engine asks."""
-
-    def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Found:
+    def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Neighbours:
         """At most 16,384 entries for a query."""
         if k > _MOST:
             raise ValueError(f"Milvus finds up to {_MOST:,} entries for a query, got k={k:,}")
         total = len(self)
         ids, scores = self._ask(queries, threshold_column, self._parameters(mode), k, width=k)
         last = scores[..., min(k, total) - 1] if total else torch.full(queries.shape[:-1], -math.inf)
-        return Found(ids, scores, Certificate(self._is_approximate(mode), k, total, last))
+        return Neighbours(ids, scores, Certificate(self._is_approximate(mode), k, total, last))
 
-    def range(self, queries: Tensor, threshold: float, threshold_column: int | None, mode: Mode | None) -> Found:
+    def range(self, queries: Tensor, threshold: float, threshold_column: int | None, mode: Mode | None) -> Neighbours:
         """At most 16,383 entries for a query."""
         total = len(self)
         parameters = self._parameters(mode) | {"radius": max(threshold, _LOWEST)}
@@ -91,7 +97,7 @@ class MilvusSearch:
         if ids.shape[-1] == _MOST:
             raise StoreError(f"a query has {_MOST:,} or more entries above {threshold}, and Milvus returns no more")
         found, last = (ids >= 0).sum(dim=-1), torch.full(queries.shape[:-1], threshold)
-        return Found(ids, scores, Certificate(self._is_approximate(mode), found, total, last))
+        return Neighbours(ids, scores, Certificate(self._is_approximate(mode), found, total, last))
 
     def recall(self, queries: Tensor, k: int, threshold_column: int | None) -> float:
         """Against a search that reads all lists; equal scores count as equal."""
@@ -103,40 +109,40 @@ class MilvusSearch:
 
     def calibrate(self, queries: Tensor, k: int, threshold_column: int | None) -> None:
         """The smallest power of two of lists that reaches the target recall."""
-        lists = self._engine.record.lists
+        lists = self.record.lists
         for probes in (*(1 << i for i in range(lists.bit_length()) if 1 << i < lists), lists):
-            self._engine.save(probes=probes)
+            self.save(probes=probes)
             if self.mode == "exact" or self.recall(queries, k, threshold_column) >= self._target:
                 return
 
     def reindex(self) -> None:
         """Two lists for each square root of rows; all are read until it is calibrated."""
-        self._engine.build_index(max(1, round(2 * len(self) ** 0.5)) if self.mode == "approximate" else 0)
+        self.build_index(max(1, round(2 * len(self) ** 0.5)) if self.mode == "approximate" else 0)
 
     def _is_approximate(self, mode: Mode | None) -> bool:
-        if mode == "approximate" and not self._engine.record.lists:
+        if mode == "approximate" and not self.record.lists:
             raise ValueError('the index of this store is exact (FLAT): open it with search="approximate"')
         return (mode or self.mode) == "approximate"
 
     def _parameters(self, mode: Mode | None) -> dict[str, Any]:
-        approximate, record = self._is_approximate(mode), self._engine.record
+        approximate, record = self._is_approximate(mode), self.record
         return {"nprobe": record.probes if approximate else record.lists} if record.lists else {}
 
     def _ask(
         self, queries: Tensor, column: int | None, parameters: dict[str, Any], limit: int, width: int | None
     ) -> tuple[Tensor, Tensor]:
         """Ids and scores [..., width], padded; the longest answer where no width is given."""
-        flat = queries.reshape(-1, self._engine.dim)
-        asked = torch.zeros(len(flat), self._engine.dim + self._engine.num_thresholds)
-        asked[:, : self._engine.dim] = flat
+        flat = queries.reshape(-1, self.dim)
+        asked = torch.zeros(len(flat), self.dim + self.num_thresholds)
+        asked[:, : self.dim] = flat
         if column is not None:
-            asked[:, self._engine.dim + column] = 1
+            asked[:, self.dim + column] = 1
         options = {"search_params": {"metric_type": "IP", "params": parameters}, "output_fields": ["id"]}
         answers: list[Any] = []
         with failures("the search failed"):
             for part in asked.split(_QUERIES) if len(asked) else ():
                 data = list(part.numpy())
-                answers += self._engine.client.search(self._engine.live, data=data, limit=limit, **options)
+                answers += self.client.search(self.live, data=data, limit=limit, **options)
         most = max(map(len, answers), default=0) if width is None else width
         ids, scores = torch.full((len(flat), most), -1), torch.full((len(flat), most), -math.inf)
         for row, answer in enumerate(answers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,10 +14,11 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, integer, preview
+from attnflow.knowledge.index import Neighbours
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.arguments import Vectors
-from attnflow.knowledge.store.engine import Engine, Mode, Searcher
-from attnflow.knowledge.store.entry import Entry, Found, StoreStats
+from attnflow.knowledge.store.backend import Backend, Mode
+from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.errors import StoreError
 from attnflow.knowledge.store.rows import entries
 
@@ -24,33 +26,32 @@ from attnflow.knowledge.store.rows import entries
 class StoreReader:
     """The reading half of a `Store`; `Store` documents the attributes."""
 
-    def __init__(self, uri: str, backend: str, engine: Engine, searcher: Searcher, read_only: bool) -> None:
+    def __init__(self, uri: str, name: str, backend: Backend, read_only: bool) -> None:
         self.uri = uri
-        self.backend = backend
+        self.backend = name
         self.read_only = read_only
-        self._engine = engine
-        self._searcher = searcher
+        self._backend = backend
         self._write_lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
-        self._behind = True  # the index has to follow the engine before it is read
+        self._behind = True  # what is searched may differ from what is kept
 
     @property
     def dim(self) -> int:
         """Width of an embedding."""
-        return self._engine.dim
+        return self._backend.dim
 
     @property
     def num_thresholds(self) -> int:
         """Threshold columns of an entry."""
-        return self._engine.num_thresholds
+        return self._backend.num_thresholds
 
     def __len__(self) -> int:
-        return len(self._reader())
+        return len(self._open())
 
     def __contains__(self, key: object) -> bool:
         number = integer("id", key, minimum=-sys.maxsize)
-        return 0 <= number < 2**63 and bool(self._reader().holds(np.array([number]))[0])
+        return 0 <= number < 2**63 and bool(self._open().holds(np.array([number]))[0])
 
     def get(self, ids: Indices) -> list[Entry]:
         """Entries in the order of `ids`.
@@ -58,15 +59,14 @@ class StoreReader:
         Raises:
             KeyError: an id is unknown.
         """
-        self._reader()
-        keys = arguments.identifiers("ids", ids)
-        found = {entry.id: entry for entry in entries(self._engine.read(keys), self.dim)}
-        _refuse_unknown([key for key in keys.tolist() if key not in found])
-        return [found[key] for key in keys.tolist()]
+        backend, keys = self._open(), arguments.identifiers("ids", ids)
+        held = {entry.id: entry for entry in entries(backend.read(keys), self.dim)}
+        _refuse_unknown([key for key in keys.tolist() if key not in held])
+        return [held[key] for key in keys.tolist()]
 
     def ids(self) -> Int64[Tensor, " n"]:
         """The ids of all entries, ascending."""
-        return torch.from_numpy(np.sort(self._reader().ids()))
+        return torch.from_numpy(np.sort(self._open().ids()))
 
     def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
         """Embeddings, in the order of `ids`; of all entries by default, in the order of `ids()`.
@@ -90,10 +90,12 @@ class StoreReader:
         Raises:
             KeyError: an id is unknown.
         """
-        searcher = self._reader()
-        return torch.from_numpy(searcher.vectors(None if ids is None else self._known(searcher, ids)))
+        backend = self._open()
+        return torch.from_numpy(backend.vectors(None if ids is None else self._known(backend, ids)))
 
-    def search(self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None) -> Found:
+    def search(
+        self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
+    ) -> Neighbours:
         """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
 
         Args:
@@ -105,14 +107,14 @@ class StoreReader:
         Returns:
             Ids and scores, [n, k] or [k].
         """
-        searcher = self._reader()
+        backend = self._open()
         queries = arguments.queries(query, self.dim)
         column = arguments.column(threshold_column, self.num_thresholds)
-        return searcher.search(queries, integer("k", k, minimum=1), column, mode)
+        return backend.search(queries, integer("k", k, minimum=1), column, mode)
 
     def range(
         self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
-    ) -> Found:
+    ) -> Neighbours:
         """All entries with q . e + threshold > a score; the answer is as wide as the longest.
 
         Args:
@@ -121,52 +123,53 @@ class StoreReader:
             threshold_column: see `search`.
             mode: see `search`.
         """
-        searcher = self._reader()
+        backend = self._open()
         queries = arguments.queries(query, self.dim)
         column = arguments.column(threshold_column, self.num_thresholds)
-        return searcher.range(queries, arguments.score("threshold", threshold), column, mode)
+        return backend.range(queries, arguments.score("threshold", threshold), column, mode)
 
     def recall(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> float:
         """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
-        searcher = self._reader()
+        backend = self._open()
         column = arguments.column(threshold_column, self.num_thresholds)
         queries = arguments.queries(sample, self.dim)
         if not queries.numel():
             raise ValueError("recall is measured on at least one query, got none")
-        return searcher.recall(queries, integer("k", k, minimum=1), column)
+        return backend.recall(queries, integer("k", k, minimum=1), column)
 
     def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
         """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""
         column = arguments.column(threshold_column, self.num_thresholds)
         with self._write_lock:
-            self._reader().calibrate(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
+            self._open().calibrate(arguments.queries(sample, self.dim), integer("k", k, minimum=1), column)
 
     def snapshots(self) -> list[str]:
         """Names of snapshots, oldest first."""
-        self._reader()
-        return self._engine.snapshots()
+        return self._open().snapshots()
 
     def stats(self) -> StoreStats:
         """The store in numbers."""
-        searcher = self._reader()
-        summary = self._engine.summary()
+        backend = self._open()
+        summary, encoders = backend.summary(), Counter[str]()
+        for encoder, count in summary.encoders.items():
+            encoders[encoder or ""] += count
         return StoreStats(
             uri=self.uri,
             backend=self.backend,
-            count=len(searcher),
+            count=len(backend),
             dim=self.dim,
             num_thresholds=self.num_thresholds,
             bytes_on_disk=summary.bytes_on_disk,
-            mode=searcher.mode,
-            reason=searcher.reason,
+            mode=backend.mode,
+            reason=backend.reason,
             versions=summary.versions,
-            encoders=summary.encoders,
-            snapshots=self._engine.snapshots(),
+            encoders=dict(encoders),
+            snapshots=tuple(backend.snapshots()),
         )
 
     def refresh(self) -> None:
         """See what another process has written since this store was opened or refreshed."""
-        self._reader()
+        self._open()
         with self._write_lock:
             self._behind = True
             self._follow()
@@ -176,13 +179,13 @@ class StoreReader:
         if not self._closed:
             self._closed = True
             if os.getpid() == self._process:
-                self._engine.close()
+                self._backend.close()
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
 
-    def _reader(self) -> Searcher:
-        """The index, equal to the engine."""
+    def _open(self) -> Backend:
+        """The backend, which searches what it keeps."""
         if self._closed:
             raise StoreError(f"the store {self.uri} is closed: open it again")
         if os.getpid() != self._process:
@@ -190,17 +193,16 @@ class StoreReader:
         if self._behind:
             with self._write_lock:
                 self._follow()
-        return self._searcher
+        return self._backend
 
     def _follow(self) -> None:
         if self._behind:
-            self._engine.refresh()  # a write that was cut short may have been committed all the same
-            self._searcher.synchronise()
+            self._backend.refresh()  # a write that was cut short may have been committed all the same
             self._behind = False
 
-    def _known(self, searcher: Searcher, ids: Indices) -> IntArray:
+    def _known(self, backend: Backend, ids: Indices) -> IntArray:
         keys = arguments.identifiers("ids", ids)
-        _refuse_unknown(keys[~searcher.holds(keys)].tolist())
+        _refuse_unknown(keys[~backend.holds(keys)].tolist())
         return keys
 
 

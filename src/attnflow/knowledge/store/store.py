@@ -1,4 +1,4 @@
-"""What users call: it checks arguments, numbers and dates rows, and keeps the engine and the index equal."""
+"""What users call: it checks arguments, numbers and dates rows, and hands them to a backend."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from attnflow._core.checks import Indices, IntArray, integer, preview
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.arguments import Vectors
+from attnflow.knowledge.store.backend import Backend, SearchMode
 from attnflow.knowledge.store.backends import open_backend
-from attnflow.knowledge.store.engine import Searcher, SearchMode
 from attnflow.knowledge.store.errors import ReadOnly
 from attnflow.knowledge.store.reader import StoreReader
 from attnflow.knowledge.store.rows import Flags, Floats, Rows, written
@@ -83,8 +83,7 @@ class Store(StoreReader):
         place = os.fspath(uri)
         if search not in ("auto", "exact", "approximate"):  # before anything is made
             raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
-        backend, engine, searcher = open_backend(place, width, columns, read_only, search, target_recall)
-        store = cls(place, backend, engine, searcher, read_only)
+        store = cls(place, *open_backend(place, width, columns, read_only, search, target_recall), read_only)
         try:
             store._follow()
         except BaseException:
@@ -121,19 +120,19 @@ class Store(StoreReader):
 
         Cost: a commit for each call, some milliseconds: give many entries at a time.
         """
-        with self._writer() as searcher:
+        with self._writer() as backend:
             vectors = self._joined(embeddings, thresholds)
             if ids is None:
-                first = self._engine.next_id
+                first = self._backend.next_id
                 if first + len(vectors) - 1 > _LARGEST_ID:
                     raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
                 keys = np.arange(first, first + len(vectors), dtype=np.int64)
             else:
                 keys = arguments.identifiers("ids", ids, len(vectors))
-                taken = keys[searcher.holds(keys)]
+                taken = keys[backend.holds(keys)]
                 if len(taken):
                     raise ValueError(f"ids exist already: {preview(taken)}; use upsert to change entries")
-            self._write(searcher, keys, vectors, texts, sources, encoder, np.zeros(len(keys), dtype=np.bool_))
+            self._write(backend, keys, vectors, texts, sources, encoder, np.zeros(len(keys), dtype=np.bool_))
         return torch.from_numpy(keys)
 
     def upsert(
@@ -163,13 +162,13 @@ class Store(StoreReader):
             ValueError: wrong shapes, NaN or infinity, repeated ids.
             StoreError: the write failed.
         """
-        with self._writer() as searcher:
+        with self._writer() as backend:
             vectors = self._joined(embeddings, thresholds)
             keys = arguments.identifiers("ids", ids, len(vectors))
-            known = searcher.holds(keys)
+            known = backend.holds(keys)
             if thresholds is None and self.num_thresholds and known.any():
-                vectors[known, self.dim :] = searcher.vectors(keys[known])[:, self.dim :]
-            self._write(searcher, keys, vectors, texts, sources, encoder, known)
+                vectors[known, self.dim :] = backend.vectors(keys[known])[:, self.dim :]
+            self._write(backend, keys, vectors, texts, sources, encoder, known)
 
     def delete(self, ids: Indices) -> None:
         """Drop entries; their ids are not given out again.
@@ -177,23 +176,22 @@ class Store(StoreReader):
         Raises:
             KeyError: an id is unknown; nothing is deleted.
         """
-        with self._writer() as searcher:
-            keys = self._known(searcher, ids)
+        with self._writer() as backend:
+            keys = self._known(backend, ids)
             if len(keys):
                 with self._following():
-                    self._engine.delete(keys)
-                    searcher.drop(keys)
+                    backend.delete(keys)
 
     def reindex(self) -> None:
         """Build the index anew from the stored entries, as after many edits."""
         with self._write_lock:
-            self._reader().reindex()
+            self._open().reindex()
 
     def snapshot(self, name: str | None = None) -> str:
         """Keep the present entries under a name, "snapshot-1" and so on by default; `restore` brings them back."""
         with self._writer():
-            chosen = arguments.snapshot_name(name, self._engine.snapshots())
-            self._engine.snapshot(chosen)
+            chosen = arguments.snapshot_name(name, self._backend.snapshots())
+            self._backend.snapshot(chosen)
         return chosen
 
     def restore(self, name: str) -> None:
@@ -202,11 +200,10 @@ class Store(StoreReader):
         Raises:
             KeyError: there is no such snapshot.
         """
-        with self._writer() as searcher:
+        with self._writer() as backend:
             self._snapshot_exists(name)
             with self._following():
-                self._engine.restore(name)
-                searcher.synchronise()
+                backend.restore(name)
 
     def drop_snapshot(self, name: str) -> None:
         """Forget a snapshot, so that its space can be used.
@@ -216,7 +213,7 @@ class Store(StoreReader):
         """
         with self._writer():
             self._snapshot_exists(name)
-            self._engine.drop_snapshot(name)
+            self._backend.drop_snapshot(name)
 
     def __enter__(self) -> Store:
         return self
@@ -227,15 +224,15 @@ class Store(StoreReader):
         self.close()
 
     @contextmanager
-    def _writer(self) -> Generator[Searcher]:
+    def _writer(self) -> Generator[Backend]:
         if self.read_only:
             raise ReadOnly(f"the store {self.uri} was opened with read_only=True")
         with self._write_lock:
-            yield self._reader()
+            yield self._open()
 
     @contextmanager
     def _following(self) -> Generator[None]:
-        """Around a commit and the index's step after it: cut short, the index is compared before it is used again."""
+        """Around a step of the backend: cut short, what is searched is compared with what is kept before the next call."""
         try:
             yield
         except BaseException:
@@ -244,7 +241,7 @@ class Store(StoreReader):
 
     def _write(
         self,
-        searcher: Searcher,
+        backend: Backend,
         keys: IntArray,
         vectors: Floats,
         texts: Sequence[str | None] | None,
@@ -257,11 +254,10 @@ class Store(StoreReader):
         name = None if encoder is None else arguments.text("encoder", encoder)
         if not len(keys):
             return
-        old = self._engine.read(keys[known]) if known.any() else Rows.none(vectors.shape[1])
+        old = self._backend.read(keys[known]) if known.any() else Rows.none(vectors.shape[1])
         rows = written(keys, vectors, *columns, name, self._now(), old)
         with self._following():
-            self._engine.write(rows)
-            searcher.put(rows)
+            backend.write(rows)
 
     def _joined(self, embeddings: Vectors, thresholds: Vectors | None) -> Floats:
         rows = arguments.matrix("embeddings", embeddings, self.dim)
@@ -272,7 +268,7 @@ class Store(StoreReader):
         return np.concatenate([rows, added], axis=1)
 
     def _snapshot_exists(self, name: str) -> None:
-        taken = self._engine.snapshots()
+        taken = self._backend.snapshots()
         if name not in taken:
             raise KeyError(f"no snapshot {name!r}; there are {taken}")
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, token_label
-from attnflow.knowledge.trace import Fired, LayerTrace, Trace
+from attnflow.knowledge.provenance import Fired, LayerTrace, Trace
 from attnflow.report import bias_charts, html, knowledge_charts
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.subject import Section, Subject

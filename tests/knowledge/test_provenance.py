@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.knowledge.trace import LayerTrace, Promoted, Trace
+from attnflow.knowledge.provenance import LayerTrace, Promoted, Trace
 
 
 def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torch.float32):
