@@ -232,7 +232,7 @@ class Store(StoreReader):
 
     @contextmanager
     def _following(self) -> Generator[None]:
-        """Around a step of the backend: cut short, what is searched is compared with what is kept before the next call."""
+        """Around a step of the backend: cut short, the next call compares what is searched with what is kept."""
         try:
             yield
         except BaseException:
