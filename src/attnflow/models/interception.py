@@ -80,8 +80,8 @@ class MaskRequest:
     first_query: int | Tensor = 0
     first_key: int = 0
     padding: Tensor | None = None
-    arguments: Mapping[str, Any] = field(default_factory=lambda: {})
-    derived: dict[object, Any] = field(default_factory=lambda: {})
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    derived: dict[object, Any] = field(default_factory=dict)
 
     def pads(self) -> tuple[Tensor | None, Tensor | None]:
         """(real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None if there are none.
