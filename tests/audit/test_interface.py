@@ -1,6 +1,7 @@
 """What a user passes and gets: bad input, reports, and a model left as it was."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import random
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import AuditReport, audit
+from attnflow.audit import AuditReport, check, measure
 from attnflow.models import evaluation
 from tests.audit.common import LENGTH, inputs, tiny, tokens, wrapped
 
@@ -41,8 +42,8 @@ def test_the_model_is_left_as_it_was(mode, dtype):
     expected = torch.rand(3)
     torch.manual_seed(11)
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    report = audit(model, inputs("BertDecoder"), mode=mode, dtype=dtype)
-    audit.measure(model, inputs("BertDecoder"), mode=mode)
+    report = check(model, inputs("BertDecoder"), mode=mode, dtype=dtype)
+    measure(model, inputs("BertDecoder"), mode=mode)
     assert report.ok
     assert torch.equal(torch.rand(3), expected)
     assert [module.training for module in model.modules()] == flags
@@ -70,7 +71,7 @@ def test_the_model_is_left_as_it_was_after_a_failure():
         raise RuntimeError("broken")
 
     with wrapped(model.model.layers[1].mlp, fail), pytest.raises(RuntimeError, match="broken"):
-        audit(model, tokens(), dtype=torch.float64)
+        check(model, tokens(), dtype=torch.float64)
     assert all(module.training for module in model.modules())
     assert model.dtype == torch.float32
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -78,7 +79,7 @@ def test_the_model_is_left_as_it_was_after_a_failure():
 
 def test_dropout_in_training_mode_is_switched_off():
     model = tiny("GPT2").train()
-    assert audit(model, tokens()).noise == 0.0
+    assert check(model, tokens()).noise == 0.0
     assert model.training
 
 
@@ -90,13 +91,28 @@ def test_noise_is_measured_and_does_not_alarm():
         return out + 1e-6 * torch.sin(torch.tensor(float(next(count))))
 
     with wrapped(model.model.layers[1].mlp, noisy):
-        report = audit(model, tokens(), passes=4)
+        report = check(model, tokens(), passes=4)
     assert report.noise > 0
     assert all(violation.kind == "state" for violation in report.violations)
 
 
+def test_a_loaded_model_takes_a_text_or_a_list_of_ids():
+    model = tiny("Llama")
+
+    def tokenizer(text, return_tensors):
+        assert return_tensors == "pt"
+        return {"input_ids": torch.tensor([[ord(letter) % 40 for letter in text]])}
+
+    loaded = af.models.Loaded(model, tokenizer)
+    ids = [ord(letter) % 40 for letter in "some words"]
+    reports = [check(loaded, "some words"), check(loaded, ids), check(model, torch.tensor([ids]))]
+    assert len({dataclasses.replace(report, seconds=0.0) for report in reports}) == 1
+    assert measure(loaded, "some words").masks == measure(model, ids).masks
+    assert af.audit.declared_order(loaded, "some words").masks == (af.masks.causal(10),)
+
+
 def test_report_renders_and_serialises():
-    report = audit(tiny("Llama"), tokens(), order=af.masks.sliding_window(LENGTH, 4))
+    report = check(tiny("Llama"), tokens(), order=af.masks.sliding_window(LENGTH, 4))
     assert isinstance(report, AuditReport)
     first = report.violations[0]
     text = str(report)
@@ -106,39 +122,43 @@ def test_report_renders_and_serialises():
     console = Console(record=True, width=120, file=io.StringIO())
     console.print(report)
     assert "LEAK" in console.export_text()
-    data = json.loads(json.dumps(report.to_dict()))
+    data = json.loads(report.to_json())
     assert data["ok"] is False
+    assert AuditReport.from_dict(data) == report
+    assert [row["module"] for row in report.rows()] == [violation.module for violation in report.violations]
+    assert repr(report).startswith("<AuditReport ")
+    assert len(repr(report)) < 300
     assert data["violations"][0]["module"] == first.module
     assert len(data["modules"]) == len(report.modules)
     assert "moves with position" in str(first)
     with pytest.raises(af.LeakFound, match=r"model\.layers\.0\.self_attn") as caught:
         report.raise_if_leaks()
     assert caught.value.witness == (first.source, first.target)
-    clean = audit(tiny("Llama"), tokens())
+    clean = check(tiny("Llama"), tokens())
     clean.raise_if_leaks()
     assert str(clean).startswith("clean: causal")
 
 
 def test_progress_is_shown():
     seen = []
-    audit(tiny("Llama"), tokens(batch=1), progress=lambda done, total, what: seen.append((done, total, what)))
+    check(tiny("Llama"), tokens(batch=1), progress=lambda done, total, what: seen.append((done, total, what)))
     assert seen[-1][0] == seen[-1][1]
     assert len(seen) > LENGTH - 1
     seen.clear()
-    audit.measure(tiny("Llama"), tokens(batch=1), progress=lambda done, total, what: seen.append(what))
+    measure(tiny("Llama"), tokens(batch=1), progress=lambda done, total, what: seen.append(what))
     assert set(seen) == {"measure", "measure layers"}
 
 
 def test_watching_layers_only():
     model = tiny("Llama")
     with wrapped(model.model.layers[1].mlp, lambda out, hidden: out + 0.1 * hidden.roll(-1, 1)):
-        report = audit(model, tokens(), watch="layers")
+        report = check(model, tokens(), watch="layers")
     assert [v.module for v in report.violations] == ["model.layers.1"]
     assert [m.module for m in report.modules] == [*(f"model.layers.{i}" for i in range(3)), "LlamaForCausalLM"]
 
 
 def test_few_passes_report_their_coverage():
-    report = audit(tiny("Llama"), tokens(batch=1), passes=2)
+    report = check(tiny("Llama"), tokens(batch=1), passes=2)
     assert report.ok
     assert 0 < report.coverage < 1
     assert report.forward_passes == 4 + 2
@@ -147,7 +167,8 @@ def test_few_passes_report_their_coverage():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([[1, 2, 3]], TypeError, "torch.tensor"),
+        (3, TypeError, "expected a text, token ids or a dict of keyword arguments"),
+        ("a text", ValueError, "pass what af.load_model returned in place of the model"),
         ({"input_ids": [[1, 2, 3]]}, TypeError, "must be a tensor"),
         ({"attention_mask": None}, ValueError, "expected a tensor of token ids"),
         (torch.zeros(1, 0, dtype=torch.int64), ValueError, "empty"),
@@ -159,17 +180,17 @@ def test_few_passes_report_their_coverage():
 )
 def test_bad_inputs(given, error, message):
     with refused(error, message):
-        audit(tiny("Llama"), given)
+        check(tiny("Llama"), given)
 
 
 def test_bad_inputs_of_a_sequence_to_sequence_model():
     model = tiny("T5")
     with pytest.raises(ValueError, match="decoder_input_ids"):
-        audit(model, {"input_ids": tokens()})
+        check(model, {"input_ids": tokens()})
     with pytest.raises(ValueError, match="different lengths"):
-        audit(model, {"input_ids": tokens(), "decoder_input_ids": tokens()})
+        check(model, {"input_ids": tokens(), "decoder_input_ids": tokens()})
     with pytest.raises(ValueError, match="one batch size"):
-        audit(model, {"input_ids": tokens(), "decoder_input_ids": tokens(batch=1, length=9)})
+        check(model, {"input_ids": tokens(), "decoder_input_ids": tokens(batch=1, length=9)})
 
 
 @pytest.mark.parametrize(
@@ -185,7 +206,7 @@ def test_bad_inputs_of_a_sequence_to_sequence_model():
 )
 def test_bad_orders(order, error, message):
     with refused(error, message):
-        audit(tiny("Llama"), tokens(), order=order)
+        check(tiny("Llama"), tokens(), order=order)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +221,7 @@ def test_bad_orders(order, error, message):
 )
 def test_bad_arguments(arguments, message):
     with refused(ValueError, message):
-        audit(tiny("Llama"), tokens(), **arguments)
+        check(tiny("Llama"), tokens(), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -208,12 +229,12 @@ def test_bad_arguments(arguments, message):
 )
 def test_bad_arguments_of_measure(arguments, message):
     with refused(ValueError, message):
-        audit.measure(tiny("Llama"), tokens(), **arguments)
+        measure(tiny("Llama"), tokens(), **arguments)
 
 
 def test_a_length_that_cannot_be_told_from_a_width():
     with pytest.raises(ValueError, match="another length"):
-        audit(tiny("Llama"), tokens(length=32))  # the hidden width is 32
+        check(tiny("Llama"), tokens(length=32))  # the hidden width is 32
 
 
 class Plain(nn.Module):
@@ -228,14 +249,14 @@ class Plain(nn.Module):
 def test_unknown_architectures_ask_for_an_order():
     ids = torch.randint(10, (2, 6))
     with pytest.raises(af.UnsupportedArchitecture, match="Pass order="):
-        audit(Plain(), ids)
-    assert audit(Plain(), ids, order=af.masks.causal(6)).ok
+        check(Plain(), ids)
+    assert check(Plain(), ids, order=af.masks.causal(6)).ok
     with pytest.raises(af.UnsupportedArchitecture, match="nothing to audit"):
-        audit(Plain(torch.zeros(3)).requires_grad_(False), {"ids": ids}, order=af.masks.causal(6), watch="layers")
+        check(Plain(torch.zeros(3)).requires_grad_(False), {"ids": ids}, order=af.masks.causal(6), watch="layers")
 
 
 def test_models_without_what_a_mode_needs():
     with pytest.raises(af.UnsupportedArchitecture, match="takes no cache"):
-        audit(tiny("Bert"), inputs("Bert"), cache=True)
+        check(tiny("Bert"), inputs("Bert"), cache=True)
     with pytest.raises(af.UnsupportedArchitecture, match="mode='perturb'"):
-        audit(Plain(torch.zeros(2, 6, 4)), {"ids": torch.randint(10, (2, 6))}, order=af.masks.causal(6), mode="vjp")
+        check(Plain(torch.zeros(2, 6, 4)), {"ids": torch.randint(10, (2, 6))}, order=af.masks.causal(6), mode="vjp")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import audit
+from attnflow.audit import check, measure
 
 N, WIDTH = 5, 3
 
@@ -63,10 +63,10 @@ stacks = st.lists(relations, min_size=1, max_size=3)
 def test_the_right_order_is_clean_and_measured(masks, mode):
     model, signal = Stack(masks), torch.randn(2, N, WIDTH)
     order = [af.masks.from_dense(allow) for allow in masks]
-    report = audit(model, signal, order=order, mode=mode)
+    report = check(model, signal, order=order, mode=mode)
     assert report.ok
     assert report.coverage == 1.0
-    flow = audit.measure(model, signal, mode=mode)
+    flow = measure(model, signal, mode=mode)
     eye = torch.eye(N, dtype=torch.bool)
     assert all(torch.equal(found.dense(), allow | eye) for found, allow in zip(flow.masks, masks, strict=True))
 
@@ -77,7 +77,7 @@ def test_one_pair_too_many_is_found_where_it_first_shows(masks, layer, target, s
     layer = min(layer, len(masks) - 1)
     faulty = [allow.clone() for allow in masks]
     faulty[layer][target, source] = True
-    report = audit(
+    report = check(
         Stack(faulty), torch.randn(1, N, WIDTH), order=[af.masks.from_dense(allow) for allow in masks], mode=mode
     )
     extra = [wrong & ~right for wrong, right in zip(fields(faulty), fields(masks), strict=True)]

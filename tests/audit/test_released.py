@@ -7,7 +7,7 @@ import torch
 from transformers import masking_utils
 
 import attnflow as af
-from attnflow.audit import audit
+from attnflow.audit import check
 from tests.audit.common import REPAIRED, inputs, tiny, tokens
 
 LENGTHS = [5, 4, 3]
@@ -46,7 +46,7 @@ def test_packed_documents_mix(name, mode, extra, stated):
     document = af.masks.document(LENGTHS)
     if not mixed(document, MIXES[extra]):
         pytest.skip("this transformers keeps the documents apart")
-    report = audit(tiny(name), PACKED | MIXES[extra], order=document if stated else None, mode=mode)
+    report = check(tiny(name), PACKED | MIXES[extra], order=document if stated else None, mode=mode)
     assert not report.ok
     first = report.violations[0]
     attention = {"GPT2": "transformer.h.0.attn"}.get(name, "model.layers.0.self_attn")
@@ -55,7 +55,7 @@ def test_packed_documents_mix(name, mode, extra, stated):
 
 
 def test_packed_documents_stay_apart_without_a_cache():
-    assert audit(tiny("Llama"), PACKED | {"use_cache": False}, order=af.masks.document(LENGTHS)).ok
+    assert check(tiny("Llama"), PACKED | {"use_cache": False}, order=af.masks.document(LENGTHS)).ok
 
 
 @pytest.mark.parametrize(("name", "mode"), [*((name, "perturb") for name in REPAIRED), ("RoFormer", "vjp")])
@@ -65,7 +65,7 @@ def test_a_causal_head_under_a_bidirectional_mask(name, mode, monkeypatch):
     module = importlib.import_module(type(model).__module__)
     both = masking_utils.create_bidirectional_mask
     monkeypatch.setattr(module, "create_causal_mask", lambda **given: both(**{**given, "past_key_values": None}), False)
-    report = audit(model, {**inputs(name), "use_cache": False}, mode=mode)
+    report = check(model, {**inputs(name), "use_cache": False}, mode=mode)
     first = report.violations[0]
     assert report.order == "causal"
     assert (first.kind, first.layer) == ("order", 0)

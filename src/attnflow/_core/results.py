@@ -23,6 +23,7 @@ from attnflow._core.files import write_atomically
 
 _KIND: Final = "attnflow"  # the key of a JSON object that names the class of the result
 _VERSION: Final = "version"
+_OK: Final = "ok"  # the verdict of results that judge: written for readers, derived again when read
 _NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -36,9 +37,12 @@ class Result:
     version: ClassVar[int] = 1  # of the layout; raised when a field changes its meaning
 
     def to_dict(self) -> dict[str, object]:
-        """All fields as plain Python values, with the name of the class under "attnflow"."""
-        found = cast(dict[str, object], _converter.unstructure(self))
-        return {_KIND: type(self).__name__, _VERSION: self.version, **found}
+        """All fields as plain Python values, the name of the class under "attnflow" and the verdict under "ok"."""
+        values = cast(dict[str, object], _converter.unstructure(self))
+        head: dict[str, object] = {_KIND: type(self).__name__, _VERSION: self.version}
+        if isinstance(getattr(type(self), _OK, None), property):
+            head[_OK] = getattr(self, _OK)
+        return {**head, **values}
 
     def to_json(self) -> str:
         """`to_dict` as strict JSON: numbers that are not finite are the strings "NaN", "Infinity", "-Infinity"."""
@@ -66,7 +70,7 @@ class Result:
             raise ValueError(f"expected a saved {cls.__name__}, got {what}")
         if version != cls.version:
             raise ValueError(f"expected version {cls.version} of a saved {cls.__name__}, got {version!r}")
-        return {name: value for name, value in values.items() if name not in (_KIND, _VERSION)}
+        return {name: value for name, value in values.items() if name not in (_KIND, _VERSION, _OK)}
 
     @classmethod
     def from_json(cls, text: str) -> Self:

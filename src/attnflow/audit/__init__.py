@@ -4,11 +4,38 @@ A leak can come through a scan, a normalisation over the sequence, a cache or a 
 the model itself is asked: inputs are changed (or gradients taken) and every module is watched.
 """
 
-from attnflow.audit.auditor import Audit
-from attnflow.audit.report import AuditReport, ModuleResult, Violation
+from typing import TYPE_CHECKING
 
-__all__ = ["Audit", "AuditReport", "ModuleResult", "Violation", "check", "measure"]
+from attnflow.audit.auditor import check
+from attnflow.audit.declared import declared_order
+from attnflow.audit.findings import AuditReport, ModuleResult, Violation
+from attnflow.audit.guards import Guard, guard
+from attnflow.audit.measurement import measure
 
-audit = Audit()
-check = audit.__call__
-measure = audit.measure
+if TYPE_CHECKING:
+    from attnflow.audit.hf import GuardCallback
+
+__all__ = [
+    "AuditReport",
+    "Guard",
+    "GuardCallback",
+    "ModuleResult",
+    "Violation",
+    "check",
+    "declared_order",
+    "guard",
+    "measure",
+]
+
+
+def __getattr__(name: str) -> object:
+    """What needs transformers, on first use."""
+    if name == "GuardCallback":
+        from attnflow.audit import hf
+
+        return hf.GuardCallback
+    raise AttributeError(f"module 'attnflow.audit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""`Audit`: the callable behind `af.audit`."""
+"""`check`: one audit of a model, from its call to its report."""
 
 from __future__ import annotations
 
@@ -15,129 +15,93 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit import cached
 from attnflow.audit.declared import relation_of
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
+from attnflow.audit.findings import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.gradients import Puller
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.measure import measured
 from attnflow.audit.passes import Progress, Recording, Runner
 from attnflow.audit.perturb import Prober
-from attnflow.audit.report import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.trace import Watch
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow
 
 Mode = Literal["perturb", "vjp"]
 
 
-class Audit:
-    """`check` tests a model against an order, `measure` finds its order."""
+def check(
+    model: nn.Module | Loaded,
+    inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
+    order: Mask | Sequence[Mask] | Flow | None = None,
+    mode: Mode = "perturb",
+    *,
+    cache: bool | Sequence[int] = False,
+    passes: int = 32,
+    watch: Watch = "modules",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Does the output of any module at i move when an input that is not below i changes?
 
-    def __call__(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any] | Tensor,
-        order: Mask | Sequence[Mask] | Flow | None = None,
-        mode: Mode = "perturb",
-        *,
-        cache: bool | Sequence[int] = False,
-        passes: int = 32,
-        watch: Watch = "modules",
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-        progress: Progress | None = None,
-    ) -> AuditReport:
-        """Does the output of any module at i move when an input that is not below i changes?
+    After layer l a position may depend on row i of F_l = A_l x ... x A_1, A = allow | I (order.md). Sets of
+    inputs are changed at once, chosen so that few passes test most forbidden pairs; whatever moves against F_l is
+    narrowed down to the module whose inputs are still clean, one source and one target.
 
-        After layer l a position may depend on row i of F_l = A_l x ... x A_1, A = allow | I (order.md). Sets of
-        inputs are changed at once, chosen so that few passes test most forbidden pairs; whatever moves against F_l is
-        narrowed down to the module whose inputs are still clean, one source and one target.
+    Args:
+        model: any module that takes token ids or embeddings, or what `af.load_model` returned. It is run in eval
+            mode; training flags, random generators, parameters and hooks are left as they were.
+        inputs: keyword arguments of the model's forward, token ids [batch, n] or [n], or a text if the model came with
+            its tokenizer. Keyword arguments are passed as they are (`use_cache`, `position_ids`, `attention_mask`,
+            ...): the audit is of this very call.
+        order: one mask for all layers, one mask per layer call, or a `Flow`; None for what the model declares.
+            Positions of an encoder-decoder are counted through, encoder first.
+        mode: "perturb" changes inputs (any model, also through argmax, routing or hashing); "vjp" pulls random
+            cotangents back to the input embeddings (exact support of the Jacobian, blind to the discrete).
+        cache: also audit prefill and decoding: True for a prefill and four single tokens, or the step lengths.
+            Cached outputs must equal those of the full forward. Perturb mode only.
+        passes: perturbations to spend; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
+        watch: "layers" watches only layers and the model's output, which takes little memory.
+        dtype: audit in this precision (torch.float64 sees weaker leaks); parameters are put back afterwards.
+        seed: of the replaced tokens.
+        progress: called as `progress(done, total, what)`.
 
-        Args:
-            model: any module that takes token ids or embeddings. It is run in eval mode; training flags, random
-                generators, parameters and hooks are left as they were.
-            inputs: keyword arguments of the model's forward, or a tensor of token ids [batch, n]. They are passed as
-                they are (with `use_cache`, `position_ids`, `attention_mask`, ...): the audit is of this very call.
-            order: one mask for all layers, one mask per layer call, or a `Flow`; None for what the model declares.
-                Positions of an encoder-decoder are counted through, encoder first.
-            mode: "perturb" changes inputs (any model, also through argmax, routing or hashing); "vjp" pulls random
-                cotangents back to the input embeddings (exact support of the Jacobian, blind to the discrete).
-            cache: also audit prefill and decoding: True for a prefill and four single tokens, or the step lengths.
-                Cached outputs must equal those of the full forward. Perturb mode only.
-            passes: perturbations to spend; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
-            watch: "layers" watches only layers and the model's output, which takes little memory.
-            dtype: audit in this precision (torch.float64 sees weaker leaks); parameters are put back afterwards.
-            seed: of the replaced tokens.
-            progress: called as `progress(done, total, what)`.
+    Raises:
+        UnsupportedArchitecture: no order is given or declared, or nothing with a sequence axis comes out.
+        ValueError: empty inputs, an order of another size, or a length that cannot be told from a width.
+        TypeError: inputs, order or arguments of a wrong type.
 
-        Raises:
-            UnsupportedArchitecture: no order is given or declared, or nothing with a sequence axis comes out.
-            ValueError: empty inputs, an order of another size, or a length that cannot be told from a width.
-            TypeError: inputs, order or arguments of a wrong type.
-
-        Cost: passes + 4 + 2 log2(batch) forward passes, and log2(n) + 2 more for each violation; memory for the
-        outputs of all watched modules, as in training. "vjp": one forward pass and as many backward passes.
-        """
-        began = time.perf_counter()
-        if mode not in ("perturb", "vjp"):
-            raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
-        if watch not in ("modules", "layers"):
-            raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
-        if mode == "vjp" and cache is not False:
-            raise ValueError("the cached path is audited by perturbation: use mode='perturb' with cache")
-        checks.integer("passes", passes, 1)
-        call = read(model, inputs)
-        relation = relation_of(model, call, order)
-        fields = Fields(relation, call.batch)
-        with evaluating(model), precision(model, dtype):
-            call = call.in_precision(dtype)
-            work = _Work(model, call, fields, passes, watch, seed, progress)
-            if mode == "vjp":
-                work.pull()
-            else:
-                work.perturb(Runner(model, call, watch, seed), "forward")
-                chunks = cached.chunks_of(call, cache)
-                if chunks and not any(violation.kind == "state" for violation in work.violations):
-                    work.perturb_cached(Runner(model, call, watch, seed, chunks))
-        return work.report(relation.name, mode, time.perf_counter() - began)
-
-    def measure(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any] | Tensor,
-        mode: Mode = "perturb",
-        *,
-        by: Literal["layer", "output"] = "layer",
-        seed: int = 0,
-        progress: Progress | None = None,
-    ) -> Flow:
-        """The order of a model that has no mask to read it from (recurrent, hybrid), found by asking it.
-
-        Args:
-            model: any module that takes token ids or embeddings; left as it was.
-            inputs: as for an audit. A cache is switched off where forward has `use_cache`.
-            mode: "perturb", or "vjp" for the exact support of the Jacobian.
-            by: "layer" measures what each layer's output at i takes from the layer's own input at j and returns the
-                flow of that stack (so `flow.masks[l]` shows the window of a convolution, and `flow.hasse` the order);
-                "output" measures the model's output against its inputs, as a single relation.
-            seed: of the replaced tokens or vectors.
-            progress: called as `progress(done, total, what)`.
-
-        Raises:
-            UnsupportedArchitecture: by="layer" without layers, or with flow that bypasses them.
-
-        Cost: about 2 n forward passes ("layer": each layer is replayed alone).
-        """
-        if mode not in ("perturb", "vjp"):
-            raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
-        if by not in ("layer", "output"):
-            raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
-        with evaluating(model):
-            return measured(model, read(model, inputs), mode, by, seed, progress)
+    Cost: passes + 4 + 2 log2(batch) forward passes, and log2(n) + 2 more for each violation; memory for the
+    outputs of all watched modules, as in training. "vjp": one forward pass and as many backward passes.
+    """
+    began = time.perf_counter()
+    if mode not in ("perturb", "vjp"):
+        raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
+    if watch not in ("modules", "layers"):
+        raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
+    if mode == "vjp" and cache is not False:
+        raise ValueError("the cached path is audited by perturbation: use mode='perturb' with cache")
+    checks.integer("passes", passes, 1)
+    model, tokenizer = split(model)
+    call = read(model, inputs, tokenizer)
+    relation = relation_of(model, call, order)
+    fields = Fields(relation, call.batch)
+    with evaluating(model), precision(model, dtype):
+        call = call.in_precision(dtype)
+        work = Auditor(model, call, fields, passes, watch, seed, progress)
+        if mode == "vjp":
+            work.pull()
+        else:
+            work.perturb(Runner(model, call, watch, seed), "forward")
+            chunks = cached.chunks_of(call, cache)
+            if chunks and not any(violation.kind == "state" for violation in work.violations):
+                work.perturb_cached(Runner(model, call, watch, seed, chunks))
+    return work.report(relation.name, mode, time.perf_counter() - began)
 
 
 @dataclass
-class _Work:
-    """What one audit does and finds."""
+class Auditor:
+    """What one audit does, and what it has seen so far."""
 
     model: nn.Module
     call: Inputs

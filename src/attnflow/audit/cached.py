@@ -10,10 +10,10 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit.findings import Violation
 from attnflow.audit.inputs import Inputs
 from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.perturb import other_precision
-from attnflow.audit.report import Violation
 from attnflow.audit.trace import Event
 from attnflow.models.evaluation import precision
 

@@ -11,16 +11,38 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Relation
-from attnflow.audit.inputs import Inputs, config_of
+from attnflow.audit.inputs import Inputs, config_of, read
 from attnflow.audit.trace import layer_names
+from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask
-from attnflow.order.flow import Flow
+from attnflow.models.loaded import Loaded, split
+from attnflow.order.flow import Flow, analyze
 
 # Layers that keep positions apart, and layers whose state runs forward over the sequence.
 _POINTWISE = frozenset({"moe", "mlp", "sparse", "dense"})
 _RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"})
 _FULL = frozenset({"full_attention", "attention", "global", "indexed_attention", "minimax_m3_sparse"})
 _LOCAL = frozenset({"sliding_attention", "local", "sliding_window", "local_attention"})
+
+
+def declared_order(
+    model: nn.Module | Loaded, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], sequence: int = 0
+) -> Flow:
+    """The order that a model declares for these inputs, as a flow: what an audit without `order` tests against.
+
+    Args:
+        model: a model with a configuration, or what `af.load_model` returned.
+        inputs: as for `check`.
+        sequence: row of the batch, where they differ (padding, packed documents).
+
+    Raises:
+        UnsupportedArchitecture: nothing is declared.
+    """
+    model, tokenizer = split(model)
+    relation = declared(model, read(model, inputs, tokenizer))
+    rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
+    masks = [from_dense(row, relation.name) for row in rows]
+    return analyze(masks[0] if relation.repeat else masks)
 
 
 def relation_of(model: nn.Module, inputs: Inputs, order: Mask | Sequence[Mask] | Flow | None) -> Relation:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
+from attnflow.audit.findings import Violation
 from attnflow.audit.inputs import Inputs, embedding_modules
 from attnflow.audit.passes import Runner
-from attnflow.audit.report import Violation
 from attnflow.audit.trace import Event, Key
 
 

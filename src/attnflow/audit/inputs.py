@@ -97,23 +97,33 @@ class Inputs:
         return Inputs(cast_kwargs, self.slots, self.batch, self.batched, self.pool)
 
 
-def read(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Inputs:
+def read(
+    model: nn.Module, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], tokenizer: Any | None = None
+) -> Inputs:
     """`inputs` as keyword arguments with their slots.
 
     Raises:
-        TypeError: neither a mapping nor a tensor, or a slot is no tensor.
-        ValueError: no slot, an empty sequence, an empty batch, or sequences of different batch sizes.
+        TypeError: neither a mapping, nor token ids, nor a text; or a slot is no tensor.
+        ValueError: a text without a tokenizer, no slot, an empty sequence, an empty batch, or sequences of different
+            batch sizes.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"expected a torch.nn.Module to audit, got {type(model).__name__}")
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError(
+                "a text needs a tokenizer: pass what af.load_model returned in place of the model, or token ids in "
+                "place of the text"
+            )
+        inputs = cast(Mapping[str, Any], tokenizer(inputs, return_tensors="pt"))
+    elif isinstance(inputs, Sequence):
+        inputs = torch.atleast_2d(torch.as_tensor(inputs))
     if isinstance(inputs, Tensor):
         kwargs: dict[str, Any] = {_first_name(model, inputs): inputs}
     elif isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         kwargs = dict(inputs)
     else:
         raise TypeError(
-            f"expected a dict of keyword arguments for the model's forward, or a tensor of input ids, got "
-            f"{type(inputs).__name__}; wrap a list with torch.tensor([...])"
+            "expected a text, token ids or a dict of keyword arguments for the model's forward, got "
+            f"{type(inputs).__name__}"
         )
     names = _slot_names(model, kwargs)
     tensors = [_checked(name, kwargs[name]) for name in names]

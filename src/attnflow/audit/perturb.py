@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attnflow.audit.fields import Fields
+from attnflow.audit.findings import Kind, Violation
 from attnflow.audit.nan import refuse_nan
 from attnflow.audit.passes import Recording, Runner
-from attnflow.audit.report import Kind, Violation
 from attnflow.audit.trace import Event, Key
 from attnflow.models.evaluation import precision
 

@@ -29,7 +29,7 @@ def run(
     """Audit `named` on one sequence of token ids, against `order` or against what it declares."""
     import torch
 
-    from attnflow.audit import audit
+    from attnflow.audit import check
 
     inputs = named.inputs(ids)
     size = sum(tensor.shape[1] for tensor in inputs.values())
@@ -38,7 +38,7 @@ def run(
         spinner(f"auditing {named.name}: {what} {done}/{total}")
 
     try:
-        return audit(
+        return check(
             named.model,
             inputs,
             None if order is None else order_named(order, size),

@@ -74,7 +74,7 @@ def mask_report(
         task: a task with this mask; it is checked, unless `check` is given.
         check: the result of `af.tasks.check`.
         verification: the result of `af.tasks.verify`.
-        audit: the result of `af.audit`, if a model was run under this mask.
+        audit: the result of `af.audit.check`, if a model was run under this mask.
         title: heading; by default the mask's repr.
         labels: a text for each position, such as its token.
         cost: the model whose attention is priced; by default one layer of one head with 64 channels.
@@ -135,7 +135,7 @@ def model_report(
 
     Args:
         name: of the model.
-        audit: the result of `af.audit`; None to show the order alone.
+        audit: the result of `af.audit.check`; None to show the order alone.
         flow: the order: declared masks (one, or one per layer), or the result of `af.audit.measure`.
         bias: the result of `af.bias.capture`, if it has a bias.
         title: heading; by default the name.

@@ -34,7 +34,7 @@ class Subject:
         no_order: why there is no order.
         check: what `af.tasks.check` found.
         verification: what `af.tasks.verify` found.
-        audit: what `af.audit` found.
+        audit: the result of `af.audit.check`.
         model: name of the audited model.
         labels: a text for each position.
         cost: the model whose attention is priced.

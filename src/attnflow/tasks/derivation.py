@@ -92,6 +92,7 @@ class Derivation(Result):
         return {
             "attnflow": "Derivation",
             "version": self.version,
+            "ok": self.ok,
             "family": self.family,
             "num_tokens": self.num_tokens,
             "parameters": dict(self.parameters),

@@ -101,8 +101,8 @@ class LeakReport(Result):
             raise LeakFound(f"{leak}{more}", witness=leak.witness)
 
     def to_dict(self) -> dict[str, object]:
-        """The report as plain data, with the verdict and the route of each leak."""
-        return {**super().to_dict(), "ok": self.ok, "leaks": [leak.to_dict() for leak in self.leaks]}
+        """The report as plain data, with the route of each leak."""
+        return {**super().to_dict(), "leaks": [leak.to_dict() for leak in self.leaks]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
@@ -111,8 +111,7 @@ class LeakReport(Result):
             Leak(each["position"], Label.from_dict(each["label"]), each["carrier"], tuple(each["witness"]))
             for each in cast(list[Any], values.get("leaks", []))
         ]
-        plain = {name: value for name, value in values.items() if name != "ok"}
-        return replace(super().from_dict({**plain, "leaks": []}), leaks=tuple(leaks))
+        return replace(super().from_dict({**values, "leaks": []}), leaks=tuple(leaks))
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each leak."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import audit
+from attnflow.audit import check, measure
 from tests.audit.common import LENGTH, RECURRENT, WINDOW, inputs, tiny, tokens, wrapped
 
 CHAIN = [(i, i + 1) for i in range(LENGTH - 1)]
@@ -14,7 +14,7 @@ CHAIN = [(i, i + 1) for i in range(LENGTH - 1)]
 @pytest.mark.parametrize("by", ["layer", "output"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_and_hybrid_models_are_chains(name, by):
-    flow = audit.measure(tiny(name), inputs(name), by=by)
+    flow = measure(tiny(name), inputs(name), by=by)
     assert flow.hasse.nodes == [(i,) for i in range(LENGTH)]
     assert flow.hasse.edges == CHAIN
     assert flow.hasse.levels == list(range(LENGTH))
@@ -22,7 +22,7 @@ def test_recurrent_and_hybrid_models_are_chains(name, by):
 
 @pytest.mark.parametrize("name", ["Mamba2", "FalconMamba", "Jamba", "Qwen3Next", "MiniMax"])
 def test_exact_support_of_recurrent_layers_is_causal(name):
-    flow = audit.measure(tiny(name), inputs(name), mode="vjp")
+    flow = measure(tiny(name), inputs(name), mode="vjp")
     assert all(mask == af.masks.causal(LENGTH) for mask in flow.masks)
 
 
@@ -39,18 +39,18 @@ def test_exact_support_of_recurrent_layers_is_causal(name):
     ],
 )
 def test_layers_are_measured_as_they_are_masked(name, masks, mode):
-    assert list(audit.measure(tiny(name), inputs(name), mode=mode).masks) == masks
+    assert list(measure(tiny(name), inputs(name), mode=mode).masks) == masks
 
 
 @pytest.mark.parametrize("mode", ["perturb", "vjp"])
 def test_output_of_a_stack_of_windows_is_their_product(mode):
-    flow = audit.measure(tiny("Mistral"), inputs("Mistral"), mode=mode, by="output")
+    flow = measure(tiny("Mistral"), inputs("Mistral"), mode=mode, by="output")
     assert flow.num_layers is None
     assert flow.masks[0] == af.masks.sliding_window(LENGTH, 3 * (WINDOW - 1) + 1)
 
 
 def test_encoder_and_decoder_are_measured_together():
-    flow = audit.measure(tiny("T5"), inputs("T5"))
+    flow = measure(tiny("T5"), inputs("T5"))
     joint = torch.zeros(LENGTH + 9, LENGTH + 9, dtype=torch.bool)
     joint[:, :LENGTH] = True
     joint[:LENGTH, LENGTH:] = False
@@ -62,16 +62,16 @@ def test_encoder_and_decoder_are_measured_together():
 
 def test_measured_order_is_an_order_to_audit_against():
     model = tiny("Jamba")
-    flow = audit.measure(model, inputs("Jamba"))
+    flow = measure(model, inputs("Jamba"))
     given = {**inputs("Jamba"), "use_cache": False}
-    assert audit(model, given, order=flow).ok
+    assert check(model, given, order=flow).ok
     with wrapped(model.model.layers[2].feed_forward, lambda out, hidden: out + 0.1 * hidden.roll(-1, 1)):
-        assert audit(model, given, order=flow).violations[0].module == "model.layers.2.feed_forward"
+        assert check(model, given, order=flow).violations[0].module == "model.layers.2.feed_forward"
 
 
 def test_rounding_of_experts_is_not_measured_as_flow():
-    assert audit.measure(tiny("Qwen3Moe"), inputs("Qwen3Moe")).hasse.edges == CHAIN
-    assert audit.measure(tiny("Qwen3Moe"), inputs("Qwen3Moe"), by="output").hasse.edges == CHAIN
+    assert measure(tiny("Qwen3Moe"), inputs("Qwen3Moe")).hasse.edges == CHAIN
+    assert measure(tiny("Qwen3Moe"), inputs("Qwen3Moe"), by="output").hasse.edges == CHAIN
 
 
 class Recurrent(nn.Module):
@@ -90,11 +90,11 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("mode", ["perturb", "vjp"])
 def test_any_module(mode):
     signal = torch.randn(9, 6)
-    assert audit.measure(Recurrent(), signal, mode=mode, by="output").hasse.edges == [(i, i + 1) for i in range(8)]
-    assert audit(Recurrent(), signal, order=af.masks.causal(9), mode=mode).ok
-    assert not audit(Recurrent(reverse=True), signal, order=af.masks.causal(9), mode=mode).ok
+    assert measure(Recurrent(), signal, mode=mode, by="output").hasse.edges == [(i, i + 1) for i in range(8)]
+    assert check(Recurrent(), signal, order=af.masks.causal(9), mode=mode).ok
+    assert not check(Recurrent(reverse=True), signal, order=af.masks.causal(9), mode=mode).ok
     with pytest.raises(af.UnsupportedArchitecture, match="by='output'"):
-        audit.measure(Recurrent(), signal, mode=mode)
+        measure(Recurrent(), signal, mode=mode)
 
 
 def test_flow_outside_of_the_layers_is_refused():
@@ -103,4 +103,4 @@ def test_flow_outside_of_the_layers_is_refused():
         wrapped(model.model.norm, lambda out, hidden: out + hidden.flip(1)),
         pytest.raises(af.UnsupportedArchitecture, match="outside of the layers"),
     ):
-        audit.measure(model, tokens())
+        measure(model, tokens())

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.gradients import Graph, record_graph
-from attnflow.audit.inputs import Inputs, accepts
+from attnflow.audit.inputs import Inputs, accepts, read
 from attnflow.audit.nan import refuse_nan
 from attnflow.audit.passes import Progress, Runner
 from attnflow.audit.perturb import is_leak, other_precision, row_change
 from attnflow.audit.replay import Replay, layer_calls
 from attnflow.audit.trace import Event
 from attnflow.masks.build import from_dense
-from attnflow.models.evaluation import precision
+from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow, analyze
 
 SAMPLES: Final = 2  # replacements tried for each position
@@ -38,10 +39,44 @@ class Subject(Protocol):
         ...
 
 
-def measured(
+def measure(
+    model: nn.Module | Loaded,
+    inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
+    mode: Literal["perturb", "vjp"] = "perturb",
+    *,
+    by: Literal["layer", "output"] = "layer",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Flow:
+    """The order of a model that has no mask to read it from (recurrent, hybrid), by asking the model.
+
+    Args:
+        model: any module that takes token ids or embeddings, or what `af.load_model` returned; left as it was.
+        inputs: as for an audit. A cache is switched off where forward has `use_cache`.
+        mode: "perturb", or "vjp" for the exact support of the Jacobian.
+        by: "layer" measures what each layer's output at i takes from the layer's own input at j and returns the flow
+            of that stack (so `flow.masks[l]` shows the window of a convolution, and `flow.hasse` the order);
+            "output" measures the model's output against its inputs, as a single relation.
+        seed: of the replaced tokens or vectors.
+        progress: called as `progress(done, total, what)`.
+
+    Raises:
+        UnsupportedArchitecture: by="layer" without layers, or with flow that bypasses them.
+
+    Cost: about 2 n forward passes ("layer": each layer is replayed alone).
+    """
+    if mode not in ("perturb", "vjp"):
+        raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
+    if by not in ("layer", "output"):
+        raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
+    model, tokenizer = split(model)
+    with evaluating(model):
+        return _measured(model, read(model, inputs, tokenizer), mode, by, seed, progress)
+
+
+def _measured(
     model: nn.Module, inputs: Inputs, mode: str, by: Literal["layer", "output"], seed: int, progress: Progress | None
 ) -> Flow:
-    """See `Audit.measure`."""
     if accepts(model.forward, "use_cache") and "use_cache" not in inputs.kwargs:
         kwargs = {**inputs.kwargs, "use_cache": False}
         inputs = Inputs(kwargs, inputs.slots, inputs.batch, inputs.batched, inputs.pool)

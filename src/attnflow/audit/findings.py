@@ -1,13 +1,15 @@
-"""`AuditReport` and `Violation`: what an audit found, as data and as a table."""
+"""`AuditReport` and `Violation`: the result of an audit, as data and as a table."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from attnflow._core.errors import LeakFound
+from attnflow._core.markup import plural
+from attnflow._core.results import Result
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -70,9 +72,9 @@ class ModuleResult:
     status: Literal["clean", "breaks", "carries"]
 
 
-@dataclass(frozen=True)
-class AuditReport:
-    """What an audit of a model found.
+@dataclass(frozen=True, repr=False)
+class AuditReport(Result):
+    """Whether anything flows in a model that its order forbids, and where it starts.
 
     Attributes:
         ok: nothing moved that must not.
@@ -121,9 +123,13 @@ class AuditReport:
             first = self.violations[0]
             raise LeakFound(str(first), () if first.source is None else (first.source, first.target))
 
-    def to_dict(self) -> dict[str, object]:
-        """Everything as plain Python values, ready for `json.dumps`."""
-        return {"ok": self.ok, **asdict(self)}
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each violation."""
+        return [vars(violation).copy() for violation in self.violations]
+
+    def __repr__(self) -> str:
+        leaks = "clean" if self.ok else f"{plural(len(self.violations), 'violation')}, first {self.violations[0]}"
+        return f"<AuditReport {leaks}; {self.order}; {self.batch} x {self.positions} positions>"
 
     def __str__(self) -> str:
         from rich.console import Console

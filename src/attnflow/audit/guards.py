@@ -1,0 +1,154 @@
+"""`guard`: audits the batches that a model is really called with, the first one and every n-th."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.checks import integer
+from attnflow._core.handles import Handle
+from attnflow.audit.auditor import check
+from attnflow.audit.findings import AuditReport
+from attnflow.masks.mask import Mask
+from attnflow.models.loaded import Loaded, split
+from attnflow.order.flow import Flow
+
+_LOG: Final = logging.getLogger("attnflow.audit")
+_LOSS_ARGUMENTS: Final = ("labels", "num_items_in_batch")
+
+
+class Guard(Handle):
+    """Audits of the calls of a model, until it is removed; made by `guard`.
+
+    Attributes:
+        model: the model.
+        reports: one for each audit so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int | None,
+        on_leak: Literal["raise", "log"],
+        order: Mask | Sequence[Mask] | Flow | None,
+        passes: int,
+        sequences: int,
+    ) -> None:
+        super().__init__(model)
+        self.reports: list[AuditReport] = []
+        self._every, self._on_leak = every, on_leak
+        self._order, self._passes, self._sequences = order, passes, sequences
+        self._calls = 0
+        self._busy = False
+        self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no audit so far saw a leak."""
+        return all(report.ok for report in self.reports)
+
+    @property
+    def seconds(self) -> float:
+        """What all audits cost so far."""
+        return sum(report.seconds for report in self.reports)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._busy:  # the passes of an audit
+            return
+        call, self._calls = self._calls, self._calls + 1
+        if call and (self._every is None or call % self._every):
+            return
+        self._busy = True
+        try:
+            report = self._audit(model, args, kwargs)
+        finally:
+            self._busy = False
+        self.reports.append(report)
+        cost = f"{report.forward_passes} passes in {report.seconds:.1f} s"
+        if report.ok:
+            _LOG.info("call %d: no leak (%s; %s)", call, report.order, cost)
+        elif self._on_leak == "log":
+            _LOG.warning("call %d leaks (%s): %s", call, cost, report.violations[0])
+        else:
+            report.raise_if_leaks()
+
+    def _audit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AuditReport:
+        call = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+        for name, parameter in inspect.signature(model.forward).parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                call |= call.pop(name, {})
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        with torch.autocast(device, enabled=False):
+            return check(model, _part(model, call, self._sequences), self._order, passes=self._passes)
+
+    def _restore(self) -> None:
+        self._hook.remove()
+
+    def _summary(self) -> str:
+        name = type(self.model).__name__
+        if not self.reports:
+            return f"guard of {name}: no call yet"
+        verdict = "no leak" if self.ok else "LEAK"
+        audits = f"{len(self.reports)} of {self._calls} calls audited in {self.seconds:.1f} s"
+        return f"guard of {name}: {verdict}; {audits}; {self.reports[-1].order}"
+
+
+def guard(
+    model: nn.Module | Loaded,
+    every: int | None = None,
+    *,
+    on_leak: Literal["raise", "log"] = "raise",
+    order: Mask | Sequence[Mask] | Flow | None = None,
+    passes: int = 8,
+    sequences: int = 2,
+) -> Guard:
+    """Audit the first batch that the model is called with, before it is computed, and every n-th after it.
+
+    Put it around a training run: `with af.audit.guard(model): trainer.train()`, or give
+    `af.audit.GuardCallback()` to a `Trainer`. A leak stops the run before its first step. The model is left as it was:
+    training flags, random generators, gradients; each batch is then computed as without the guard.
+
+    Args:
+        model: any module that is called with token ids or embeddings, or what `af.load_model` returned.
+        every: also audit each call whose number is a multiple of this; None for the first call alone.
+        on_leak: "raise" `LeakFound`, or "log" a warning to the logger `attnflow.audit` and go on.
+        order: what may flow; None for what the model declares for the batch.
+        passes: perturbations for each audit; fewer than for `check`, whose coverage a real batch seldom needs.
+        sequences: rows of the batch that are audited, the first ones. Two show what crosses between sequences.
+
+    Returns:
+        A handle: printed, it says what was audited and at what cost; `.reports`, `.ok`, `.seconds`; `.remove()`.
+
+    Raises:
+        LeakFound: when the model is called with a batch that leaks; its witness is (source, target).
+
+    Cost: about passes + 6 forward passes over `sequences` rows for each audit.
+    """
+    if every is not None:
+        integer("every", every, 1)
+    if on_leak not in ("raise", "log"):
+        raise ValueError(f"on_leak must be 'raise' or 'log', got {on_leak!r}")
+    integer("passes", passes, 1)
+    integer("sequences", sequences, 1)
+    return Guard(split(model)[0], every, on_leak, order, passes, sequences)
+
+
+def _part(model: nn.Module, call: Mapping[str, Any], sequences: int) -> dict[str, Any]:
+    """The call on the first sequences of its batch, without what is there for the loss alone."""
+    call = dict(call)
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
+    if callable(shifted) and call.get("labels") is not None and not decoder:
+        call["decoder_input_ids"] = shifted(labels=call["labels"])
+    tensors = [value for value in call.values() if isinstance(value, Tensor) and value.ndim > 1]
+    batch = len(tensors[0]) if tensors else 0
+    return {
+        name: value[:sequences] if isinstance(value, Tensor) and value.ndim and len(value) == batch else value
+        for name, value in call.items()
+        if name not in _LOSS_ARGUMENTS
+    }
