@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from jaxtyping import Float
 from torch import Tensor
 
@@ -96,3 +100,73 @@ def test_other_suffixes_are_refused_before_anything_is_written(tmp_path):
 
 def test_rows_as_a_data_frame():
     assert list(SAMPLE.to_pandas().columns) == ["name", "missing"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    name: str
+    share: float
+    kind: Literal["low", "high"] = "low"
+
+
+@dataclass(frozen=True)
+class Tree(Result):
+    leaves: tuple[Leaf, ...]
+    by_layer: dict[int, float]
+    by_name: dict[str, list[int]]
+    best: Leaf | None
+    pair: tuple[int, float]
+    label: int | str | None
+    measured: bool
+
+
+NUMBERS = st.floats(allow_nan=False)
+LEAVES = st.builds(Leaf, st.text(), NUMBERS, st.sampled_from(["low", "high"]))
+TREES = st.builds(
+    Tree,
+    st.lists(LEAVES, max_size=3).map(tuple),
+    st.dictionaries(st.integers(), NUMBERS, max_size=3),
+    st.dictionaries(st.text(), st.lists(st.integers(), max_size=3), max_size=3),
+    st.none() | LEAVES,
+    st.tuples(st.integers(), NUMBERS),
+    st.none() | st.integers() | st.text(),
+    st.booleans(),
+)
+
+
+@given(TREES)
+def test_any_result_is_read_back_as_it_was(tree):
+    again = Tree.from_json(tree.to_json())
+    assert again == tree
+    assert again.to_json() == tree.to_json()
+    assert Tree.from_dict(tree.to_dict()) == tree
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from([np.float32, np.float64, np.int64, np.int32, np.bool_]),
+        hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+    )
+)
+def test_any_array_and_tensor_survives_bit_for_bit(array):
+    tensor = torch.from_numpy(array.copy())
+    again = Sample.from_json(Sample("x", (), tensor, array).to_json())
+    assert again.counts.dtype == array.dtype
+    assert again.counts.shape == array.shape
+    assert np.array_equal(again.counts, array, equal_nan=array.dtype.kind == "f")
+    assert again.weights.dtype == tensor.dtype
+    assert torch.equal(again.weights.nan_to_num(7), tensor.nan_to_num(7))
+
+
+def test_numbers_of_numpy_are_numbers():
+    tree = Tree((), {1: np.float32(0.5)}, {"a": [np.int64(3)]}, None, (np.int32(2), np.float64("inf")), None, np.True_)
+    again = Tree.from_json(tree.to_json())
+    assert again == Tree((), {1: 0.5}, {"a": [3]}, None, (2, math.inf), None, True)
+
+
+def test_a_field_of_the_wrong_kind_is_named():
+    values = Tree((), {}, {}, Leaf("a", 1.0), (1, 2.0), None, True).to_dict()
+    with pytest.raises(ValueError, match=r"saved Tree is damaged.*best\.kind"):
+        Tree.from_dict({**values, "best": {"name": "a", "share": 1.0, "kind": "middle"}})
+    with pytest.raises(ValueError, match=r"saved Tree is damaged.*extra"):
+        Tree.from_dict({**values, "extra": 1})

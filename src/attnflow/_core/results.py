@@ -153,7 +153,7 @@ def _float(value: Any, _: object) -> float:
 
 def _unstructure_float(value: float) -> float | str:
     if math.isfinite(value):
-        return value
+        return float(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
@@ -164,23 +164,20 @@ def _plain(value: object) -> object:
 def _dump_array(value: Tensor | np.ndarray[Any, Any]) -> dict[str, object]:
     array = value.detach().cpu() if isinstance(value, Tensor) else value
     name = str(array.dtype).removeprefix("torch.")
-    plain = array.float() if isinstance(array, Tensor) and array.dtype == torch.bfloat16 else array
-    return {"dtype": name, "shape": list(array.shape), "values": [_plain(one) for one in plain.reshape(-1).tolist()]}
+    numbers = cast("list[object]", array.reshape(-1).tolist())
+    return {"dtype": name, "shape": list(array.shape), "values": [_plain(number) for number in numbers]}
 
 
-def _load(values: Mapping[str, Any]) -> tuple[list[object], str, list[int]]:
-    content = [_NOT_FINITE[one] if isinstance(one, str) else one for one in values["values"]]
-    return content, values["dtype"], values["shape"]
+def _numbers(values: Mapping[str, Any]) -> list[Any]:
+    return [_NOT_FINITE[number] if isinstance(number, str) else number for number in values["values"]]
 
 
 def _load_tensor(values: Mapping[str, Any], _: object) -> Tensor:
-    content, dtype, shape = _load(values)
-    return torch.tensor(content, dtype=getattr(torch, dtype)).reshape(shape)
+    return torch.tensor(_numbers(values), dtype=getattr(torch, values["dtype"])).reshape(values["shape"])
 
 
 def _load_array(values: Mapping[str, Any], _: object) -> np.ndarray[Any, Any]:
-    content, dtype, shape = _load(values)
-    return np.array(content, dtype=np.dtype(dtype)).reshape(shape)
+    return np.array(_numbers(values), dtype=np.dtype(values["dtype"])).reshape(values["shape"])
 
 
 def _of(kind: type) -> Callable[[Any], bool]:
@@ -196,6 +193,8 @@ def _of(kind: type) -> Callable[[Any], bool]:
 _converter: Final = Converter(forbid_extra_keys=True)
 configure_union_passthrough(int | str | bool | None, _converter)
 _converter.register_unstructure_hook(float, _unstructure_float)
+_converter.register_unstructure_hook(int, int)  # numpy's numbers, too
+_converter.register_unstructure_hook(bool, bool)
 _converter.register_structure_hook(float, _float)
 _converter.register_unstructure_hook_func(_of(Tensor), _dump_array)
 _converter.register_unstructure_hook_func(_of(np.ndarray), _dump_array)

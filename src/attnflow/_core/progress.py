@@ -1,0 +1,103 @@
+"""What long work says of itself while it runs: one call, `progress(done, total, what)`, and one way to show it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+Progress = Callable[[int, int, str], None]  # (done, total, what); total is 0 where it is not known
+
+_PLAIN_SECONDS: Final = 10.0
+
+
+class Reporter:
+    """Shows progress on stderr: a bar on a terminal; elsewhere a line now and then, and none for short work.
+
+    It is what `progress=` of any verb takes:
+
+        with Reporter() as progress:
+            audit.check(model, inputs, progress=progress)
+
+    Args:
+        stream: where to write; stderr by default.
+        seconds: between two lines where the stream is no terminal.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        seconds: float = _PLAIN_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._seconds, self._clock = seconds, clock
+        self._last = clock()
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Show that `done` of `total` steps of `what` are done; total 0: nobody knows how many there are."""
+        if self._stream.isatty():
+            self._draw(done, total, what)
+        elif self._clock() - self._last >= self._seconds:
+            self._last = self._clock()
+            print(f"{what} {done}/{total}" if total else what, file=self._stream, flush=True)
+
+    def stage(self, what: str) -> None:
+        """Show what is going on where nothing can be counted."""
+        self(0, 0, what)
+
+    def pause(self) -> None:
+        """Take the bar off the screen, so that something can be printed; the next call shows it again."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pause()
+
+    def _draw(self, done: int, total: int, what: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        if self._bar is None or self._task is None:
+            name = TextColumn("{task.description}", markup=False)
+            columns = (SpinnerColumn(), name, *((BarColumn(), MofNCompleteColumn()) if total else ()))
+            # By default it would send what is printed on stdout to stderr, past a redirection of stdout.
+            console = Console(file=self._stream, highlight=False, emoji=False)
+            self._bar = Bar(*columns, console=console, transient=True, redirect_stdout=False)
+            self._task = self._bar.add_task(what, total=total or None)
+            self._bar.start()
+        elif bool(total) != (len(self._bar.columns) > 2):  # with a count and without look different
+            self.pause()
+            self._draw(done, total, what)
+            return
+        self._bar.update(self._task, description=what, completed=done, total=total or None)
+
+
+@contextmanager
+def reporting(progress: Progress | bool | None) -> Generator[Progress]:
+    """What a verb calls, of what its argument `progress` holds: True shows it on stderr, None or False nowhere."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        with Reporter() as reporter:
+            yield reporter
+    else:
+        yield _silent
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    del done, total, what
