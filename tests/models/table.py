@@ -190,6 +190,15 @@ ENCODER_DECODERS = {
     "T5": TinyModel("T5ForConditionalGeneration", T5, run.token_pair),
     "Bart": TinyModel("BartForConditionalGeneration", ENCODER_DECODER, run.token_pair),
 }
+# Models that make, change or read their attention mask themselves.
+OWN_MASKS = {
+    "Doge": TinyModel("DogeForCausalLM", {**GROUPED, "keep_window_size": WINDOW}),
+    "BigBirdPegasus": TinyModel(
+        "BigBirdPegasusForConditionalGeneration",
+        {**ENCODER_DECODER, "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1},
+        run.token_pair,
+    ),
+}
 # Families whose heads the registry of `attnflow.models` knows, besides those above.
 REGISTERED = {
     **_models(

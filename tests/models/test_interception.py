@@ -1,0 +1,228 @@
+"""The interception of attention: nothing changes for the model, interceptors see what the kernel would, any order."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import DynamicCache
+
+from attnflow.models.interception import IMPLEMENTATIONS, check_implementation, intercept, request_of
+from attnflow.models.sites import find_sites, models_around
+from tests.models import outputs, tiny, tokens
+from tests.models.table import BIDIRECTIONAL, CAUSAL
+
+LENGTH = 9
+INTERFACES = [*CAUSAL, *BIDIRECTIONAL, "Doge", "BigBirdPegasus", "Bart"]
+
+
+class Watch:
+    """Lets calls through and keeps them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, call, proceed):
+        self.calls.append(call)
+        return proceed(call)
+
+
+class Add:
+    """A number added to every output."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, call, proceed):
+        output, weights = proceed(call)
+        return output + self.number, weights
+
+
+def double(call, proceed):
+    output, weights = proceed(call)
+    return 2 * output, weights
+
+
+def put(model, interceptor, role="bias", **options):
+    sites = find_sites(model)
+    return intercept(models_around(model, sites), {s.module: interceptor for s in sites}, role=role, **options)
+
+
+def inputs(name, **more):
+    given = {"input_ids": tokens(2, 64 if name == "BigBirdPegasus" else LENGTH), **more}
+    return given | ({"decoder_input_ids": tokens(2, 6)} if name in ("BigBirdPegasus", "Bart") else {})
+
+
+def run(model, given):
+    with torch.no_grad():
+        return outputs(model, **given)
+
+
+def state(model):
+    return [
+        (name, sorted(module.__dict__), dict(getattr(getattr(module, "config", None), "__dict__", {})))
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+@pytest.mark.parametrize("implementation", [None, "eager"])
+@pytest.mark.parametrize("replaces_mask", [False, True])
+def test_an_interceptor_that_only_watches_changes_no_bit(name, implementation, replaces_mask):
+    model, given, watch = tiny(name), inputs(name), Watch()
+    if implementation:
+        model.set_attn_implementation(implementation)
+    plain, before = run(model, given), state(model)
+    handle = put(model, watch, replaces_mask=replaces_mask)
+    ours = run(model, given)
+    if replaces_mask:  # SDPA may choose another kernel for a mask than for no mask with a flag
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(ours, plain)
+    assert watch.calls
+    for call in watch.calls:
+        assert (call.request is None) or call.request is request_of(call.mask)
+    assert handle.remove() == handle.remove() == []
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_that_rewrites_its_mask_stays_causal(implementation):
+    """Doge computes with the mask that it is given; it must be the one that it would have had."""
+    model, ids, watch = tiny("Doge"), tokens(1, LENGTH), Watch()
+    model.set_attn_implementation(implementation)
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % 50
+    handles = [put(model, watch), put(model, double)]
+    change = (run(model, {"input_ids": ids}) - run(model, {"input_ids": other})).abs().amax(dim=-1)[0]
+    assert (change[:-1] == 0).all()
+    assert change[-1] > 0
+    assert not watch.calls  # under the newer one
+    handles[1].remove()
+    run(model, {"input_ids": ids})
+    assert all(call.request is None and call.mask.dtype == torch.float64 for call in watch.calls)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_request_says_where_tokens_lie(implementation):
+    model, ids, watch = tiny("Llama"), tokens(2, LENGTH), Watch()
+    model.set_attn_implementation(implementation)
+    real = torch.ones_like(ids)
+    real[0, :2] = 0
+    put(model, watch, replaces_mask=True)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids[:, :5], attention_mask=real[:, :5], past_key_values=cache)
+        model(ids[:, 5:], attention_mask=real, past_key_values=cache)
+    first, second = watch.calls[0].request, watch.calls[-1].request
+    assert [(r.first_query, r.first_key, r.num_queries, r.num_keys) for r in (first, second)] == [
+        (0, 0, 5, 5),
+        (5, 0, 4, 9),
+    ]
+    assert second.pads()[1].tolist() == [2, 0]
+    assert torch.equal(second.pads()[0], real.bool())
+    assert watch.calls[2].request is watch.calls[3].request  # one for the layers of one forward pass
+
+
+def test_copies_of_a_mask_are_known_and_changed_masks_are_not():
+    model, ids, watch = tiny("Llama"), tokens(2, LENGTH), Watch()
+    put(model, watch, replaces_mask=True)
+    outputs(model, input_ids=ids)
+    mask, request = watch.calls[0].mask, watch.calls[0].request
+    assert mask is not None
+    for twin in (mask.detach(), mask.clone(), mask.to("cpu", copy=True)):
+        assert request_of(twin) is request
+    assert request_of(mask[:, :, 1:]) is None
+    assert request_of(mask | True) is None
+    assert request_of(torch.zeros(3)) is request_of(None) is None
+    assert request_of(mask) is request
+    mask[0, 0, 0, 0] = False
+    assert request_of(mask) is None
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_roles_and_removal_in_any_order(order):
+    """ "mask" stands around "bias"; within a role the newest is in force."""
+    model, given = tiny("Llama"), inputs("Llama")
+    before, plain = state(model), run(model, given)
+    number, other = Add(1.0), Add(5.0)
+    making = [(number, "mask"), (double, "bias"), (other, "mask")]
+    handles = [put(model, *one) for one in making]
+    alive = {0, 1, 2}
+    for index in order:
+        in_force = [making[i] for i in sorted(alive)]
+        newest = {role: interceptor for interceptor, role in in_force}
+        twin = tiny("Llama")
+        twin.load_state_dict(model.state_dict())
+        for role in ("bias", "mask"):
+            if role in newest:
+                put(twin, newest[role], role)
+        assert torch.equal(run(model, given), run(twin, given))
+        handles[index].remove()
+        alive.discard(index)
+        assert handles[index].active is False
+    assert state(model) == before
+    assert torch.equal(run(model, given), plain)
+
+
+def test_the_newest_implementation_rules_and_the_older_one_returns():
+    model = tiny("Llama")
+    names = []
+    handles = [put(model, double, implementation="eager")]
+    names.append(model.config._attn_implementation)
+    handles.append(put(model, double, "mask", implementation="sdpa", replaces_mask=True))
+    names.append(model.config._attn_implementation)
+    handles.pop().remove()
+    names.append(model.config._attn_implementation)
+    handles.pop().remove()
+    names.append(model.config._attn_implementation)
+    assert names == ["attnflow_eager", "attnflow_masked_sdpa", "attnflow_eager", "sdpa"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_implementation_that_somebody_else_has_set(keep):
+    model = tiny("Llama")
+    handle = put(model, double)
+    model.set_attn_implementation("eager")
+    assert set(handle.remove(keep_changes=keep)) == {"eager"}
+    assert model.config._attn_implementation == ("eager" if keep else "sdpa")
+
+
+def test_copies_have_interceptors_of_their_own():
+    model, given = tiny("Llama"), inputs("Llama")
+    plain = run(model, given)
+    holder = torch.nn.ModuleList([model])
+    holder.handle = put(model, double)
+    ours = run(model, given)
+    for twin in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
+        assert torch.equal(run(twin[0], given), ours)
+        twin.handle.remove()
+        assert torch.equal(run(twin[0], given), plain)
+        assert twin[0].config._attn_implementation == "sdpa"
+    assert torch.equal(run(model, given), ours)
+
+
+def test_a_block_mask_of_the_padding_alone_stands_in_under_flex_attention():
+    """No table of all pairs: the model is given something real, and cheap."""
+    from transformers.masking_utils import create_causal_mask
+
+    model = tiny("Llama")
+    put(model, double, implementation="flex_attention", replaces_mask=True)
+    real = torch.ones(2, 1000, dtype=torch.int64)
+    real[1, :3] = 0
+    mask = create_causal_mask(model.config, torch.empty(2, 1000, 0), real, None)
+    assert isinstance(mask, BlockMask)
+    assert mask.shape == (2, 1, 1000, 1000)
+    assert mask.kv_indices.numel() == 2
+    b, k = torch.meshgrid(torch.arange(2), torch.arange(1000), indexing="ij")
+    assert torch.equal(mask.mask_mod(b, b * 0, k * 0, k), real.bool())
+    assert request_of(mask).num_keys == request_of(mask.to("cpu")).num_keys == 1000
+
+
+def test_implementations_that_cannot_be_intercepted():
+    model = tiny("Llama")
+    with pytest.raises(ValueError, match=r"'paged', which takes no bias; choose one of sdpa, eager, flex_attention"):
+        check_implementation(model, "paged", "the implementation", "bias")
+    for name in IMPLEMENTATIONS:
+        check_implementation(model, name, "the implementation", "bias")
