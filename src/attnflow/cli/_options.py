@@ -73,7 +73,7 @@ def integers(text: str, option: str) -> list[int]:
         ) from None
 
 
-def settings(texts: Iterable[str], option: str = "--set") -> dict[str, str]:
+def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]:
     """`["window=4", "causal=false"]` as a dict; every name once."""
     values: dict[str, str] = {}
     for text in texts:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._masks import task_argument
+from attnflow.cli._output import JsonFlag, console, print_result, say, working
 
 
 def mask_check(
@@ -22,14 +23,13 @@ def mask_check(
 
     A leak is shown with the path of the information, layer by layer, and exits with 1.
     """
-    from attnflow.cli._spec import task_argument
     from attnflow.tasks import check
 
     task = task_argument(spec)
     with working(f"checking {task.size} positions"):
         report = check(task, layers)
     if json_output:
-        print_json("attnflow.mask.check/1", {"spec": spec, "mask": repr(task.mask), **report.to_dict()})
+        print_result(report)
     else:
         verdict, *rest = str(report).splitlines()
         screen = console()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, working
+from attnflow.cli._masks import PICTURES
+from attnflow.cli._options import OutputOption, settings_from
+from attnflow.cli._output import JsonFlag, console, output_path, print_result, say, working
 
 
 def mask_merge(
@@ -21,37 +22,35 @@ def mask_merge(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter, as in --set horizon=3.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a .svg, .png or .html file.")
-    ] = None,
+    output: OutputOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Merge a family of tasks and prove the result.
 
     Derives the smallest sequence and mask that train every task of the family in one forward pass, compares the mask
-    with its closed form, and proves that no label leaks (otherwise exits with 1).
+    with its closed form, and proves that no label leaks (otherwise exits with 1). -o writes .svg, .png or .html.
     """
-    from attnflow.cli import _pictures
-    from attnflow.cli._catalogue import settings_from
-    from attnflow.cli._families import make_family, merge_facts
+    from attnflow._core.parameters import find
     from attnflow.report import mask_text
+    from attnflow.tasks import derive
+    from attnflow.tasks.derivation import named_families
 
-    target = None if output is None else output_path(output, _pictures.SUFFIXES)
-    given = settings_from([*(settings or []), *([] if block is None else [f"block={block}"])])
-    named = make_family(name, tokens, given)
-    with working(f"merging {named.call}"):
-        facts = merge_facts(named)
+    target = None if output is None else output_path(output, PICTURES)
+    texts = settings_from([*(settings or []), *([] if block is None else [f"block={block}"])])
+    values = find(name, named_families(), "family").read(texts)
+    with working(f"merging {name} of {tokens} tokens"):
+        derivation = derive(name, tokens, **values)
+        mask = derivation.merged.task.mask
         if target is not None:
-            _pictures.write(facts.merged.task.mask, target)
+            mask_report(mask).save(target) if target.suffix.lower() == ".html" else save_figure(figure(mask), target)
     if json_output:
-        written = None if output is None else str(output)
-        print_json("attnflow.mask.merge/1", {**facts.to_dict(), "written": written})
+        print_result(derivation)
     else:
         screen = console()
-        say(screen, named.call, "bold")
-        say(screen, mask_text(facts.merged.task.mask, max(20, min(100, screen.width))) + "\n")
-        for label, text in facts.lines():
+        say(screen, derivation.call, "bold")
+        say(screen, mask_text(mask, max(20, min(100, screen.width))) + "\n")
+        for label, text in derivation.lines():
             say(screen, f"{label:<16}{text}")
         if output is not None:
             say(screen, f"{'written':<16}{output}")
-    raise typer.Exit(0 if facts.ok else 1)
+    raise typer.Exit(0 if derivation.ok else 1)

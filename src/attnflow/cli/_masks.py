@@ -1,0 +1,90 @@
+"""Masks and tasks that commands name: of the catalogue, or in a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from attnflow.cli._options import settings_from
+from attnflow.cli._output import BadUsage
+
+if TYPE_CHECKING:
+    from attnflow.masks import Mask
+    from attnflow.tasks import Task
+
+PICTURES: Final = (".svg", ".png", ".html")
+_DEFAULT_N: Final = 16
+# What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
+EXAMPLES: Final[Mapping[str, str]] = {
+    "attention_sink": "--set sinks=2 --set window=4",
+    "big_bird": "--n 32 --set block=2",
+    "block_causal": "--set block=4",
+    "block_diffusion": "--set num_blocks=4 --set block=2",
+    "block_two_stream": "--set num_blocks=4 --set block=2",
+    "butterfly": "--n 6",
+    "causal": "--n 8",
+    "dilated_window": "--set window=3 --set dilation=2",
+    "document": "--set lengths=5,3,4",
+    "full": "--n 8",
+    "global_tokens": "--set indices=0,8",
+    "longformer": "--set window=3 --set indices=0",
+    "multi_token_prediction": "--n 6 --set horizon=3",
+    "prefix_lm": "--set prefix=6",
+    "sliding_window": "--set window=4",
+    "tree": "--set parents=-1,0,0,1,1,2",
+    "xlnet_two_stream": "--set permutation=2,0,3,1",
+}
+
+
+def is_file(name: str) -> bool:
+    """Whether `name` stands for a JSON file; "-" is stdin."""
+    return name == "-" or name.endswith(".json")
+
+
+def mask_argument(name: str, n: int | None, texts: Sequence[str]) -> Mask:
+    """The mask that a command names: one of the catalogue, or of a file with a mask or with a task.
+
+    Raises:
+        BadUsage: options that do not go together, or a parameter that is missing.
+        ValueError: an unknown name, a value that the mask refuses, or a bad file.
+    """
+    from attnflow._core.plain import read_json
+    from attnflow.masks.spec import mask_from_dict
+
+    if not is_file(name):
+        return _of_catalogue(name, n, settings_from(texts))
+    if n is not None or texts:
+        raise BadUsage(f"--n and --set belong to masks of the catalogue; {name} is a file that says it all")
+    spec = read_json(name)
+    return mask_from_dict(spec.get("mask", spec), name)
+
+
+def task_argument(path: str) -> Task:
+    """The task in a JSON file."""
+    from attnflow._core.plain import read_json
+    from attnflow.tasks import Task
+
+    return Task.from_dict(read_json(path), path)
+
+
+def _of_catalogue(name: str, n: int | None, texts: Mapping[str, str]) -> Mask:
+    from attnflow._core.plain import close_to
+    from attnflow.masks.spec import named_masks
+
+    catalogue = named_masks()
+    if name not in catalogue:
+        raise BadUsage(f"unknown mask {name!r}{close_to(name, catalogue)} (`attnflow mask list` shows all)")
+    entry, example = catalogue[name], f"for example: attnflow mask show {name} {EXAMPLES[name]}"
+    length = next((parameter for parameter in entry.parameters if parameter.name == "n"), None)
+    if n is not None and length is None:
+        raise BadUsage(f"{entry.signature} has no parameter n; {example}")
+    if n is not None and "n" in texts:
+        raise BadUsage("n is given twice, by --n and by --set n=...")
+    values = entry.read(texts)
+    if length is not None and "n" not in values:
+        values["n"] = _DEFAULT_N if n is None else length.bounded(n)
+    try:
+        entry.require(values)
+    except ValueError as error:
+        raise BadUsage(f"{error}; {example}") from None
+    return entry.function(**values)
