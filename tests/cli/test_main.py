@@ -131,7 +131,7 @@ def test_progress_goes_to_a_terminal_only_and_not_into_the_output(tmp_path: Path
     done = subprocess.run(
         [script, "-qec", command, "/dev/null"], capture_output=True, text=True, timeout=120, check=False
     )
-    assert "merging butterfly(3 tokens)" in done.stdout
+    assert "merging butterfly of 3 tokens" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["equals_closed_form"]
 
 

@@ -36,7 +36,7 @@ def test_leak_with_its_path(run: Callable, tmp_path: Path) -> None:
     assert "layer 1: 1 -> 2, layer 2: 2 -> 0" in out
     assert "Traceback" not in err
     found = json.loads(run("mask", "check", file, "--json").out)
-    assert found["schema"] == "attnflow.mask.check/1"
+    assert found["attnflow"] == "LeakReport"
     assert not found["ok"]
     assert [leak["witness"] for leak in found["leaks"]] == [[1, 2, 0]]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.cli import _families
+from attnflow.tasks import Derivation, derivation
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,8 @@ from attnflow.cli import _families
 def test_every_family_merges_to_its_closed_form(run: Callable, arguments: list[str], size: int, nodes: int) -> None:
     code, out, err = run("mask", "merge", *arguments, "--json")
     found = json.loads(out)
-    assert (code, err, found["schema"]) == (0, "", "attnflow.mask.merge/1")
+    assert (code, err, found["attnflow"]) == (0, "", "Derivation")
+    assert Derivation.from_json(out).ok
     assert found["merged_positions"] == len(found["position_ids"]) == size
     assert found["num_nodes"] == found["lower_bound"] == nodes
     assert found["is_minimal"]
@@ -59,7 +60,7 @@ def test_a_family_without_a_formula(run: Callable) -> None:
 
 def test_a_difference_from_the_formula_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = ("butterfly as printed", af.tasks.butterfly_as_printed(6))
-    monkeypatch.setattr(_families, "_closed_form", lambda *_: printed)
+    monkeypatch.setattr(derivation, "_closed_form", lambda *_: printed)
     code, out, _ = run("mask", "merge", "butterfly", "--tokens", "6")
     assert code == 1
     assert "closed form     DIFFERENT from butterfly as printed" in out

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.cli._catalogue import EXAMPLES
+from attnflow.cli._masks import EXAMPLES
 from attnflow.report import subject
 
 
@@ -34,7 +34,8 @@ def test_json(run: Callable) -> None:
     mask = af.masks.butterfly(5)
     flow = af.order.analyze(mask)
     assert found == {
-        "schema": "attnflow.mask.show/1",
+        "attnflow": "MaskSummary",
+        "version": 1,
         "name": "butterfly",
         "parameters": {"n": 5},
         "num_queries": 13,
@@ -51,7 +52,6 @@ def test_json(run: Callable) -> None:
         },
         "no_order": None,
         "blocks": [found["blocks"][0]],
-        "written": None,
     }
     blocks = mask.block_mask(4)
     counts = (int(blocks.full_kv_num_blocks.sum()), int(blocks.kv_num_blocks.sum()))
@@ -88,7 +88,7 @@ def test_svg_png_and_html(run: Callable, tmp_path: Path) -> None:
     assert code == 0
     assert f"written         {svg}" in out
     assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    assert json.loads(run("mask", "show", "causal", "-o", str(png), "--json").out)["written"] == str(png)
+    assert json.loads(run("mask", "show", "causal", "-o", str(png), "--json").out)["name"] == "causal"
     assert png.read_bytes().startswith(b"\x89PNG")
     assert run("mask", "show", "causal", "-o", str(html)).code == 0
     assert html.read_text().startswith("<!doctype html>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnflow.cli._options import settings_from
@@ -88,3 +89,18 @@ def _of_catalogue(name: str, n: int | None, texts: Mapping[str, str]) -> Mask:
     except ValueError as error:
         raise BadUsage(f"{error}; {example}") from None
     return entry.function(**values)
+
+
+def write_picture(mask: Mask, path: Path) -> None:
+    """Write the picture, or for `.html` the report, that the suffix of `path` asks for; whole or not at all."""
+    from attnflow._core.files import write_atomically
+    from attnflow.report import mask_png, mask_report, mask_svg
+
+    suffix = path.suffix.lower()
+    if suffix == ".png":
+        mask_png(mask, path)
+    elif suffix == ".html":
+        mask_report(mask).save(path)
+    else:
+        with write_atomically(path) as file:
+            file.write(mask_svg(mask).encode())

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._catalogue import close_to
+from attnflow.cli._masks import is_file, mask_argument
 from attnflow.cli._options import ModelArgument, TextOption, describe, integers, load, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
-from attnflow.cli._spec import mask_argument
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
@@ -81,7 +80,9 @@ def audit(
 
 
 def _of_file(order: str) -> Mask:
-    if order != "-" and not order.endswith(".json"):
+    from attnflow._core.plain import close_to
+
+    if not is_file(order):
         near = close_to(order, ("causal", "full"))
         raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
     return mask_argument(order, None, [])

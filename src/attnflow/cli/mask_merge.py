@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from attnflow.cli._masks import PICTURES
+from attnflow.cli._masks import PICTURES, write_picture
 from attnflow.cli._options import OutputOption, settings_from
 from attnflow.cli._output import JsonFlag, console, output_path, print_result, say, working
 
@@ -42,7 +42,7 @@ def mask_merge(
         derivation = derive(name, tokens, **values)
         mask = derivation.merged.task.mask
         if target is not None:
-            mask_report(mask).save(target) if target.suffix.lower() == ".html" else save_figure(figure(mask), target)
+            write_picture(mask, target)
     if json_output:
         print_result(derivation)
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, working
+from attnflow.cli._masks import PICTURES, mask_argument, write_picture
+from attnflow.cli._output import JsonFlag, console, output_path, print_result, say, working
 
 
 def mask_show(
@@ -34,25 +34,23 @@ def mask_show(
     In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
     density, classes and Hasse diagram of the order, block sparsity.
     """
-    from attnflow.cli import _pictures
-    from attnflow.cli._facts import mask_facts
-    from attnflow.cli._spec import mask_argument
     from attnflow.report import mask_text
+    from attnflow.report.mask_summary import summarise
 
-    if output is not None and f".{output}" in _pictures.SUFFIXES:  # a bare format names the file after the mask
+    if output is not None and f".{output}" in PICTURES:  # a bare format names the file after the mask
         output = Path(f"{Path(name).stem}.{output}")
-    target = None if output is None else output_path(output, _pictures.SUFFIXES)
+    target = None if output is None else output_path(output, PICTURES)
     mask = mask_argument(name, n, settings or [])
     with working(f"analysing {mask.name}"):
-        facts = mask_facts(mask, block_size)
+        summary = summarise(mask, block_size)
         if target is not None:
-            _pictures.write(mask, target)
+            write_picture(mask, target)
     if json_output:
-        print_json("attnflow.mask.show/1", {**asdict(facts), "written": None if output is None else str(output)})
+        print_result(summary)
         return
     screen = console()
     say(screen, mask_text(mask, max(20, min(100, screen.width))) + "\n")
-    for label, text in facts.lines():
+    for label, text in summary.lines():
         say(screen, f"{label:<16}{text}")
     if output is not None:
         say(screen, f"{'written':<16}{output}")

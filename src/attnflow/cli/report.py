@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, output_path, print_json, say, working
+from attnflow.cli._masks import is_file, mask_argument
+from attnflow.cli._options import describe, load, sample
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, working
+
+if TYPE_CHECKING:
+    from attnflow.cli._output import Spinner
+    from attnflow.report import Report as Page
 
 
 def report(
@@ -28,21 +35,71 @@ def report(
     """Write a report, one self-contained HTML page.
 
     On a mask: picture, Hasse diagram, depth, receptive fields, block sparsity, cost. On a task: its leaks too. On a
-    model: its audit and the order that it declares. Exits with 1 if a leak is reported.
+    model: its audit and the order that it declares, its bias, its geometry, what its feed-forward entries did for a
+    text. Exits with 1 if a leak is reported.
     """
-    from attnflow.cli import _reports
-    from attnflow.cli._output import console
+    from attnflow._core.plain import close_to
+    from attnflow.masks.spec import named_masks
 
     target = output_path(output, [".html"])
+    is_mask = is_file(subject) or subject in named_masks()
+    if is_mask and text is not None:
+        raise BadUsage(f"--text belongs to models; {subject} is a mask")
+    if not is_mask and (n is not None or settings):
+        near = close_to(subject, named_masks())
+        raise BadUsage(f"--n and --set belong to masks, and {subject!r} is none{near}")
     with working(f"reading {subject}") as spinner:
-        made = _reports.make(subject, n, settings or [], text, tokens, spinner)
-        made.page.save(target)
+        if is_mask:
+            page, ok = _of_mask(subject, n, settings or [], spinner)
+        else:
+            page, ok = _of_model(subject, text, tokens, spinner)
+        page.save(target)
     size = target.stat().st_size
     if json_output:
-        sections = [section.name for section in made.page.sections]
-        found = {"kind": made.kind, "title": made.page.title, "ok": made.ok, "sections": sections, "bytes": size}
-        print_json("attnflow.report/1", {"subject": subject, **found, "written": str(output)})
+        sections = [section.name for section in page.sections]
+        about = {"subject": subject, "title": page.title, "ok": ok, "sections": sections, "bytes": size}
+        print_json("attnflow.report/1", {**about, "written": str(output)})
     else:
-        verdict = "" if made.ok else " It reports a leak."
-        say(console(), f"{made.page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if made.ok else "bold red")
-    raise typer.Exit(0 if made.ok else 1)
+        verdict = "" if ok else " It reports a leak."
+        say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if ok else "bold red")
+    raise typer.Exit(0 if ok else 1)
+
+
+def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Spinner) -> tuple[Page, bool]:
+    from attnflow._core.plain import read_json
+    from attnflow.masks.spec import mask_from_dict
+    from attnflow.report import mask_report
+    from attnflow.tasks import Task, check
+
+    spec = read_json(subject) if is_file(subject) and n is None and not settings else {}
+    if "inputs" in spec:
+        task = Task.from_dict(spec, subject)
+        spinner(f"checking {task.size} positions")
+        report = check(task)
+        return mask_report(task.flow, task=task, check=report, title=subject), report.ok
+    mask = mask_from_dict(spec.get("mask", spec), subject) if spec else mask_argument(subject, n, settings)
+    spinner(f"analysing {mask.name}")
+    return mask_report(mask), True
+
+
+def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> tuple[Page, bool]:
+    from attnflow.audit import check
+    from attnflow.audit.declared import relation_of
+    from attnflow.audit.inputs import read
+    from attnflow.audit.text import text_inputs
+    from attnflow.masks import from_dense
+    from attnflow.report import model_report
+
+    loaded = load(name)
+    inputs = text_inputs(loaded, sample() if text is None else text, tokens)
+
+    def progress(done: int, total: int, what: str) -> None:
+        spinner(f"auditing {name}: {what} {done}/{total}")
+
+    audit = check(loaded.model, inputs, progress=progress)
+    spinner("writing the report")
+    relation = relation_of(loaded.model, read(loaded.model, inputs), None)
+    layers = [from_dense(layer[0], relation.name) for layer in relation.layers]
+    flow = layers[0] if relation.repeat else layers
+    labels = [loaded.tokenizer.decode([token]) for ids in inputs.values() for token in ids[0].tolist()]
+    return model_report(name, audit, flow=flow, labels=labels, details={"Model": describe(name, loaded)}), audit.ok
