@@ -50,7 +50,7 @@ def print_result(result: Result) -> None:
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
-    """One JSON object on stdout; `schema` names its layout, e.g. "attnflow.mask.show/1"."""
+    """One JSON object on stdout; `schema` names its layout, e.g. "attnflow.mask.list/1"."""
     print(json.dumps({"schema": schema, **plain(payload)}, indent=2, allow_nan=False))
 
 
