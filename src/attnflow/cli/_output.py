@@ -43,9 +43,6 @@ def say(screen: Console, text: str, style: str = "") -> None:
 
 def print_result(result: Result) -> None:
     """What `--json` prints: the result as strict JSON, which its `from_json` reads again."""
-    if not hasattr(result, "to_json"):
-        print(json.dumps(plain(result.to_dict()), indent=2, allow_nan=False))
-        return
     print(result.to_json().rstrip("\n"))
 
 

@@ -61,7 +61,7 @@ def audit(
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
         report = check(
-            loaded.model,
+            loaded,
             inputs,
             declared,
             mode.value,

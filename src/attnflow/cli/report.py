@@ -96,7 +96,7 @@ def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> tup
     def progress(done: int, total: int, what: str) -> None:
         spinner(f"auditing {name}: {what} {done}/{total}")
 
-    audit = check(loaded.model, inputs, progress=progress)
+    audit = check(loaded, inputs, progress=progress)
     spinner("writing the report")
     relation = relation_of(loaded.model, read(loaded.model, inputs), None)
     layers = [from_dense(layer[0], relation.name) for layer in relation.layers]
