@@ -1,87 +1,66 @@
-"""`BiasConfig`: which bias, on which layers, from which vectors; frozen, and the same after a trip through JSON."""
+"""`BiasConfig`: what the configs of all kinds share: which layers, checks, and the trip through JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Final, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, Self, get_args, runtime_checkable
 
 from attnflow._core.checks import integer
 
-Kind = Literal["guidance", "bilinear", "dot", "key", "cumulative", "lowrank", "dense", "alibi", "relative"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from attnflow.bias.shape import LayerShape
+
 Reference = Literal["unrotated", "rotated", "per_head", "hidden"]
 Placement = Literal["every", "every_other", "every_fourth"]
+ShareHeads = bool | Literal["kv"]
+Init = Literal["zero", "kaiming"]
 
-VERSION: Final = 1
 _STEP: Final = {"every": 1, "every_other": 2, "every_fourth": 4}
+_CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
+    "reference": get_args(Reference),
+    "share_heads": (True, False, "kv"),
+    "init": get_args(Init),
+    "rope": ("keep", "remove"),
+}
+_POSITIVE: Final = ("hidden_dim", "rank", "max_length", "max_distance")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BiasConfig:
-    """One learned bias on attention scores (daa, table 1, and the controls that it is compared with).
+    """One learned bias on attention scores; each kind has its own config, with only the fields that the kind has.
 
     Attributes:
-        kind: "guidance" (the paper's network on query and key), "bilinear", "dot", "key" (the same network on the key
-            alone), "cumulative" (forget gates, FoX), "lowrank", "dense" (a learned number per pair of positions),
-            "alibi", "relative" (T5 buckets).
         layers: "every", "every_other" (from the first; the paper's choice), "every_fourth", or the indices.
-        hidden_dim: width of the network's hidden layer.
-        reference: the vectors that the bias reads: "unrotated" (full-width projections, all heads side by side, before
-            rotary embedding), "rotated" (after it), "per_head" (each head its own part: the paper's head-specific
-            ablation), or "hidden" (the layer's input, for queries and keys alike).
-        share_heads: True for one map for all heads (with reference="per_head": one network, a map per head); "kv" for
-            one network per key-value head; False for one per head.
-        init: "zero" (the identity: training starts from the base model exactly) or "kaiming" (the output layer too,
-            for the paper's Fig. 5; gains start at 1).
-        rank: of "lowrank"; default `hidden_dim`, which gives the parameter count of "guidance".
-        max_length: positions of "dense".
-        num_buckets: of "relative".
-        max_distance: from which on "relative" puts distances into one bucket.
-        rope: "keep", or "remove" the rotary embedding of these layers (ALiBi in its place).
-        version: of this format.
+        rope: "keep", or "remove" the rotary embedding of these layers.
+        reference: (kinds that read vectors) "unrotated": full-width projections, all heads side by side, before
+            rotary embedding; "rotated": after it; "per_head": each head its own part, the paper's head-specific
+            ablation; "hidden": the layer's input, for queries and keys alike.
+        share_heads: (kinds with a network or table) True for one map for all heads (with reference="per_head": one
+            network, a map per head); "kv" for one network per key-value head; False for one per head.
+        init: (kinds with a last layer) "zero", the identity: training starts from the base model exactly; or
+            "kaiming", He's normal initialisation of the last layer too, std sqrt(2 / fan_in) (daa, fig. 5).
 
     Raises:
         ValueError, TypeError: a field out of range, with what was expected.
-
-    >>> BiasConfig.from_dict(BiasConfig(layers=[0, 3]).to_dict()) == BiasConfig(layers=[0, 3])
-    True
     """
 
-    kind: Kind = "guidance"
+    kind: ClassVar[str]
+    version: ClassVar[int] = 1  # of the JSON
+
     layers: Placement | Sequence[int] = "every_other"
-    hidden_dim: int = 64
-    reference: Reference = "unrotated"
-    share_heads: bool | Literal["kv"] = True
-    init: Literal["zero", "kaiming"] = "zero"
-    rank: int | None = None
-    max_length: int = 512
-    num_buckets: int = 32
-    max_distance: int = 128
     rope: Literal["keep", "remove"] = "keep"
-    version: int = VERSION
 
     def __post_init__(self) -> None:
-        for name, options in (
-            ("kind", get_args(Kind)),
-            ("reference", get_args(Reference)),
-            ("share_heads", (True, False, "kv")),
-            ("init", ("zero", "kaiming")),
-            ("rope", ("keep", "remove")),
-        ):
-            value = getattr(self, name)
-            if not any(value is option or (value == option and type(value) is type(option)) for option in options):
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
-        for name in ("hidden_dim", "max_length", "max_distance"):
-            integer(name, getattr(self, name), minimum=1)
-        integer("num_buckets", self.num_buckets, minimum=4)
-        if self.rank is not None:
-            integer("rank", self.rank, minimum=1)
-        if self.max_distance <= self.num_buckets // 4:
-            raise ValueError(
-                f"max_distance must exceed num_buckets // 4 = {self.num_buckets // 4}, got {self.max_distance}"
-            )
-        if self.version != VERSION:
-            raise ValueError(f"a bias config of version {self.version} was given, this release reads {VERSION}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            options = _CHOICES.get(field.name)
+            if options and not any(value == option and type(value) is type(option) for option in options):
+                raise ValueError(f"{field.name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+            if field.name in _POSITIVE:
+                integer(field.name, value, minimum=1)
         if isinstance(self.layers, int):
             raise TypeError(
                 f"layers must be a name or a list of indices, got {self.layers!r}; for one layer, [{self.layers}]"
@@ -93,6 +72,11 @@ class BiasConfig:
                 raise ValueError(f"layers must list at least one layer, each once, got {list(self.layers)}")
         elif self.layers not in _STEP:
             raise ValueError(f"layers must be one of {', '.join(map(repr, _STEP))} or indices, got {self.layers!r}")
+
+    @property
+    def reads(self) -> Reference | None:
+        """The vectors that the kind reads, or None if it knows positions alone."""
+        return getattr(self, "reference", None)
 
     def layer_indices(self, num_layers: int) -> list[int]:
         """The layers that get this bias, of a model with `num_layers`.
@@ -107,20 +91,47 @@ class BiasConfig:
             raise ValueError(f"layers {beyond} do not exist: the model has layers 0 to {num_layers - 1}")
         return sorted(self.layers)
 
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        found: dict[str, object] = asdict(self)
-        return found | {"layers": self.layers if isinstance(self.layers, str) else list(self.layers)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> BiasConfig:
-        """From `to_dict()`.
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The module of one layer, a `ScoreTerm`, freshly initialised.
 
         Raises:
-            ValueError: unknown fields, or values out of range.
+            ValueError: the kind does not exist for such a layer.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON holds it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        layers = self.layers if isinstance(self.layers, str) else list(self.layers)
+        return {"kind": self.kind, "version": self.version, **values, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """From `to_dict()` of this kind.
+
+        Raises:
+            ValueError: unknown fields, another version, or values out of range.
+        """
+        content = {name: value for name, value in values.items() if name not in ("kind", "version")}
+        if values.get("version", cls.version) != cls.version:
+            raise ValueError(f"a bias config of version {values['version']} was given, this release reads {cls.version}")
+        own = {field.name for field in fields(cls)}
+        unknown = sorted(set(content) - own)
         if unknown:
-            raise ValueError(f"a bias config has no field {', '.join(map(repr, unknown))}; it has {sorted(known)}")
-        return cls(**values)  # pyright: ignore[reportArgumentType]
+            raise ValueError(f"{cls.__name__} has no field {', '.join(map(repr, unknown))}; it has {sorted(own)}")
+        return cls(**content)  # pyright: ignore[reportArgumentType]
+
+
+@runtime_checkable
+class VectorConfig(Protocol):
+    """A config of a kind that reads vectors."""
+
+    @property
+    def reference(self) -> Reference:
+        """Which vectors."""
+        ...
+
+    @property
+    def share_heads(self) -> ShareHeads:
+        """Which heads share a network."""
+        ...

@@ -21,9 +21,8 @@ class LayerBias(nn.Module):
     Attributes:
         kinds: the summands.
         shape: the layer's sizes.
-        num_layers: attention layers of the model.
         references: names of the vectors that the summands read.
-        impl: what computes attention with it: "auto" or one of `IMPLEMENTATIONS`.
+        backend: what computes attention with it; see `attention`.
         enabled: whether attention uses it.
         observer: called with every attention call, before it runs, while something wants to look; without terms while
             the bias is disabled.
@@ -34,15 +33,13 @@ class LayerBias(nn.Module):
         kinds: Sequence[nn.Module],
         shape: LayerShape,
         references: Sequence[str],
-        impl: str = "auto",
-        num_layers: int = 1,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.kinds = nn.ModuleList(kinds)
         self.shape = shape
-        self.num_layers = num_layers
         self.references = frozenset("unrotated" if name == "per_head" else name for name in references)
-        self.impl = impl
+        self.backend = backend
         self.enabled = True
         self.observer: Callable[[Call], None] | None = None
         self._trained = False
@@ -80,16 +77,3 @@ def layer_biases(model: nn.Module) -> Iterator[tuple[str, LayerBias]]:
     for name, module in model.named_modules():
         if isinstance(module, LayerBias):
             yield name, module
-
-
-def parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that biases have added to a model: what guidance-only training optimises.
-
-    Raises:
-        ValueError: the model has no bias.
-    """
-    found = [bias for _, bias in layer_biases(model)]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no bias attached; see af.bias.attach")
-    for bias in found:
-        yield from bias.parameters()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow.bias.config import BiasConfig
+from attnflow.bias.config import Reference, ShareHeads
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class LayerShape:
     hidden_size: int
     is_causal: bool
 
-    def groups(self, config: BiasConfig) -> int:
-        """Number of networks that a config asks for on this layer."""
-        if config.share_heads is True:
+    def groups(self, share_heads: ShareHeads) -> int:
+        """Number of networks of this layer."""
+        if share_heads is True:
             return 1
-        return self.num_kv_heads if config.share_heads == "kv" else self.num_heads
+        return self.num_kv_heads if share_heads == "kv" else self.num_heads
 
-    def widths(self, config: BiasConfig) -> tuple[int, int]:
+    def widths(self, reference: Reference) -> tuple[int, int]:
         """(width of a query's vector, width of a key's vector) as one network reads them."""
-        if config.reference == "hidden":
+        if reference == "hidden":
             return self.hidden_size, self.hidden_size
-        if config.reference == "per_head":
+        if reference == "per_head":
             return self.head_dim, self.head_dim
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
@@ -63,7 +63,7 @@ class Vectors:
 
     def reference(self, name: str) -> Tensor:
         """The vectors that a config's `reference` names; "per_head" reads the unrotated ones."""
-        found = {"rotated": self.rotated, "hidden": self.hidden}.get(name, self.unrotated)
-        if found is None:
+        vectors = {"rotated": self.rotated, "hidden": self.hidden}.get(name, self.unrotated)
+        if vectors is None:
             raise ValueError(f"this layer was not asked for its {name} vectors")
-        return found
+        return vectors

@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.bias.attention import backend, choose
+from attnflow.bias.attention import choose, module_of
 from attnflow.bias.call import Call, make_call
 from attnflow.bias.hf.allowed import relation_of
 from attnflow.bias.hf.cache import extend, first_position, new_slots
@@ -45,7 +45,7 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
         bias.observer(biased_call)
     if zero and not learns:
         return proceed(call)
-    output, weights = _attend(biased_call, bias.impl, call.implementation == "eager")
+    output, weights = _attend(biased_call, bias.backend, call.implementation == "eager")
     output = output.transpose(1, 2).contiguous()
     weights = None if weights is None else weights.to(call.query.dtype)
     if zero and not biased_call.dropout:
@@ -80,11 +80,11 @@ def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
     )
 
 
-def _attend(call: Call, impl: str, eager: bool) -> tuple[Tensor, Tensor | None]:
-    """By the implementation asked for; eager attention also returns weights, which only the reference holds."""
-    need_weights = eager and impl in ("auto", "reference")
+def _attend(call: Call, backend: str, eager: bool) -> tuple[Tensor, Tensor | None]:
+    """By the backend asked for; eager attention also returns weights, which only the reference holds."""
+    need_weights = eager and backend in ("auto", "reference")
     with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
-        output, weights = backend(choose(call, impl, need_weights)).run(call)
+        output, weights = module_of(choose(call, backend, need_weights)).run(call)
     return output, weights if need_weights else None
 
 

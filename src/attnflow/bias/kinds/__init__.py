@@ -1,38 +1,58 @@
-"""The kinds of bias: each an `nn.Module` of one attention layer that turns vectors into a `Term`."""
+"""The kinds of bias: for each a config, and the `nn.Module` of one attention layer that turns vectors into a `Term`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.kinds.base import ScoreTerm
-from attnflow.bias.kinds.columns import Cumulative, Key
-from attnflow.bias.kinds.dense import DenseTable
-from attnflow.bias.kinds.guidance import GuidanceNetwork
-from attnflow.bias.kinds.positions import Alibi, Relative
-from attnflow.bias.kinds.products import Bilinear, Dot, LowRank
-from attnflow.bias.shape import LayerShape
+from attnflow.bias.kinds.cumulative import CumulativeConfig
+from attnflow.bias.kinds.custom import CustomConfig
+from attnflow.bias.kinds.dense import DenseConfig
+from attnflow.bias.kinds.guidance import GuidanceConfig
+from attnflow.bias.kinds.key import KeyConfig
+from attnflow.bias.kinds.positions import AlibiConfig, RelativeConfig
+from attnflow.bias.kinds.products import BilinearConfig, DotConfig, LowRankConfig
 
-KINDS: Final = {
-    "guidance": GuidanceNetwork,
-    "bilinear": Bilinear,
-    "dot": Dot,
-    "key": Key,
-    "cumulative": Cumulative,
-    "lowrank": LowRank,
-    "dense": DenseTable,
-    "alibi": Alibi,
-    "relative": Relative,
+KINDS: Final[Mapping[str, type[BiasConfig]]] = {
+    config.kind: config
+    for config in (
+        GuidanceConfig,
+        BilinearConfig,
+        DotConfig,
+        KeyConfig,
+        CumulativeConfig,
+        LowRankConfig,
+        DenseConfig,
+        AlibiConfig,
+        RelativeConfig,
+    )
 }
 
 
-def build(config: BiasConfig, shape: LayerShape) -> ScoreTerm:
-    """The module of a config for one layer, freshly initialised.
+def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
+    """The config that `to_dict` described, of whatever kind; a custom one holds code, and cannot be read.
 
     Raises:
-        ValueError: the kind does not exist for such a layer.
+        ValueError: no such kind, unknown fields, or values out of range.
     """
-    return KINDS[config.kind](config, shape)
+    kind = str(values.get("kind"))
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    return KINDS[kind].from_dict(values)
 
 
-__all__ = ["KINDS", "ScoreTerm", "build"]
+__all__ = [
+    "KINDS",
+    "AlibiConfig",
+    "BilinearConfig",
+    "CumulativeConfig",
+    "CustomConfig",
+    "DenseConfig",
+    "DotConfig",
+    "GuidanceConfig",
+    "KeyConfig",
+    "LowRankConfig",
+    "RelativeConfig",
+    "config_from_dict",
+]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.bias.config import BiasConfig
+from attnflow.bias.config import Init, VectorConfig
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Term
 
@@ -41,19 +41,14 @@ class ScoreTerm(Protocol):
 class Projection(nn.Module):
     """A linear map from a layer's vectors to `out` numbers per network: full-width, or from each head's own part."""
 
-    def __init__(self, config: BiasConfig, shape: LayerShape, side: str, out: int) -> None:
+    def __init__(self, config: VectorConfig, shape: LayerShape, side: Literal["query", "key"], out: int) -> None:
         super().__init__()
-        width = shape.widths(config)[0 if side == "query" else 1]
-        self.networks = shape.groups(config)
+        width = shape.widths(config.reference)[0 if side == "query" else 1]
+        self.networks = shape.groups(config.share_heads)
         self.heads = shape.num_heads if side == "query" else shape.num_kv_heads
         self.num_heads = shape.num_heads
         self.per_head = config.reference == "per_head"
         self.weight = nn.Parameter(torch.empty(self.networks, out, width))
-
-    def reset_parameters(self, fan_in: int) -> None:
-        """What `nn.Linear` does: uniform within 1 / sqrt(fan_in) (Kaiming with a = sqrt 5)."""
-        bound = 1 / math.sqrt(fan_in)
-        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, vectors: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch groups tokens out"]:
         """One result per map: `networks` of them, or one per query head where heads are read apart."""
@@ -76,9 +71,22 @@ class GroupedNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(networks, width))
 
 
-def num_maps(config: BiasConfig, shape: LayerShape) -> int:
+def as_linear(parameter: Tensor, fan_in: int) -> None:
+    """Initialise as `nn.Linear` does: uniform within 1 / sqrt(fan_in)."""
+    nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+
+def as_last(parameter: Tensor, fan_in: int, init: Init) -> None:
+    """Initialise the layer that decides whether the bias is zero: zero, or He's normal with std sqrt(2 / fan_in)."""
+    if init == "zero":
+        nn.init.uniform_(parameter, 0.0, 0.0)  # drawn, so that the layers behind it get the numbers of their seed
+    else:
+        nn.init.normal_(parameter, std=math.sqrt(2 / fan_in))
+
+
+def num_maps(config: VectorConfig, shape: LayerShape) -> int:
     """Number of distinct maps: the networks, or every head where one network reads heads apart."""
-    return shape.num_heads if config.reference == "per_head" else shape.groups(config)
+    return shape.num_heads if config.reference == "per_head" else shape.groups(config.share_heads)
 
 
 def spread(parameter: Tensor, maps: int) -> Tensor:

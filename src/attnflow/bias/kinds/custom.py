@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig, Placement, Reference
+from attnflow.bias.config import BiasConfig, Reference
 from attnflow.bias.kinds.base import ScoreTerm
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Dense, wide
 
 
-@dataclass(frozen=True)
-class Custom:
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig(BiasConfig):
     """A bias of the user's making.
 
     Attributes:
         build: makes the module of one layer from its `LayerShape`. The module either has the methods of `ScoreTerm`, or
             is called with (query, key), [batch, queries, width] and [batch, keys, width] as `reference` says, and
             returns B as [batch or 1, maps, queries, keys]: simple, and every pair is held.
-        layers: as in `BiasConfig`.
-        reference: the vectors it reads, as in `BiasConfig`.
-        name: written into saved files; loading asks for the module again, and never imports code by name.
+        name: written into saved files; loading asks for the config again, and never imports code by name.
+
+    The other fields are those of `BiasConfig`.
     """
 
-    build: Callable[[LayerShape], nn.Module]
-    layers: Placement | Sequence[int] = "every_other"
+    kind: ClassVar[str] = "custom"
+    build: Callable[[LayerShape], nn.Module] = field(kw_only=False)
     reference: Reference = "unrotated"
     name: str = "custom"
-
-    def layer_indices(self, num_layers: int) -> list[int]:
-        """The layers that get this bias."""
-        return BiasConfig(layers=self.layers).layer_indices(num_layers)
 
     def module(self, shape: LayerShape) -> nn.Module:
         """The module of one layer.
@@ -43,10 +39,14 @@ class Custom:
         Raises:
             TypeError: `build` made something else.
         """
-        made = cast(object, self.build(shape))
-        if not isinstance(made, nn.Module):
-            raise TypeError(f"{self.name}: build must return an nn.Module, got {type(made).__name__}")
-        return made if isinstance(made, ScoreTerm) else Pairwise(made, self.reference)
+        module = cast(object, self.build(shape))
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{self.name}: build must return an nn.Module, got {type(module).__name__}")
+        return module if isinstance(module, ScoreTerm) else Pairwise(module, self.reference)
+
+    def to_dict(self) -> dict[str, object]:
+        """What can be compared with the config that is given on loading: all but the code."""
+        return {name: value for name, value in super().to_dict().items() if name != "build"}
 
 
 class Pairwise(nn.Module):
@@ -67,14 +67,14 @@ class Pairwise(nn.Module):
             ValueError: a result of another shape.
         """
         rows = queries.reference(self.name)
-        found = self.network(rows, columns.to(rows.dtype))
+        bias = self.network(rows, columns.to(rows.dtype))
         expected = (rows.shape[1], columns.shape[1])
-        if not isinstance(found, Tensor) or found.ndim != 4 or tuple(found.shape[2:]) != expected:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(bias, Tensor) or bias.ndim != 4 or tuple(bias.shape[2:]) != expected:
+            got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise ValueError(
                 f"{type(self.network).__name__} must return [batch or 1, maps, {expected[0]}, {expected[1]}], got {got}"
             )
-        return Dense(found)
+        return Dense(bias)
 
     def is_zero(self) -> bool:
         """Unknown, so no."""

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig
+from attnflow.bias.config import BiasConfig, ShareHeads
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(BiasConfig):
+    """A learned number for each pair of positions, as pair biases and graphs have.
+
+    Attributes:
+        max_length: positions of the table.
+        std: of the normal numbers to start from; 0 is the identity.
+
+    The other fields are those of `BiasConfig`.
+    """
+
+    kind: ClassVar[str] = "dense"
+    share_heads: ShareHeads = True
+    max_length: int = 512
+    std: float = 0.0
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The table of one layer."""
+        return DenseTable(self, shape)
 
 
 class DenseTable(nn.Module):
@@ -18,16 +42,18 @@ class DenseTable(nn.Module):
     gradients flow into it. None goes back.
     """
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    def __init__(self, config: DenseConfig, shape: LayerShape) -> None:
         super().__init__()
         self.config = config
-        self.values = nn.Parameter(torch.empty(1, shape.groups(config), config.max_length, config.max_length))
+        self.values = nn.Parameter(
+            torch.empty(1, shape.groups(config.share_heads), config.max_length, config.max_length)
+        )
         self.given: Tensor | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All zero, or normal with std 0.02 with init="kaiming"."""
-        nn.init.normal_(self.values, std=0.0 if self.config.init == "zero" else 0.02)
+        """Normal, with the std of the config."""
+        nn.init.normal_(self.values, std=self.config.std)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """The position of each key."""

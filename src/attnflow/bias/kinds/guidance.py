@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig
-from attnflow.bias.kinds.base import GroupedNorm, Projection, flatten, num_maps, spread, unflatten
+from attnflow.bias.config import BiasConfig, Init, Reference, ShareHeads
+from attnflow.bias.kinds.base import GroupedNorm, Projection, as_last, as_linear, flatten, num_maps, spread, unflatten
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Guidance, wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidanceConfig(BiasConfig):
+    """The paper's bias: a network on query and key (daa, sec. 3.2, table 1).
+
+    Attributes:
+        hidden_dim: width of the network's hidden layer.
+
+    The other fields are those of `BiasConfig`.
+
+    >>> GuidanceConfig.from_dict(GuidanceConfig(layers=[0, 3]).to_dict()) == GuidanceConfig(layers=[0, 3])
+    True
+    """
+
+    kind: ClassVar[str] = "guidance"
+    hidden_dim: int = 64
+    reference: Reference = "unrotated"
+    share_heads: ShareHeads = True
+    init: Init = "zero"
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The network of one layer."""
+        return GuidanceNetwork(self, shape)
 
 
 class GuidanceNetwork(nn.Module):
@@ -23,10 +48,10 @@ class GuidanceNetwork(nn.Module):
     cannot see it; it is kept for the parameter count.
     """
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    def __init__(self, config: GuidanceConfig, shape: LayerShape) -> None:
         super().__init__()
-        networks, hidden = shape.groups(config), config.hidden_dim
-        self.config, self.fan_in = config, sum(shape.widths(config))
+        networks, hidden = shape.groups(config.share_heads), config.hidden_dim
+        self.config, self.fan_in = config, sum(shape.widths(config.reference))
         self.maps = num_maps(config, shape)
         self.query = Projection(config, shape, "query", hidden)
         self.key = Projection(config, shape, "key", hidden)
@@ -37,15 +62,13 @@ class GuidanceNetwork(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The hidden layer as `nn.Linear`, the output layer at zero or, with init="kaiming", as `nn.Linear` too."""
-        self.query.reset_parameters(self.fan_in)
-        self.key.reset_parameters(self.fan_in)
-        nn.init.uniform_(self.hidden_bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
+        """The hidden layer as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4)."""
+        for parameter in (self.query.weight, self.key.weight, self.hidden_bias):
+            as_linear(parameter, self.fan_in)
         nn.init.ones_(self.norm.weight)
         nn.init.zeros_(self.norm.bias)
-        bound = 0.0 if self.config.init == "zero" else 1 / math.sqrt(self.config.hidden_dim)
-        nn.init.uniform_(self.output_weight, -bound, bound)
-        nn.init.uniform_(self.output_bias, -bound, bound)
+        as_last(self.output_weight, self.config.hidden_dim, self.config.init)
+        as_last(self.output_bias, self.config.hidden_dim, "zero")
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """c = W_k k of each key, [batch, tokens, maps * hidden_dim]."""

@@ -3,35 +3,88 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig
+from attnflow._core.checks import integer
+from attnflow.bias.config import BiasConfig, Placement, ShareHeads
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Additive, Offset, wide
 
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi
 
 
-class Alibi(nn.Module):
-    """B_ij = -gain_h * m_h * |i - j| with the slopes m_h of Press et al. (2022).
+@dataclass(frozen=True, kw_only=True)
+class AlibiConfig(BiasConfig):
+    """ALiBi in place of rotary embedding, in every layer: the paper's baseline (daa, sec. 4.2).
 
-    The gain of each head starts at 0, the identity; with init="kaiming" at 1, the published bias, which is meant to
-    stand in for rotary embedding (`rope="remove"`).
+    The defaults begin as the published bias, of which the gain of each head is learned on. They change the model at
+    once; `AlibiConfig(layers="every_other", rope="keep", gain=0.0)` begins as the identity.
+
+    Attributes:
+        gain: of the published slopes, to start from.
+
+    The other fields are those of `BiasConfig`.
     """
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    kind: ClassVar[str] = "alibi"
+    layers: Placement | Sequence[int] = "every"
+    rope: Literal["keep", "remove"] = "remove"
+    gain: float = 1.0
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The gains of one layer."""
+        return Alibi(self, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeConfig(BiasConfig):
+    """A table over T5's buckets of the distance between query and key.
+
+    Attributes:
+        num_buckets: entries of a table.
+        max_distance: from which on all distances share one bucket.
+        std: of the normal numbers to start from; 0 is the identity.
+
+    The other fields are those of `BiasConfig`.
+    """
+
+    kind: ClassVar[str] = "relative"
+    share_heads: ShareHeads = True
+    num_buckets: int = 32
+    max_distance: int = 128
+    std: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("num_buckets", self.num_buckets, minimum=4)
+        if self.max_distance <= self.num_buckets // 4:
+            raise ValueError(
+                f"max_distance must exceed num_buckets // 4 = {self.num_buckets // 4}, got {self.max_distance}"
+            )
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The table of one layer."""
+        return Relative(self, shape)
+
+
+class Alibi(nn.Module):
+    """B_ij = -gain_h * m_h * |i - j| with the slopes m_h of Press et al. (2022)."""
+
+    def __init__(self, config: AlibiConfig, shape: LayerShape) -> None:
         super().__init__()
         self.config, self.is_causal = config, shape.is_causal
         self.gain = nn.Parameter(torch.empty(shape.num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gain 0, or 1 with init="kaiming"."""
-        nn.init.constant_(self.gain, 0.0 if self.config.init == "zero" else 1.0)
+        """The gain of the config."""
+        nn.init.constant_(self.gain, self.config.gain)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """The position of each key."""
@@ -64,18 +117,18 @@ class Relative(nn.Module):
 
     bucket_of: Tensor
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    def __init__(self, config: RelativeConfig, shape: LayerShape) -> None:
         super().__init__()
         self.config = config
         distances = torch.arange(-config.max_distance, config.max_distance + 1)
-        found = buckets(distances, config.num_buckets, config.max_distance, not shape.is_causal)
-        self.register_buffer("bucket_of", found, persistent=False)
-        self.table = nn.Parameter(torch.empty(shape.groups(config), config.num_buckets))
+        bucket_of = buckets(distances, config.num_buckets, config.max_distance, not shape.is_causal)
+        self.register_buffer("bucket_of", bucket_of, persistent=False)
+        self.table = nn.Parameter(torch.empty(shape.groups(config.share_heads), config.num_buckets))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The table at zero, or normal with std 1 with init="kaiming"."""
-        nn.init.normal_(self.table, std=0.0 if self.config.init == "zero" else 1.0)
+        """Normal, with the std of the config."""
+        nn.init.normal_(self.table, std=self.config.std)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """The position of each key."""
@@ -109,10 +162,10 @@ def buckets(
     distance: Int[Tensor, " distances"], num_buckets: int, max_distance: int, bidirectional: bool
 ) -> Int[Tensor, " distances"]:
     """T5's bucket of each distance j - i (Raffel et al., 2020): half of them exact, half logarithmic."""
-    found = torch.zeros_like(distance)
+    first = torch.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
-        found = (distance > 0).long() * num_buckets
+        first = (distance > 0).long() * num_buckets
         away = distance.abs()
     else:
         away = (-distance).clamp(min=0)
@@ -120,7 +173,7 @@ def buckets(
     # In float32 and in T5's order of operations, which decides on which side of a boundary a distance falls.
     ratio = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = exact + (ratio * (num_buckets - exact)).long().clamp(max=num_buckets - exact - 1)
-    return found + torch.where(away < exact, away, far)
+    return first + torch.where(away < exact, away, far)
 
 
 def _positions(keys: Vectors, like: Tensor) -> Tensor:

@@ -3,38 +3,89 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig
-from attnflow.bias.kinds.base import Projection, flatten, num_maps, spread, unflatten
+from attnflow.bias.config import BiasConfig, Init, Reference, ShareHeads, VectorConfig
+from attnflow.bias.kinds.base import Projection, as_last, as_linear, flatten, num_maps, spread, unflatten
 from attnflow.bias.shape import LayerShape, Vectors
 from attnflow.bias.terms import Product, wide
 
 
-class LowRank(nn.Module):
-    """B_ij = (U q_i) . (V k_j) / sqrt(rank): what a bias of rank r can do with the parameters of the guidance network.
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(BiasConfig):
+    """An inner product of low rank: the control with the parameters of the guidance network at rank = hidden_dim.
 
-    V starts at zero, U as `nn.Linear`.
+    Attributes:
+        rank: of the product.
+
+    The other fields are those of `BiasConfig`.
     """
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    kind: ClassVar[str] = "lowrank"
+    rank: int = 64
+    reference: Reference = "unrotated"
+    share_heads: ShareHeads = True
+    init: Init = "zero"
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The two projections of one layer."""
+        return LowRank(self, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BilinearConfig(BiasConfig):
+    """A bilinear form of query and key (daa, sec. 3.2.2, an alternative). The fields are those of `BiasConfig`."""
+
+    kind: ClassVar[str] = "bilinear"
+    reference: Reference = "unrotated"
+    share_heads: ShareHeads = True
+    init: Init = "zero"
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The form of one layer."""
+        return Bilinear(self, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DotConfig(BiasConfig):
+    """The product of query and key (daa, sec. 3.2.2, an alternative).
+
+    Attributes:
+        gain: of the product, to start from; 0 is the identity.
+
+    The other fields are those of `BiasConfig`.
+    """
+
+    kind: ClassVar[str] = "dot"
+    reference: Reference = "unrotated"
+    share_heads: ShareHeads = True
+    gain: float = 0.0
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The gain of one layer."""
+        return Dot(self, shape)
+
+
+class LowRank(nn.Module):
+    """B_ij = (U q_i) . (V k_j) / sqrt(rank): what a bias of rank r can do with the parameters of the guidance network."""
+
+    def __init__(self, config: LowRankConfig, shape: LayerShape) -> None:
         super().__init__()
-        self.rank = config.hidden_dim if config.rank is None else config.rank
         self.config, self.maps = config, num_maps(config, shape)
-        self.fan_in = shape.widths(config)
-        self.query = Projection(config, shape, "query", self.rank)
-        self.key = Projection(config, shape, "key", self.rank)
+        self.fan_in = shape.widths(config.reference)
+        self.query = Projection(config, shape, "query", config.rank)
+        self.key = Projection(config, shape, "key", config.rank)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """U as `nn.Linear`; V at zero, or likewise with init="kaiming"."""
-        self.query.reset_parameters(self.fan_in[0])
-        self.key.reset_parameters(self.fan_in[1])
-        if self.config.init == "zero":
-            nn.init.zeros_(self.key.weight)
+        """U as `nn.Linear`, V as `init` says."""
+        as_linear(self.query.weight, self.fan_in[0])
+        as_last(self.key.weight, self.fan_in[1], self.config.init)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """V k of each key, [batch, tokens, maps * rank]."""
@@ -42,7 +93,7 @@ class LowRank(nn.Module):
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Product:
         """The inner products."""
-        rows = wide(self.query(queries.reference(self.config.reference))) / math.sqrt(self.rank)
+        rows = wide(self.query(queries.reference(self.config.reference))) / math.sqrt(self.config.rank)
         return Product(rows, unflatten(columns, self.maps))
 
     def is_zero(self) -> bool:
@@ -53,18 +104,16 @@ class LowRank(nn.Module):
 class Bilinear(nn.Module):
     """B_ij = q_i^T W k_j / sqrt(width_q * width_k) (daa, sec. 3.2.2); the scale keeps W's learning rate sane."""
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    def __init__(self, config: BilinearConfig, shape: LayerShape) -> None:
         super().__init__()
-        self.config, self.widths = config, shape.widths(config)
+        self.config, self.widths = config, shape.widths(config.reference)
         self.maps, self.shape = num_maps(config, shape), shape
         self.query = Projection(config, shape, "query", self.widths[1])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """W at zero, or as `nn.Linear` with init="kaiming"."""
-        self.query.reset_parameters(self.widths[0])
-        if self.config.init == "zero":
-            nn.init.zeros_(self.query.weight)
+        """W as `init` says."""
+        as_last(self.query.weight, self.widths[0], self.config.init)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """The key's vector itself."""
@@ -87,15 +136,15 @@ class Dot(nn.Module):
     vectors give the sum of all heads' products. The paper (daa, sec. 3.2.2) names it as the redundant alternative.
     """
 
-    def __init__(self, config: BiasConfig, shape: LayerShape) -> None:
+    def __init__(self, config: DotConfig, shape: LayerShape) -> None:
         super().__init__()
         self.config, self.shape, self.maps = config, shape, num_maps(config, shape)
-        self.gain = nn.Parameter(torch.empty(shape.groups(config)))
+        self.gain = nn.Parameter(torch.empty(shape.groups(config.share_heads)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gain 0, or 1 with init="kaiming"."""
-        nn.init.constant_(self.gain, 0.0 if self.config.init == "zero" else 1.0)
+        """The gain of the config."""
+        nn.init.constant_(self.gain, self.config.gain)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """The key's vector itself."""
@@ -120,7 +169,7 @@ class Dot(nn.Module):
         return not bool(self.gain.any())
 
 
-def _by_map(columns: Tensor, config: BiasConfig, shape: LayerShape, maps: int) -> Tensor:
+def _by_map(columns: Tensor, config: VectorConfig, shape: LayerShape, maps: int) -> Tensor:
     """Key vectors as [batch, maps, keys, width]: each head's own, or the same full-width ones for all."""
     if config.reference == "per_head":
         return unflatten(columns, shape.num_kv_heads).repeat_interleave(maps // shape.num_kv_heads, dim=1)
