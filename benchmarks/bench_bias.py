@@ -20,7 +20,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnflow import masks
-from attnflow.bias import Additive, Allow, Guidance, Product, Term, attention
+from attnflow.bias import attention
+from attnflow.bias.allow import Allow
+from attnflow.bias.terms import Additive, Guidance, Product, Term
 from benchmarks.harness import Case, main
 
 HIDDEN, RANK, NEW_TOKENS = 64, 64, 32
@@ -215,7 +217,7 @@ def _one_layer(provider: str, kind: str, n: int, device: str, backward: bool) ->
     if n <= CHECKED and provider != "base":  # no speed of a wrong result
         with torch.no_grad():
             arguments = layer.query, layer.key, layer.value, TERMS[kind](layer), masks.causal(n)
-            expected = attention(*arguments, impl="reference")[0]
+            expected = attention(*arguments, backend="reference")[0]
             torch.testing.assert_close(attend(), expected, atol=3e-2 if device == "cuda" else 1e-4, rtol=1e-2)
     upstream = torch.randn_like(layer.query)
 
@@ -249,7 +251,7 @@ def model_of(device: str, biased: bool) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = LlamaForCausalLM(config).to(device, dtype)
     if biased:
-        af.bias.attach(model, af.bias.BiasConfig(init="kaiming"))
+        af.bias.attach(model, af.bias.GuidanceConfig(init="kaiming"))
     return model
 
 

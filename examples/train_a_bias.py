@@ -17,7 +17,7 @@ config = LlamaConfig(
 )
 base = LlamaForCausalLM(config)
 model = copy.deepcopy(base)
-print(af.bias.attach(model, af.bias.BiasConfig(kind="guidance", layers="every", hidden_dim=16), train="guidance"))
+print(af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=16), train="guidance"))
 
 rows = af.bias.Packed(documents, length=39)  # documents stay apart in a row
 settings = af.bias.TrainingConfig(steps=40, batch_size=4, learning_rate=1e-2, log_every=10, save_every=0)
@@ -28,7 +28,7 @@ for entry in trainer.state.log_history[:-1]:
     sizes = ", ".join(f"{value:.3f}" for name, value in entry.items() if name.startswith("bias/"))
     print(f"step {entry['step']}: loss {entry['loss']:.3f}, |B| by layer {sizes}")
 
-af.bias.save_pretrained(model, "my-bias")  # the bias alone
+af.bias.save(model, "my-bias")  # the bias alone
 af.bias.load(base, "my-bias")
 tokens = torch.tensor([documents[0]])
 print("the same model:", torch.equal(base(tokens).logits, model.eval()(tokens).logits))

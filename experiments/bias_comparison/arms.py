@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from attnflow._core.errors import MissingExtra
-from attnflow.bias import BiasConfig, attach, detach
-from attnflow.bias.config import Placement
+from attnflow.bias import GuidanceConfig, KeyConfig, LowRankConfig, attach, handle
+from attnflow.bias.config import BiasConfig, Placement
 from attnflow.bias.hf.layers import layers_of
 from attnflow.bias.shape import LayerShape
 
@@ -54,14 +54,14 @@ def arms_of(model: nn.Module, hidden_dim: int = 64, layers: Placement = "every_o
     """
     found = [layer.shape for layer in layers_of(model)]
     shapes = [found[index] for index in BiasConfig(layers=layers).layer_indices(len(found))]
-    query, key = shapes[0].widths(BiasConfig())
+    query, key = shapes[0].widths("unrotated")
     target = len(shapes) * ((query + key) * hidden_dim + 4 * hidden_dim + 1)
     width = round(target / (len(shapes) * (key + 4)))
     rank = round(target / (len(shapes) * (query + key)))
     made = {
-        "guidance": Arm("guidance", target, BiasConfig("guidance", layers, hidden_dim)),
-        "key": Arm("key", len(shapes) * (key + 4) * width, BiasConfig("key", layers, width)),
-        "lowrank": Arm("lowrank", len(shapes) * (query + key) * rank, BiasConfig("lowrank", layers, rank=rank)),
+        "guidance": Arm("guidance", target, GuidanceConfig(layers=layers, hidden_dim=hidden_dim)),
+        "key": Arm("key", len(shapes) * (key + 4) * width, KeyConfig(layers=layers, hidden_dim=width)),
+        "lowrank": Arm("lowrank", len(shapes) * (query + key) * rank, LowRankConfig(layers=layers, rank=rank)),
         "lora": _lora(found, target),
     }
     uneven = {arm.name: arm.parameters for arm in made.values() if abs(arm.parameters / target - 1) > TOLERANCE}
@@ -109,7 +109,7 @@ def fitted(model: Any, arm: Arm, seed: int) -> Generator[Any]:
         yield model if wrapped is None else wrapped
     finally:
         if wrapped is None:
-            detach(model)
+            handle(model).remove()
         else:
             wrapped.unload()
         for parameter, flag in zip(model.parameters(), trained, strict=True):

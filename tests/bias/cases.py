@@ -15,16 +15,25 @@ import torch
 from torch import Tensor
 
 from attnflow import masks
-from attnflow.bias import Additive, Dense, Guidance, Offset, Product, Term
-from attnflow.bias.attention import backend
+from attnflow.bias.attention import module_of
 from attnflow.bias.call import Call, make_call
+from attnflow.bias.config import BiasConfig
 from attnflow.bias.impl import reference
-from attnflow.bias.terms import wide
+from attnflow.bias.kinds import KINDS
+from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, wide
 from attnflow.testing import tolerance
 
 TERMS = ("guidance", "product", "additive", "additive with rows", "offset", "dense", "user")
 MASKS = ("everything", "causal", "window", "document", "padding", "holes", "heads")
 Run = Callable[[Call], Tensor]
+
+
+def config_of(kind: str, start: bool = False, **options: object) -> BiasConfig:
+    """The config of a kind with those of the options that it has; with `start`, its values begin away from zero."""
+    names = {field.name for field in fields(KINDS[kind])}
+    began = {"init": "kaiming", "gain": 1.0, "std": 0.02} if start else {"gain": 0.0}
+    chosen = {"layers": "every_other", "rope": "keep", **began, **options}
+    return KINDS[kind](**{name: value for name, value in chosen.items() if name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +281,7 @@ def check_against_float64(case: Case | Call, run: str | Run, *, rounded_bias: bo
     """
     call = case.build() if isinstance(case, Case) else case
     if isinstance(run, str):
-        module = backend(run)
+        module = module_of(run)
         assert (reason := module.refuses(call)) is None, reason
         with poisoned():
             actual = outcome(call, lambda c: module.run(c)[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnflow import masks
-from attnflow.bias import Allow
+from attnflow.bias.allow import Allow
 
 CPU = torch.device("cpu")
 

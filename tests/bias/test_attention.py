@@ -7,14 +7,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
-from attnflow.bias import Additive, Dense, Guidance, Product, attention
+from attnflow.bias import attention
 from attnflow.bias.attention import choose
+from attnflow.bias.terms import Additive, Dense, Guidance, Product
 from tests.bias.cases import MASKS, TERMS, Case, cast, outcome
 
-IMPLS = ["reference", "tiled"]
+BACKENDS = ["reference", "tiled"]
 
 
-def run(call, impl):
+def run(call, backend):
     """The call through the public function."""
     return attention(
         call.query,
@@ -25,53 +26,54 @@ def run(call, impl):
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
-        impl=impl,
+        backend=backend,
     )[0]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask", ["everything", "causal", "window"])
-def test_without_terms_it_is_scaled_dot_product_attention(mask, impl):
+def test_without_terms_it_is_scaled_dot_product_attention(mask, backend):
     call = Case(terms=(), mask=mask).build()
     expected = scaled_dot_product_attention(
         call.query, call.key, call.value, attn_mask=call.allow.dense(), enable_gqa=True
     )
-    torch.testing.assert_close(run(call, impl), expected)
+    torch.testing.assert_close(run(call, backend), expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", TERMS)
-def test_a_bias_is_an_additive_mask(kind, impl):
+def test_a_bias_is_an_additive_mask(kind, backend):
     call = Case(terms=((kind, "heads"),), mask="everything").build()
     bias = call.terms[0].tile(slice(0, 37), slice(0, 37))
     expected = scaled_dot_product_attention(call.query, call.key, call.value, attn_mask=bias, enable_gqa=True)
-    torch.testing.assert_close(run(call, impl), expected)
+    torch.testing.assert_close(run(call, backend), expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_softmax_cannot_see_what_depends_on_the_query_alone(impl):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_softmax_cannot_see_what_depends_on_the_query_alone(backend):
     call = Case(terms=(("dense", "one"),), dtype=torch.float64).build()
     values = call.terms[0].values
     shifted = values + 50 * torch.randn(1, 1, 37, 1, dtype=torch.float64)
     one, other = (
-        attention(call.query, call.key, call.value, [Dense(v)], call.allow, impl=impl)[0] for v in (values, shifted)
+        attention(call.query, call.key, call.value, [Dense(v)], call.allow, backend=backend)[0]
+        for v in (values, shifted)
     )
     torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sinks", [False, True])
-def test_what_softmax_cannot_see_gets_no_gradient_unless_a_sink_sees_it(impl, sinks):
+def test_what_softmax_cannot_see_gets_no_gradient_unless_a_sink_sees_it(backend, sinks):
     terms = (("guidance", "one"), ("additive with rows", "one"))
     call = Case(terms=terms, sinks=sinks, mask="holes", dtype=torch.float64).build()
-    found = outcome(call, lambda c: run(c, impl)).found
+    found = outcome(call, lambda c: run(c, backend)).found
     for name in ("terms[0].offset", "terms[1].rows"):
         assert (found[name].abs().max() > 1e-3) == sinks
         assert found[name].abs().max() < 1e-11 or sinks
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_forgetting_transformers_gates_are_a_bias_on_keys(impl):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_forgetting_transformers_gates_are_a_bias_on_keys(backend):
     """sum of log f over l = j + 1 .. i is F_i - F_j, and softmax sees -F_j only (FoX)."""
     call = Case(terms=(), dtype=torch.float64).build()
     log_f = torch.nn.functional.logsigmoid(torch.randn(2, 4, 37, dtype=torch.float64))
@@ -79,16 +81,18 @@ def test_the_forgetting_transformers_gates_are_a_bias_on_keys(impl):
     for i in range(37):
         for j in range(i + 1):
             gates[:, :, i, j] = log_f[:, :, j + 1 : i + 1].sum(dim=-1)
-    dense = attention(call.query, call.key, call.value, [Dense(gates)], call.allow, impl=impl)[0]
-    keys = attention(call.query, call.key, call.value, [Additive(-log_f.cumsum(dim=-1))], call.allow, impl=impl)[0]
+    dense = attention(call.query, call.key, call.value, [Dense(gates)], call.allow, backend=backend)[0]
+    keys = attention(call.query, call.key, call.value, [Additive(-log_f.cumsum(dim=-1))], call.allow, backend=backend)[
+        0
+    ]
     torch.testing.assert_close(dense, keys, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask", ["padding", "holes", "heads"])
-def test_a_query_that_may_attend_to_nothing_gives_zero_and_gets_no_gradient(mask, impl):
+def test_a_query_that_may_attend_to_nothing_gives_zero_and_gets_no_gradient(mask, backend):
     call = Case(terms=(("guidance", "kv"),), mask=mask, sinks=True).build()
-    found = outcome(call, lambda c: run(c, impl)).found
+    found = outcome(call, lambda c: run(c, backend)).found
     empty = (~call.allow.dense().any(dim=-1)).expand(2, 4, 37)
     assert empty.any()
     assert (found["output"][empty] == 0).all()
@@ -96,23 +100,23 @@ def test_a_query_that_may_attend_to_nothing_gives_zero_and_gets_no_gradient(mask
     assert all(tensor.isfinite().all() for tensor in found.values())
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_mask_wins_over_any_bias(impl):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_mask_wins_over_any_bias(backend):
     call = Case(terms=(), mask="causal").build()
     future = torch.zeros(1, 1, 37, 37).masked_fill(~call.allow.dense(), 1e30)
-    expected = run(call, impl)
-    found = attention(call.query, call.key, call.value, [Dense(future)], masks.causal(37), impl=impl)[0]
+    expected = run(call, backend)
+    found = attention(call.query, call.key, call.value, [Dense(future)], masks.causal(37), backend=backend)[0]
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8])
-def test_grouped_queries_are_repeated_keys(ratio, impl):
+def test_grouped_queries_are_repeated_keys(ratio, backend):
     call = Case(terms=(("product", "kv"),), num_heads=2 * ratio, num_kv_heads=2, mask="holes").build()
     key, value = (t.repeat_interleave(ratio, dim=1) for t in (call.key, call.value))
     terms = [Product(*(t.repeat_interleave(ratio, dim=1) for t in call.terms[0].tensors().values()))]
-    repeated = attention(call.query, key, value, terms, call.allow, impl=impl)[0]
-    torch.testing.assert_close(run(call, impl), repeated)
+    repeated = attention(call.query, key, value, terms, call.allow, backend=backend)[0]
+    torch.testing.assert_close(run(call, backend), repeated)
 
 
 def test_weights_come_from_the_reference():
@@ -122,8 +126,8 @@ def test_weights_come_from_the_reference():
     value = call.value.repeat_interleave(2, dim=1)
     torch.testing.assert_close(weights @ value, output)
     assert attention(*arguments)[1] is None
-    with pytest.raises(ValueError, match="impl='tiled' never holds the weights"):
-        attention(*arguments, impl="tiled", need_weights=True)
+    with pytest.raises(ValueError, match="backend='tiled' never holds the weights"):
+        attention(*arguments, backend="tiled", need_weights=True)
 
 
 def test_auto_chooses_tiles_where_there_are_many_pairs_and_says_so_once(caplog):
@@ -145,22 +149,22 @@ def test_what_tiles_refuse_auto_leaves_to_the_reference():
 
     query = torch.randn(1, 1, 200, 8)
     assert attention(query, query, query, [Opaque()])[0].shape == query.shape
-    with pytest.raises(ValueError, match=r"impl='tiled' cannot compute this call: Opaque has no `tensors`"):
-        attention(query, query, query, [Opaque()], impl="tiled")
+    with pytest.raises(ValueError, match=r"backend='tiled' cannot compute this call: Opaque has no `tensors`"):
+        attention(query, query, query, [Opaque()], backend="tiled")
 
 
 def test_unknown_implementations():
-    options = "impl must be one of 'auto', 'reference', 'tiled', 'flex', 'triton', got 'cuda'"
+    options = "backend must be one of 'auto', 'reference', 'tiled', 'flex', 'triton', got 'cuda'"
     with pytest.raises(ValueError, match=options):
         choose(Case().build(), "cuda")
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_soft_cap_and_sinks_by_hand(impl):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_soft_cap_and_sinks_by_hand(backend):
     query, key = torch.tensor([[[[3.0]]]]), torch.tensor([[[[1.0], [2.0]]]])
     bias = Additive(torch.tensor([[[0.5, -0.5]]]))
     sinks = torch.tensor([0.25])
-    found = attention(query, key, key, [bias], scale=1.0, softcap=2.0, sinks=sinks, impl=impl)[0]
+    found = attention(query, key, key, [bias], scale=1.0, softcap=2.0, sinks=sinks, backend=backend)[0]
     one, two, sink = (math.exp(s) for s in (2 * math.tanh(1.5) + 0.5, 2 * math.tanh(3.0) - 0.5, 0.25))
     assert found.item() == pytest.approx((one + 2 * two) / (one + two + sink), rel=1e-6)
 
@@ -176,6 +180,6 @@ def test_a_guidance_network_with_a_zero_output_layer_changes_nothing():
     call = Case().build()
     term = call.terms[0]
     zero = Guidance(term.rows, term.columns, term.scale, term.shift, 0 * term.weight, 0 * term.offset)
-    for impl in IMPLS:
-        without = attention(call.query, call.key, call.value, [], call.allow, impl=impl)[0]
-        assert torch.equal(attention(call.query, call.key, call.value, [zero], call.allow, impl=impl)[0], without)
+    for backend in BACKENDS:
+        without = attention(call.query, call.key, call.value, [], call.allow, backend=backend)[0]
+        assert torch.equal(attention(call.query, call.key, call.value, [zero], call.allow, backend=backend)[0], without)

@@ -5,8 +5,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from attnflow.bias import Additive
 from attnflow.bias.call import make_call
+from attnflow.bias.terms import Additive
 from tests.bias.cases import Case, cast
 
 

@@ -1,68 +1,113 @@
-"""`BiasConfig`: frozen, hashable, the same after JSON, and clear about what it cannot be."""
+"""Configs of biases: frozen, hashable, the same after JSON, and clear about what they cannot be."""
 
 import json
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
+import torch
 
-from attnflow.bias import BiasConfig
+from attnflow.bias import AlibiConfig, CustomConfig, DotConfig, GuidanceConfig, KeyConfig, LowRankConfig, RelativeConfig
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.kinds import KINDS, config_from_dict
+from attnflow.bias.shape import LayerShape
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        BiasConfig(),
-        BiasConfig(kind="lowrank", layers=[3, 0], rank=4),
-        BiasConfig(kind="alibi", layers="every", rope="remove", init="kaiming"),
-        BiasConfig(reference="per_head", share_heads="kv", hidden_dim=8),
-        BiasConfig(share_heads=False),
+        *(kind() for kind in KINDS.values()),
+        LowRankConfig(layers=[3, 0], rank=4),
+        AlibiConfig(layers="every_other", rope="keep", gain=0.0),
+        GuidanceConfig(reference="per_head", share_heads="kv", hidden_dim=8),
+        KeyConfig(share_heads=False),
     ],
     ids=str,
 )
 def test_json_there_and_back(config):
-    again = BiasConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    again = config_from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config
+    assert type(again) is type(config)
     assert hash(again) == hash(config)
-    assert again.share_heads is config.share_heads or again.share_heads == "kv"
+    with pytest.raises(FrozenInstanceError):
+        config.layers = "every"
+
+
+def test_each_kind_has_only_its_own_fields():
+    own = {kind: {field.name for field in fields(config)} - {"layers", "rope"} for kind, config in KINDS.items()}
+    reads = {"reference", "share_heads"}
+    assert own == {
+        "guidance": reads | {"hidden_dim", "init"},
+        "bilinear": reads | {"init"},
+        "dot": reads | {"gain"},
+        "key": reads | {"hidden_dim", "init"},
+        "cumulative": reads | {"gain"},
+        "lowrank": reads | {"rank", "init"},
+        "dense": {"share_heads", "max_length", "std"},
+        "alibi": {"gain"},
+        "relative": {"share_heads", "num_buckets", "max_distance", "std"},
+    }
 
 
 def test_placement():
-    assert BiasConfig().layer_indices(5) == [0, 2, 4]
-    assert BiasConfig(layers="every").layer_indices(3) == [0, 1, 2]
-    assert BiasConfig(layers="every_fourth").layer_indices(9) == [0, 4, 8]
-    assert BiasConfig(layers=[5, 1]).layer_indices(6) == [1, 5]
+    assert GuidanceConfig().layer_indices(5) == [0, 2, 4]
+    assert GuidanceConfig(layers="every").layer_indices(3) == [0, 1, 2]
+    assert GuidanceConfig(layers="every_fourth").layer_indices(9) == [0, 4, 8]
+    assert GuidanceConfig(layers=[5, 1]).layer_indices(6) == [1, 5]
     with pytest.raises(ValueError, match=r"layers \[6\] do not exist: the model has layers 0 to 5"):
-        BiasConfig(layers=[6]).layer_indices(6)
+        GuidanceConfig(layers=[6]).layer_indices(6)
+
+
+def test_alibi_is_the_papers_baseline():
+    """daa, sec. 4.2: ALiBi in place of rotary embedding, in every layer, with the published slopes."""
+    config = AlibiConfig()
+    assert (config.layers, config.rope) == ("every", "remove")
+    module = config.module(LayerShape(0, 8, 8, 4, 32, is_causal=True))
+    assert torch.equal(module.gain, torch.ones(8))
+    assert not module.is_zero()
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("config", "values", "error", "message"),
     [
-        ({"kind": "gate"}, ValueError, "kind must be one of 'guidance', .*, got 'gate'"),
-        ({"reference": "keys"}, ValueError, "reference must be one of"),
-        ({"init": "normal"}, ValueError, "init must be one of 'zero', 'kaiming'"),
-        ({"rope": "none"}, ValueError, "rope must be one of"),
-        ({"share_heads": "query"}, ValueError, "share_heads must be one of True, False, 'kv'"),
-        ({"hidden_dim": 0}, ValueError, "hidden_dim must be at least 1, got 0"),
-        ({"hidden_dim": 8.0}, TypeError, "hidden_dim must be an integer"),
-        ({"rank": 0}, ValueError, "rank must be at least 1"),
-        ({"num_buckets": 2}, ValueError, "num_buckets must be at least 4"),
-        ({"max_distance": 8}, ValueError, "max_distance must exceed num_buckets // 4 = 8"),
-        ({"layers": "some"}, ValueError, "layers must be one of 'every'"),
-        ({"layers": []}, ValueError, "at least one layer, each once"),
-        ({"layers": [1, 1]}, ValueError, "at least one layer, each once"),
-        ({"layers": [-1]}, ValueError, "layers must be at least 0"),
-        ({"version": 2}, ValueError, "version 2 was given, this release reads 1"),
+        (GuidanceConfig(), {"reference": "keys"}, ValueError, "reference must be one of"),
+        (GuidanceConfig(), {"init": "normal"}, ValueError, "init must be one of 'zero', 'kaiming'"),
+        (GuidanceConfig(), {"rope": "none"}, ValueError, "rope must be one of"),
+        (DotConfig(), {"share_heads": "query"}, ValueError, "share_heads must be one of True, False, 'kv'"),
+        (KeyConfig(), {"hidden_dim": 0}, ValueError, "hidden_dim must be at least 1, got 0"),
+        (KeyConfig(), {"hidden_dim": 8.0}, TypeError, "hidden_dim must be an integer"),
+        (LowRankConfig(), {"rank": 0}, ValueError, "rank must be at least 1"),
+        (RelativeConfig(), {"num_buckets": 2}, ValueError, "num_buckets must be at least 4"),
+        (RelativeConfig(), {"max_distance": 8}, ValueError, "max_distance must exceed num_buckets // 4 = 8"),
+        (GuidanceConfig(), {"layers": "some"}, ValueError, "layers must be one of 'every'"),
+        (GuidanceConfig(), {"layers": 3}, TypeError, r"for one layer, \[3\]"),
+        (GuidanceConfig(), {"layers": []}, ValueError, "at least one layer, each once"),
+        (GuidanceConfig(), {"layers": [1, 1]}, ValueError, "at least one layer, each once"),
+        (GuidanceConfig(), {"layers": [-1]}, ValueError, "layers must be at least 0"),
     ],
     ids=str,
 )
-def test_bad_values(fields, error, message):
-    config = object.__new__(BiasConfig)  # past the type checker of the tests, which users do not have
-    for name, value in (BiasConfig().to_dict() | fields).items():
-        object.__setattr__(config, name, value)
+def test_bad_values(config, values, error, message):
+    bad = object.__new__(type(config))  # past the type checker of the tests, which users do not have
+    for field in fields(config):
+        object.__setattr__(bad, field.name, values.get(field.name, getattr(config, field.name)))
     with pytest.raises(error, match=message):
-        config.__post_init__()
+        bad.__post_init__()
 
 
-def test_unknown_fields():
-    with pytest.raises(ValueError, match="a bias config has no field 'heads'; it has"):
-        BiasConfig.from_dict({"heads": 2})
+def test_what_is_no_saved_config():
+    with pytest.raises(ValueError, match="GuidanceConfig has no field 'heads'; it has"):
+        GuidanceConfig.from_dict({"heads": 2})
+    with pytest.raises(ValueError, match="version 2 was given, this release reads 1"):
+        config_from_dict({"kind": "key", "version": 2})
+    for kind in ("gate", "custom", None):
+        with pytest.raises(ValueError, match="kind must be one of 'guidance', "):
+            config_from_dict({"kind": kind})
+
+
+def test_a_custom_config_writes_all_but_its_code():
+    config = CustomConfig(lambda shape: torch.nn.Identity(), layers=[1], name="mine")
+    assert config.to_dict() == {
+        "kind": "custom", "version": 1, "layers": [1], "rope": "keep", "reference": "unrotated", "name": "mine"
+    }  # fmt: skip
+    assert replace(config, layers="every").layer_indices(2) == [0, 1]
+    assert isinstance(config, BiasConfig)

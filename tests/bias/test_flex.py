@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnflow.bias.attention import attention, backend
+from attnflow.bias.attention import attention, module_of
 from attnflow.bias.impl import flex, reference
 from attnflow.bias.terms import per_head
 from tests.bias.cases import MASKS, TERMS, Case, cast
@@ -16,8 +16,8 @@ def test_refuses_what_it_cannot_compute():
         assert flex.refuses(call) is None
     assert "sinks" in (flex.refuses(Case(sinks=True).build()) or "")
     assert "float64" in (flex.refuses(cast(Case().build(), torch.float64, False)[0]) or "")
-    with pytest.raises(ValueError, match="impl='flex' cannot compute this call: FlexAttention has no backward"):
-        attention(call.query, call.key, call.value, call.terms, impl="flex")
+    with pytest.raises(ValueError, match="backend='flex' cannot compute this call: FlexAttention has no backward"):
+        attention(call.query, call.key, call.value, call.terms, backend="flex")
 
 
 @pytest.mark.parametrize("maps", ["one", "kv", "heads"])
@@ -50,5 +50,5 @@ def test_block_mask_is_the_relation(mask, queries, keys):
 
 
 def test_is_reachable_by_name():
-    assert backend("flex") is flex
+    assert module_of("flex") is flex
     assert reference.refuses(Case().build()) is None

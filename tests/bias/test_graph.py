@@ -4,8 +4,9 @@ import networkx
 import pytest
 import torch
 
-from attnflow.bias import BiasMap, LayerMap
+from attnflow.bias import BiasMap
 from attnflow.bias.graph import Edge
+from attnflow.bias.map import LayerMap
 from tests.bias.test_map import make
 
 

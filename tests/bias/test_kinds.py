@@ -6,9 +6,22 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attnflow.bias import BiasConfig, LayerShape, Vectors, attention
-from attnflow.bias.kinds import KINDS, build
+from attnflow.bias import attention
+from attnflow.bias.kinds import (
+    KINDS,
+    AlibiConfig,
+    BilinearConfig,
+    CumulativeConfig,
+    DenseConfig,
+    DotConfig,
+    GuidanceConfig,
+    KeyConfig,
+    LowRankConfig,
+    RelativeConfig,
+)
 from attnflow.bias.kinds.positions import buckets, slopes
+from attnflow.bias.shape import LayerShape, Vectors
+from tests.bias.cases import config_of
 
 SHAPE = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=True)
 BOTH_WAYS = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=False)
@@ -34,7 +47,7 @@ def vectors(seed=0, shape=SHAPE, batch=2):
 
 def module_of(config, shape=SHAPE):
     torch.manual_seed(1)
-    module = build(config, shape).double()
+    module = config.module(shape).double()
     if hasattr(module, "norm"):  # away from 1 and 0, where mistakes would hide
         torch.nn.init.normal_(module.norm.weight)
         torch.nn.init.normal_(module.norm.bias)
@@ -59,7 +72,7 @@ def naive(config, pair):
     """A map per query head, [batch, heads, queries, keys], from pair(network, head, q_i, k_j)."""
     queries, keys = vectors()
     found = torch.empty(2, SHAPE.num_heads, TOKENS, TOKENS, dtype=torch.float64)
-    networks = SHAPE.groups(config)
+    networks = SHAPE.groups(config.share_heads)
     for head in range(SHAPE.num_heads):
         q, k = part(queries, config, SHAPE.num_heads, head), part(keys, config, SHAPE.num_kv_heads, head)
         for b in range(2):
@@ -81,7 +94,7 @@ def network(module, g, hidden):
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_guidance(reference, share):
-    config = BiasConfig(reference=reference, share_heads=share, init="kaiming", hidden_dim=5)
+    config = GuidanceConfig(reference=reference, share_heads=share, hidden_dim=5, init="kaiming")
     module = module_of(config)
 
     def pair(g, head, q, k):
@@ -93,7 +106,7 @@ def test_guidance(reference, share):
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_key(reference, share):
-    config = BiasConfig(kind="key", reference=reference, share_heads=share, init="kaiming", hidden_dim=5)
+    config = KeyConfig(reference=reference, share_heads=share, hidden_dim=5, init="kaiming")
     module = module_of(config)
     expected = naive(config, lambda g, h, q, k: network(module, g, module.key.weight[g] @ k + module.hidden_bias[g]))
     assert_is(tile_of(module), expected)
@@ -101,7 +114,7 @@ def test_key(reference, share):
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_low_rank(reference, share):
-    config = BiasConfig(kind="lowrank", reference=reference, share_heads=share, init="kaiming", rank=3)
+    config = LowRankConfig(reference=reference, share_heads=share, rank=3, init="kaiming")
     module = module_of(config)
 
     def pair(g, head, q, k):
@@ -112,7 +125,7 @@ def test_low_rank(reference, share):
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_bilinear(reference, share):
-    config = BiasConfig(kind="bilinear", reference=reference, share_heads=share, init="kaiming")
+    config = BilinearConfig(reference=reference, share_heads=share, init="kaiming")
     module = module_of(config)
 
     def pair(g, head, q, k):
@@ -123,7 +136,7 @@ def test_bilinear(reference, share):
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_dot(reference, share):
-    config = BiasConfig(kind="dot", reference=reference, share_heads=share, init="kaiming")
+    config = DotConfig(reference=reference, share_heads=share, gain=1.0)
     module = module_of(config)
     torch.nn.init.normal_(module.gain)
 
@@ -138,13 +151,13 @@ def test_dot(reference, share):
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_cumulative(reference, share):
-    config = BiasConfig(kind="cumulative", reference=reference, share_heads=share, init="kaiming")
+    config = CumulativeConfig(reference=reference, share_heads=share, gain=1.0)
     module = module_of(config)
     torch.nn.init.normal_(module.gain)
     single = naive(config, lambda g, h, q, k: functional.logsigmoid(module.gate.weight[g, 0] @ k + module.gate_bias[g]))
     expected = torch.zeros_like(single)
     for head in range(SHAPE.num_heads):
-        gain = module.gain[head * SHAPE.groups(config) // SHAPE.num_heads]
+        gain = module.gain[head * SHAPE.groups(config.share_heads) // SHAPE.num_heads]
         for i in range(TOKENS):
             for j in range(TOKENS):
                 between, sign = (range(j + 1, i + 1), 1) if j <= i else (range(i + 1, j + 1), -1)
@@ -153,7 +166,7 @@ def test_cumulative(reference, share):
 
 
 def test_dense_is_the_table_at_the_positions():
-    module = module_of(BiasConfig(kind="dense", share_heads=False, max_length=12, init="kaiming"))
+    module = module_of(DenseConfig(share_heads=False, max_length=12, std=0.02))
     queries, _ = vectors()
     where = torch.tensor([[3, 1, 11, 0, 0, 5, 7, 8, 2]])
     keys = Vectors(None, None, None, where)
@@ -166,7 +179,7 @@ def test_dense_is_the_table_at_the_positions():
 
 @pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
 def test_alibi(shape):
-    module = module_of(BiasConfig(kind="alibi", init="kaiming"), shape)
+    module = module_of(AlibiConfig(layers="every_other", rope="keep"), shape)
     distance = (POSITIONS[0][:, None] - POSITIONS[0]).abs()
     expected = -slopes(4).double()[:, None, None] * distance
     if shape.is_causal:
@@ -187,7 +200,7 @@ def test_alibi_slopes_are_the_published_ones():
 
 @pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
 def test_relative(shape):
-    config = BiasConfig(kind="relative", share_heads=False, init="kaiming", num_buckets=8, max_distance=6)
+    config = RelativeConfig(share_heads=False, num_buckets=8, max_distance=6, std=1.0)
     module = module_of(config, shape)
     distance = POSITIONS[0] - POSITIONS[0][:, None]
     bucket = buckets(distance.flatten(), 8, 6, not shape.is_causal).view_as(distance)
@@ -207,8 +220,8 @@ def test_buckets_are_t5s(num_buckets, max_distance, bidirectional):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("reference", "share"), SHARED)
 def test_every_kind_begins_as_the_identity_and_learns(kind, reference, share):
-    config = BiasConfig(kind=kind, reference=reference, share_heads=share, hidden_dim=5, max_length=12)
-    module = build(config, SHAPE)
+    config = config_of(kind, reference=reference, share_heads=share, hidden_dim=5, max_length=12)
+    module = config.module(SHAPE)
     queries, keys = (Vectors(*(x.float() for x in (s.unrotated, s.rotated, s.hidden)), s.positions) for s in vectors())
     assert module.is_zero()
     term = module.term(queries, module.columns(keys), torch.arange(TOKENS))
@@ -216,9 +229,9 @@ def test_every_kind_begins_as_the_identity_and_learns(kind, reference, share):
     assert (term.tile(slice(0, TOKENS), slice(0, TOKENS)) == 0).all()
     query, key = torch.randn(2, 4, TOKENS, 6), torch.randn(2, 2, TOKENS, 6)
     allow = torch.ones(TOKENS, TOKENS).tril().bool()
-    for impl in ("reference", "tiled"):
-        output = attention(query, key, key, [term], allow, impl=impl)[0]
-        assert torch.equal(output, attention(query, key, key, [], allow, impl=impl)[0])
+    for backend in ("reference", "tiled"):
+        output = attention(query, key, key, [term], allow, backend=backend)[0]
+        assert torch.equal(output, attention(query, key, key, [], allow, backend=backend)[0])
     output.square().sum().backward()
     learned = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.abs().max() > 1e-6]
     assert learned, "no parameter gets a gradient in the first step"
@@ -228,16 +241,16 @@ def test_every_kind_begins_as_the_identity_and_learns(kind, reference, share):
     assert not module.is_zero()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kaiming_begins_away_from_zero(kind):
-    assert not build(BiasConfig(kind=kind, init="kaiming"), SHAPE).is_zero()
+    assert not config_of(kind, start=True).module(SHAPE).is_zero()
 
 
 def test_what_is_cached_of_a_key_does_not_depend_on_when_it_came():
     """Columns of a prefix, extended by those of the next tokens, are the columns of all: a cache may be filled so."""
     _, keys = vectors()
     for kind in KINDS:
-        module = module_of(BiasConfig(kind=kind, init="kaiming", max_length=12))
+        module = module_of(config_of(kind, start=True, max_length=12))
         parts = [
             Vectors(
                 *(x[:, s] for x in (keys.unrotated, keys.rotated, keys.hidden)),
@@ -252,11 +265,11 @@ def test_what_is_cached_of_a_key_does_not_depend_on_when_it_came():
 def test_the_parameter_count_of_the_paper():
     """8,392,720 for every other of LLaMA-2-7B's 32 layers; the same for a low-rank bias up to norms and biases."""
     llama = LayerShape(0, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096, is_causal=True)
-    layers = len(BiasConfig().layer_indices(32))
+    layers = len(GuidanceConfig().layer_indices(32))
 
     def count(kind):
         with torch.device("meta"):
-            return layers * sum(p.numel() for p in build(BiasConfig(kind=kind), llama).parameters())
+            return layers * sum(p.numel() for p in config_of(kind).module(llama).parameters())
 
     assert count("guidance") == 8_392_720
     assert count("lowrank") == 16 * 2 * 4096 * 64
@@ -264,8 +277,8 @@ def test_the_parameter_count_of_the_paper():
 
 
 def test_gates_have_no_direction_in_a_layer_that_sees_both_ways():
-    with pytest.raises(ValueError, match=r"kind='cumulative' sums gates .* layer 0 is not causal; use kind='key'"):
-        build(BiasConfig(kind="cumulative"), BOTH_WAYS)
+    with pytest.raises(ValueError, match=r"CumulativeConfig sums gates .* layer 0 is not causal; use KeyConfig"):
+        CumulativeConfig().module(BOTH_WAYS)
 
 
 def test_vectors_that_were_not_asked_for():

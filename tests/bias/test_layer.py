@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from attnflow.bias import Additive, BiasConfig, Custom, Dense, LayerBias, attention, parameters
-from attnflow.bias.kinds import build
+from attnflow.bias import attention
+from attnflow.bias.kinds import AlibiConfig, CumulativeConfig, CustomConfig, DenseConfig, GuidanceConfig
+from attnflow.bias.layer import LayerBias
+from attnflow.bias.terms import Additive, Dense
 from tests.bias.test_kinds import SHAPE, TOKENS, module_of, tile_of, vectors
 
 EVERY = slice(0, TOKENS), slice(0, TOKENS)
@@ -22,28 +24,23 @@ def terms_of(bias):
 
 def test_kinds_are_summed():
     modules = [
-        module_of(BiasConfig(init="kaiming", hidden_dim=5)),
-        module_of(BiasConfig(kind="cumulative", init="kaiming", share_heads=False)),
-        module_of(BiasConfig(kind="alibi", init="kaiming")),
+        module_of(GuidanceConfig(hidden_dim=5, init="kaiming")),
+        module_of(CumulativeConfig(share_heads=False, gain=1.0)),
+        module_of(AlibiConfig(layers="every_other", rope="keep")),
     ]
     bias = layer_of(*modules)
     assert bias.references == {"unrotated"}
     for term, module in zip(terms_of(bias), modules, strict=True):
         torch.testing.assert_close(term.tile(*EVERY), tile_of(module).expand_as(term.tile(*EVERY)))
-    assert {p for m in modules for p in m.parameters()} == set(parameters(bias))
+    assert {p for m in modules for p in m.parameters()} == set(bias.parameters())
 
 
 def test_it_is_zero_until_it_is_not():
-    bias = layer_of(build(BiasConfig(), SHAPE), build(BiasConfig(kind="dense"), SHAPE))
+    bias = layer_of(GuidanceConfig().module(SHAPE), DenseConfig().module(SHAPE))
     assert bias.is_zero()
     with torch.no_grad():
         bias.kinds[1].values[0, 0, 1, 0] = 1.0
     assert not bias.is_zero()
-
-
-def test_parameters_of_a_model_without_a_bias():
-    with pytest.raises(ValueError, match="Linear has no bias attached"):
-        list(parameters(nn.Linear(2, 2)))
 
 
 class Distance(nn.Module):
@@ -71,26 +68,32 @@ class Similarity(nn.Module):
 
 
 def test_a_users_module():
-    shaped, simple = Custom(Distance).module(SHAPE), Custom(lambda shape: Similarity(), layers="every").module(SHAPE)
+    shaped, simple = (
+        CustomConfig(Distance).module(SHAPE),
+        CustomConfig(lambda shape: Similarity(), layers="every").module(SHAPE),
+    )
     positions, similarity = terms_of(layer_of(shaped, simple))
     assert isinstance(similarity, Dense)
     queries, keys = vectors()
     torch.testing.assert_close(similarity.values[:, 0], torch.tanh(queries.unrotated[..., :12] @ keys.unrotated.mT))
     query = torch.randn(2, 4, TOKENS, 6, dtype=torch.float64)
-    outputs = [attention(query, query, query, [positions, similarity], impl=impl)[0] for impl in ("reference", "tiled")]
+    outputs = [
+        attention(query, query, query, [positions, similarity], backend=backend)[0]
+        for backend in ("reference", "tiled")
+    ]
     torch.testing.assert_close(*outputs)
     outputs[1].sum().backward()
     assert shaped.slope.grad is not None
-    assert Custom(Distance).layer_indices(3) == [0, 2]
+    assert CustomConfig(Distance).layer_indices(3) == [0, 2]
 
 
 def test_what_a_user_may_get_wrong():
     with pytest.raises(TypeError, match=r"custom: build must return an nn\.Module, got int"):
-        Custom(lambda shape: 3).module(SHAPE)
+        CustomConfig(lambda shape: 3).module(SHAPE)
 
     class Flat(nn.Module):
         def forward(self, query, key):
             return query[..., 0]
 
     with pytest.raises(ValueError, match=r"Flat must return \[batch or 1, maps, 9, 9\], got \(2, 9\)"):
-        terms_of(layer_of(Custom(lambda shape: Flat()).module(SHAPE)))
+        terms_of(layer_of(CustomConfig(lambda shape: Flat()).module(SHAPE)))

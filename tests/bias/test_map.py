@@ -13,11 +13,13 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnflow.bias import BiasMap, Guidance, LayerMap
+from attnflow.bias import BiasMap
 from attnflow.bias.call import make_call
 from attnflow.bias.impl import reference
 from attnflow.bias.low_rank import energy
+from attnflow.bias.map import LayerMap
 from attnflow.bias.observe import observe
+from attnflow.bias.terms import Guidance
 from tests.bias.cases import MASKS, Case
 
 TERMS = [
@@ -186,8 +188,8 @@ def make(queries=(0, 1, 2, 3), heads=(), layers=(0, 2), seed=0, produced=(), bas
 @pytest.mark.parametrize("heads", [(), (1, 3)])
 def test_json_reads_back_number_for_number(heads, tmp_path):
     found = make(heads=heads, produced=("x", "y", "", "z"))
-    text = found.to_json(tmp_path / "map.json")
-    assert (tmp_path / "map.json").read_text() == text
+    text = found.to_json()
+    assert found.save(tmp_path / "map.json").read_text() == text
     again = BiasMap.from_json(text)
     for name in ("model", "tokens", "queries", "heads", "causal", "produced"):
         assert getattr(again, name) == getattr(found, name)
@@ -197,14 +199,14 @@ def test_json_reads_back_number_for_number(heads, tmp_path):
             assert same(getattr(other, name), value), name
     assert again.to_json() == text
     assert BiasMap.from_json(make(base=False).to_json()).layers[0].weights_base is None
-    with pytest.raises(ValueError, match=r"expected the JSON text of a BiasMap"):
-        BiasMap.from_json(json.dumps({"schema": "other"}))
+    with pytest.raises(ValueError, match=r"expected a saved BiasMap, got 'Trained'"):
+        BiasMap.from_json(json.dumps({"attnflow": "Trained"}))
 
 
 def test_csv_has_a_line_for_each_allowed_pair(tmp_path):
     found = make(heads=(1, 3))
-    rows = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "map.csv"))))
-    assert (tmp_path / "map.csv").read_text() == found.to_csv()
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert found.save(tmp_path / "map.csv").read_text() == found.to_csv()
     assert len(rows) == 2 * 2 * 10
     assert [(r["layer"], r["head"], r["query"], r["key"]) for r in rows[:3]] == [
         ("0", "1", "0", "0"), ("0", "1", "1", "0"), ("0", "1", "1", "1"),
@@ -253,7 +255,7 @@ def test_strength_and_weight_moved():
 def test_maps_need_neither_matplotlib_nor_networkx():
     code = (
         "import sys; sys.modules['matplotlib'] = sys.modules['networkx'] = sys.modules['transformers'] = None\n"
-        "import attnflow.bias as b; print(b.BiasMap.__name__, b.BiasGraph.__name__)"
+        "from attnflow.bias.graph import BiasGraph; from attnflow.bias import BiasMap; print(BiasMap, BiasGraph)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["BiasMap", "BiasGraph"]
+    assert "bias.graph.BiasGraph" in done.stdout

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attnflow.bias import Additive, Dense, Guidance, Offset, Product, Term
-from attnflow.bias.terms import per_head
+from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, per_head
 from tests.bias.cases import TERMS, Case
 
 EVERY = slice(0, 9), slice(0, 11)

@@ -8,11 +8,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attnflow import masks
-from attnflow.bias import Guidance, attention
-from attnflow.bias.attention import backend
+from attnflow.bias import attention
+from attnflow.bias.attention import module_of
 from attnflow.bias.impl import tiled
 from attnflow.bias.impl._guidance_tile import GuidanceTiles
 from attnflow.bias.impl._row_tiles import blocks_of
+from attnflow.bias.terms import Guidance
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, outcome
 from tests.memory import PEAK
 
@@ -47,10 +48,10 @@ def test_sizes_that_no_tile_divides(queries, mask):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (3, 0), (0, 0)])
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-def test_nothing_to_attend_from_or_to(queries, keys, impl):
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_nothing_to_attend_from_or_to(queries, keys, backend):
     call, leaves = cast(Case(TWO, mask="everything", queries=queries, keys=keys).build())
-    output = backend(impl).run(call)[0]
+    output = module_of(backend).run(call)[0]
     assert output.shape == (2, 4, queries, 32)
     assert (output == 0).all()
     gradients = torch.autograd.grad(output.sum(), list(leaves.values()))
@@ -147,7 +148,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_with_dropout(reentrant)
     call, leaves = cast(Case(queries=100, keys=100).build())
 
     def layer(query):
-        return attention(query, call.key, call.value, call.terms, masks.causal(100), dropout=0.3, impl="tiled")[0]
+        return attention(query, call.key, call.value, call.terms, masks.causal(100), dropout=0.3, backend="tiled")[0]
 
     found = []
     for run in (layer, lambda query: checkpoint(layer, query, use_reentrant=reentrant)):
@@ -162,11 +163,11 @@ def test_dropout_drops_the_share_it_should_and_keeps_the_mean():
     queries, keys = 40, 500
     query = torch.zeros(1, 1, queries, 4)
     key, value = torch.zeros(1, 1, keys, 4), torch.eye(keys)[None, None]  # the output is the weights after dropout
-    weights = attention(query, key, value, [], dropout=0.25, impl="tiled")[0] * keys
+    weights = attention(query, key, value, [], dropout=0.25, backend="tiled")[0] * keys
     dropped = (weights == 0).float().mean().item()
     assert dropped == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / weights.numel()) ** 0.5)
     torch.testing.assert_close(weights[weights > 0], torch.full_like(weights[weights > 0], 4 / 3))
-    other = attention(query, key, value, [], dropout=0.25, impl="tiled")[0]
+    other = attention(query, key, value, [], dropout=0.25, backend="tiled")[0]
     assert not torch.equal(other * keys, weights)
 
 
@@ -200,13 +201,14 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square():
 {PEAK}
 import torch
 from attnflow import masks
-from attnflow.bias import Guidance, attention
-from attnflow.bias.attention import backend
+from attnflow.bias import attention
+from attnflow.bias.terms import Guidance
+from attnflow.bias.attention import module_of
 def step(n):
     q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
     a, c = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(2))
     term = Guidance(a, c, torch.ones(1, 8), torch.zeros(1, 8), torch.ones(1, 8, requires_grad=True), torch.zeros(1))
-    attention(q, k, v, [term], masks.sliding_window(n, 256), impl="tiled")[0].sum().backward()
+    attention(q, k, v, [term], masks.sliding_window(n, 256), backend="tiled")[0].sum().backward()
 step(512)
 before = peak()
 step(4096)

@@ -54,7 +54,7 @@ def test_compiled_attention_is_the_eager_one(case, backend):
 
     def attend(query, key, value, terms):
         return attention(
-            query, key, value, terms, allow, softcap=call.softcap, sinks=call.sinks, scale=call.scale, impl="tiled"
+            query, key, value, terms, allow, softcap=call.softcap, sinks=call.sinks, scale=call.scale, backend="tiled"
         )[0]
 
     found = []
@@ -68,7 +68,7 @@ def test_compiled_attention_is_the_eager_one(case, backend):
 def test_one_graph_serves_other_lengths():
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda q, k, v, terms, allow: attention(q, k, v, terms, allow, impl="tiled")[0],
+        lambda q, k, v, terms, allow: attention(q, k, v, terms, allow, backend="tiled")[0],
         fullgraph=True,
         dynamic=True,
         backend="aot_eager",
@@ -76,7 +76,7 @@ def test_one_graph_serves_other_lengths():
     for n in (37, 50, 64):
         call = Case(queries=n, keys=n).build()
         arguments = call.query, call.key, call.value, call.terms, call.allow.dense()
-        torch.testing.assert_close(compiled(*arguments), attention(*arguments, impl="tiled")[0])
+        torch.testing.assert_close(compiled(*arguments), attention(*arguments, backend="tiled")[0])
 
 
 def test_a_users_term_is_refused_under_a_compiler():

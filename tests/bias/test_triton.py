@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.bias import Additive, Dense, Guidance, Product
 from attnflow.bias.attention import attention, choose
 from attnflow.bias.call import make_call
 from attnflow.bias.impl import reference
+from attnflow.bias.terms import Additive, Dense, Guidance, Product
 from attnflow.testing import tolerance
 from tests.bias.cases import Case, cast, check_against_float64, outcome, plain, poisoned
 
@@ -224,7 +224,7 @@ def test_layouts_of_a_model():
 def test_is_asked_for_by_name():
     call = SMALL.build()
     assert choose(call, "triton") == "triton"
-    found, weights = attention(call.query, call.key, call.value, call.terms, call.allow, impl="triton")
+    found, weights = attention(call.query, call.key, call.value, call.terms, call.allow, backend="triton")
     assert weights is None
     assert found.shape == call.query.shape
 

@@ -7,10 +7,11 @@ import pytest
 
 SCRIPT = """
 import sys, torch
-from attnflow.bias import Additive, attention
+from attnflow.bias import attention
+from attnflow.bias.terms import Additive
 q = torch.ones(1, 1, 2, 8)
 try:
-    attention(q, q, q, [Additive(torch.zeros(1, 1, 2))], impl="triton")
+    attention(q, q, q, [Additive(torch.zeros(1, 1, 2))], backend="triton")
 except ValueError as error:
     assert "Triton compiles for CUDA GPUs" in str(error) and "TRITON_INTERPRET=1" in str(error), error
 else:

@@ -21,12 +21,12 @@ def saved(tiny_model, tmp_path_factory):
     model = load_model(tiny_model).model
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        af.bias.attach(model, af.bias.BiasConfig(init="kaiming", hidden_dim=8, layers="every"))
+        af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every", init="kaiming"))
     with torch.no_grad():
         for _, bias in layer_biases(model):
             for parameter in bias.parameters():
                 parameter.mul_(3.0)
-    return str(af.bias.save_pretrained(model, tmp_path_factory.mktemp("bias") / "mine"))
+    return str(af.bias.save(model, tmp_path_factory.mktemp("bias") / "mine"))
 
 
 def test_text(run, tiny_model, saved):

@@ -41,7 +41,7 @@ def test_a_bias_is_trained_and_can_be_loaded(run: Callable, tiny_model: str, tex
     ids = torch.arange(12)[None]
     with torch.no_grad():
         biased = model(ids).logits
-        with af.bias.disabled(model):
+        with disabled(model):
             assert not torch.equal(model(ids).logits, biased)
 
 

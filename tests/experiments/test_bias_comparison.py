@@ -22,6 +22,7 @@ from experiments.bias_comparison.arms import arms_of, count_trained, fitted
 from experiments.bias_comparison.compare import Comparison, compare, row_losses
 from experiments.bias_comparison.text import TEST, VALIDATION, Split, split_text
 from experiments.intervals import fraction, interval
+from tests.bias.cases import config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -111,9 +112,9 @@ def biased(kind: Any = "guidance") -> LlamaForCausalLM:
     made = model(torch.float64)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        af.bias.attach(made, af.bias.BiasConfig(kind, hidden_dim=8, init="kaiming"))
+        af.bias.attach(made, config_of(kind, start=True, hidden_dim=8))
         with torch.no_grad():
-            for parameter in af.bias.parameters(made):
+            for parameter in af.bias.handle(made).parameters():
                 parameter.mul_(3.0)
     return made
 

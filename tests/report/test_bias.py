@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnflow import masks
-from attnflow.bias import BiasMap, LayerMap
+from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.report import BIAS_SECTIONS, bias_report, model_report
 from tests.report.reading import Page, parse_svg, texts, with_class
 

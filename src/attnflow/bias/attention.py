@@ -16,8 +16,8 @@ from attnflow.bias.terms import Term
 Backend = Literal["auto", "reference", "tiled", "flex", "triton"]
 
 BACKENDS: Final = ("reference", "tiled", "flex", "triton")
-# What "auto" does not choose, and why; `attnflow doctor` says it. A line goes when `make gpu` has passed on a device and
-# its results are in benchmarks/results.csv.
+# What "auto" does not choose, and why; `attnflow doctor` says it. A line goes when `make gpu` has passed on a device
+# and its results are in benchmarks/results.csv.
 UNPROVEN: Final[Mapping[str, str]] = {
     "triton": "its kernels have run in Triton's interpreter alone, never on a GPU; ask for them with backend='triton'"
 }
@@ -100,7 +100,9 @@ def choose(call: Call, backend: str, need_weights: bool = False) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if need_weights and backend != "reference":
-        raise ValueError(f"backend={backend!r} never holds the weights; ask for them with backend='reference' or 'auto'")
+        raise ValueError(
+            f"backend={backend!r} never holds the weights; ask for them with backend='reference' or 'auto'"
+        )
     reason = module_of(backend).refuses(call)
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot compute this call: {reason}; use backend='auto' or 'reference'")

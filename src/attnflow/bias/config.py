@@ -114,7 +114,9 @@ class BiasConfig:
         """
         content = {name: value for name, value in values.items() if name not in ("kind", "version")}
         if values.get("version", cls.version) != cls.version:
-            raise ValueError(f"a bias config of version {values['version']} was given, this release reads {cls.version}")
+            raise ValueError(
+                f"a bias config of version {values['version']} was given, this release reads {cls.version}"
+            )
         own = {field.name for field in fields(cls)}
         unknown = sorted(set(content) - own)
         if unknown:

@@ -10,6 +10,7 @@ import torch
 
 from attnflow._core import checks
 from attnflow._core.markup import visible
+from attnflow._core.results import Result
 from attnflow.bias.map import BiasMap
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class BiasGraph:
+class BiasGraph(Result):
     """Information flows along the edges, from keys to queries, where the bias invites it.
 
     A causal mask makes it acyclic: every edge goes from an earlier to a later token. Under a bidirectional mask it is a

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnflow._core.markup import percent, plural, visible
+from attnflow._core.results import Result
 from attnflow.bias.low_rank import energy
 
 if TYPE_CHECKING:
@@ -23,7 +19,6 @@ if TYPE_CHECKING:
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
 
-SCHEMA: Final = "attnflow.bias.map/1"
 _DIGITS: Final = 9  # of a float32, enough to read back the same number
 _COLUMNS: Final = (
     "layer", "head", "query", "query_token", "key", "key_token",
@@ -32,7 +27,7 @@ _COLUMNS: Final = (
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMap:
+class LayerMap(Result):
     """One layer: a map for each head that was asked for, or one, the mean over heads.
 
     Attributes:
@@ -68,7 +63,7 @@ class LayerMap:
 
 
 @dataclass(frozen=True, eq=False)
-class BiasMap:
+class BiasMap(Result):
     """The bias of a model for some queries of one sequence, as `af.bias.capture` returns it.
 
     A row is a query, a column a key. Figures, graphs and exports use the row-centred bias: softmax cannot see what is
@@ -177,53 +172,22 @@ class BiasMap:
 
         return BiasGraph.of(self, threshold=threshold, top_k=top_k, layer=layer, head=head)
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A line for each allowed pair of each layer and map, as CSV text, written to `path` if it is given.
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each allowed pair of each layer and map.
 
-        The column `bias` is row-centred; `head` is "mean" where heads were not told apart; `weight_base` is empty where
-        the base model was not run.
+        `bias` is row-centred; `head` is "mean" where heads were not told apart; `weight_base` is None where the base
+        model was not run.
         """
-        buffer = io.StringIO(newline="")
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(_COLUMNS)
         names = [visible(token) for token in self.tokens]
+        rows: list[Mapping[str, object]] = []
         for one in self.layers:
             values = [one.bias, one.raw, one.weights, one.weights_without, one.weights_base]
             for number, row, key in one.allowed.nonzero().tolist():
-                cells = ["" if v is None else _short(float(v[number, row, key])) for v in values]
-                query = self.queries[row]
-                head = self.heads[number] if self.heads else "mean"
-                writer.writerow([one.layer, head, query, names[query], key, names[key], *cells])
-        if path is not None:
-            Path(path).write_text(buffer.getvalue(), encoding="utf-8")
-        return buffer.getvalue()
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON text, written to `path` if it is given; `from_json` reads it back, number for number."""
-        layers = [{field.name: _plain(getattr(one, field.name)) for field in fields(one)} for one in self.layers]
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "layers"}
-        text = json.dumps({"schema": SCHEMA, **own, "layers": layers}, allow_nan=False) + "\n"
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    @classmethod
-    def from_json(cls, text: str) -> BiasMap:
-        """The map that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is of another kind.
-        """
-        found = json.loads(text)
-        if not isinstance(found, dict) or cast(dict[str, Any], found).get("schema") != SCHEMA:
-            raise ValueError(f'expected the JSON text of a BiasMap, with "schema": "{SCHEMA}"')
-        known: dict[str, Any] = {name: value for name, value in cast(dict[str, Any], found).items() if name != "schema"}
-        size = (max(len(known["heads"]), 1), len(known["queries"]), len(known["tokens"]))
-        layers = [{name: _tensor(name, value, size) for name, value in one.items()} for one in known["layers"]]
-        for name in ("tokens", "queries", "heads", "produced"):
-            known[name] = tuple(known[name])
-        known["layers"] = tuple(LayerMap(**cast(dict[str, Any], one)) for one in layers)
-        return cls(**known)
+                cells = [None if v is None else _short(float(v[number, row, key])) for v in values]
+                query, head = self.queries[row], self.heads[number] if self.heads else "mean"
+                columns = (one.layer, head, query, names[query], key, names[key], *cells)
+                rows.append(dict(zip(_COLUMNS, columns, strict=True)))
+        return rows
 
     def _map(self, head: int) -> int:
         if head not in self.heads:
@@ -238,20 +202,6 @@ class BiasMap:
         return "\n".join(lines)
 
 
-def _short(value: float) -> str:
-    return f"{value:.{_DIGITS}g}"
-
-
-def _plain(value: object) -> object:
-    """Tensors as nested lists; 0 and 1 for booleans."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.dtype == torch.bool:
-        return value.int().tolist()
-    return [[[float(_short(x)) for x in row] for row in one] for one in value.tolist()]
-
-
-def _tensor(name: str, value: object, size: Sequence[int]) -> object:
-    if not isinstance(value, list):
-        return value
-    return torch.tensor(value, dtype=torch.bool if name == "allowed" else torch.float32).view(*size)
+def _short(value: float) -> float:
+    """A float32 with as many digits as tell it from its neighbours."""
+    return float(f"{value:.{_DIGITS}g}")

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap
+from attnflow.bias.trained import Trained
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
@@ -17,6 +18,7 @@ from attnflow.report.figures import mask_figure
 from attnflow.report.graph_svg import graph_svg
 from attnflow.report.hasse_svg import hasse_svg
 from attnflow.report.trace_figure import trace_figure
+from attnflow.report.training_figure import training_figure
 
 FIGURES: Final[dict[type, Callable[..., Any]]] = {
     BiasGraph: graph_svg,
@@ -25,6 +27,7 @@ FIGURES: Final[dict[type, Callable[..., Any]]] = {
     Hasse: hasse_svg,
     Mask: mask_figure,
     Trace: trace_figure,
+    Trained: training_figure,
 }
 
 

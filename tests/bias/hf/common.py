@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
@@ -14,25 +17,36 @@ MORE = ("Gemma", "Phi", "StableLm", "Starcoder2", "MBartDecoder")
 DECODERS = tuple(name for name in (*CAUSAL, *MORE) if name != "DeepseekV3")
 ENCODERS = tuple(BIDIRECTIONAL)
 EVERY_OTHER_KIND = (
-    af.bias.BiasConfig("bilinear", layers="every", share_heads="kv"),
-    af.bias.BiasConfig("dot", layers="every", reference="per_head", share_heads=False),
-    af.bias.BiasConfig("key", layers="every", hidden_dim=8, share_heads=False),
-    af.bias.BiasConfig("cumulative", layers=[1], share_heads=False),
-    af.bias.BiasConfig("lowrank", layers="every", rank=3, reference="hidden"),
-    af.bias.BiasConfig("dense", layers="every", max_length=48),
-    af.bias.BiasConfig("alibi", layers="every"),
-    af.bias.BiasConfig("relative", layers="every", share_heads=False, num_buckets=8, max_distance=12),
+    af.bias.BilinearConfig(layers="every", share_heads="kv"),
+    af.bias.DotConfig(layers="every", reference="per_head", share_heads=False),
+    af.bias.KeyConfig(layers="every", hidden_dim=8, share_heads=False),
+    af.bias.CumulativeConfig(layers=[1], share_heads=False),
+    af.bias.LowRankConfig(layers="every", rank=3, reference="hidden"),
+    af.bias.DenseConfig(layers="every", max_length=48),
+    af.bias.AlibiConfig(rope="keep", gain=0.0),
+    af.bias.RelativeConfig(layers="every", share_heads=False, num_buckets=8, max_distance=12),
 )
-GUIDANCE = (af.bias.BiasConfig(layers="every", hidden_dim=8),)
-ROTATED = (af.bias.BiasConfig(layers="every", hidden_dim=8, reference="rotated"),)
+GUIDANCE = (af.bias.GuidanceConfig(layers="every", hidden_dim=8),)
+ROTATED = (af.bias.GuidanceConfig(layers="every", hidden_dim=8, reference="rotated"),)
 BIASES = {"guidance": GUIDANCE, "others": EVERY_OTHER_KIND, "rotated": ROTATED}
 
 
 def disturb(model: nn.Module, scale: float = 0.5) -> None:
     """Give the bias values as if it had been trained."""
     with torch.no_grad():
-        for parameter in af.bias.parameters(model):
+        for parameter in af.bias.handle(model).parameters():
             parameter.add_(torch.randn_like(parameter) * scale)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """The model without its bias."""
+    handle = af.bias.handle(model)
+    handle.enabled = False
+    try:
+        yield
+    finally:
+        handle.enabled = True
 
 
 def biased(name: str, bias=GUIDANCE, dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:

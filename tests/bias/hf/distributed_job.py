@@ -51,13 +51,13 @@ def main(mode, target):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trained = accelerator.prepare(model) if mode == "ddp" else model
     losses = train(trained, optimizer, data, accelerator.process_index, accelerator.num_processes, accelerator)
-    summary = str(af.bias.summary(model))
+    summary = str(af.bias.handle(model))
     sharded = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"]
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     refused = ""
     if mode == "fsdp2":
         try:
-            af.bias.save_pretrained(model, Path(target).parent / "bias")
+            af.bias.save(model, Path(target).parent / "bias")
         except ValueError as error:
             refused = str(error)
     if accelerator.is_main_process:

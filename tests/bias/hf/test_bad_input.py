@@ -15,7 +15,8 @@ from transformers import (
 from transformers.models.t5 import modeling_t5
 
 import attnflow as af
-from tests.bias.hf.common import GUIDANCE, biased, disturb, family, outputs, same_state, tokens
+from attnflow.bias.layer import LayerBias
+from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, outputs, same_state, tokens
 from tests.models import WITHOUT_INTERFACE
 
 CHECKED = "Type-check error"  # which comes first while the tests run
@@ -30,7 +31,7 @@ def refused(model, error, match, *arguments, **options):
     assert model.config._attn_implementation is implementation
     assert all(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(ValueError, match="has no bias attached"):
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
 
 
 def test_options_out_of_range():
@@ -39,41 +40,41 @@ def test_options_out_of_range():
         model,
         ValueError,
         r"layers \[2, 7\] do not exist: the model has layers 0 to 1",
-        af.bias.BiasConfig(layers=[1, 2, 7]),
+        af.bias.GuidanceConfig(layers=[1, 2, 7]),
     )
-    refused(model, TypeError, f"expected a BiasConfig.*got str|{CHECKED}", "guidance")
+    refused(model, TypeError, f"expected the config of a kind.*got str|{CHECKED}", "guidance")
     refused(model, TypeError, "got none", ())
     refused(model, (ValueError, TypeError), f"train must be|{CHECKED}", GUIDANCE, train="bias")
-    refused(model, ValueError, "impl must be one of", GUIDANCE, impl="cuda")
-    refused(model, TypeError, "build must return an nn.Module", af.bias.Custom(lambda shape: 3))
+    refused(model, ValueError, "backend must be one of", GUIDANCE, backend="cuda")
+    refused(model, TypeError, "build must return an nn.Module", af.bias.CustomConfig(lambda shape: 3))
     with pytest.raises(ValueError, match="hidden_dim"):
-        af.bias.BiasConfig(hidden_dim=0)
+        af.bias.GuidanceConfig(hidden_dim=0)
     with pytest.raises(ValueError, match="layers"):
-        af.bias.BiasConfig(layers=[-1])
+        af.bias.GuidanceConfig(layers=[-1])
     with pytest.raises(ValueError, match="at least one layer"):
-        af.bias.BiasConfig(layers=[])
+        af.bias.GuidanceConfig(layers=[])
 
 
 def test_attaching_twice_and_detaching_twice():
     model = biased("Llama")
-    with pytest.raises(ValueError, match=r"has a bias attached already; af.bias.detach\(model\) first"):
+    with pytest.raises(ValueError, match=r"has a bias attached already; af.bias.handle\(model\).remove\(\) first"):
         af.bias.attach(model, GUIDANCE)
     with pytest.raises(ValueError, match="has a bias attached already"):
         af.bias.attach(model.model, GUIDANCE)
     with pytest.raises(ValueError, match="a part of the model that the bias was attached to"):
-        af.bias.detach(model.model)
-    af.bias.detach(model)
+        af.bias.handle(model.model).remove()
+    af.bias.handle(model).remove()
     for use in (
-        af.bias.detach,
-        lambda model: next(af.bias.parameters(model)),
-        lambda model: af.bias.disabled(model).__enter__(),
+        af.bias.handle,
+        lambda model: af.bias.save(model, "folder"),
+        lambda model: af.bias.strength(model, {}),
     ):
         with pytest.raises(ValueError, match="has no bias attached"):
             use(model)
 
 
 def test_what_is_not_a_transformers_model():
-    with pytest.raises(TypeError, match=f"expected a transformers model, got str|{CHECKED}"):
+    with pytest.raises(TypeError, match=f"expected a torch module or what af.load_model returns, got str|{CHECKED}"):
         af.bias.attach("gpt2")
     with pytest.raises(ValueError, match="expected a transformers model with a config"):
         af.bias.attach(nn.Linear(2, 2))
@@ -87,14 +88,14 @@ def test_models_without_the_interface_or_without_attention(name):
 def test_latent_attention_says_which_vectors_are_missing():
     model, ids = family("DeepseekV3"), tokens(2, 7)
     for reference in ("unrotated", "per_head"):
-        config = af.bias.BiasConfig(layers="every", hidden_dim=4, reference=reference)
+        config = af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference=reference)
         refused(model, af.UnsupportedArchitecture, "latent attention.*'rotated' or 'hidden' does without", config)
     plain = outputs(model, input_ids=ids)
     for reference in ("rotated", "hidden"):
-        af.bias.attach(model, af.bias.BiasConfig(layers="every", hidden_dim=4, reference=reference))
+        af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference=reference))
         disturb(model)
         assert (outputs(model, input_ids=ids) - plain).abs().max() > 1e-3
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
 
 
 def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
@@ -112,11 +113,11 @@ def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
         bos_token_id=1,
     )
     model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
-    every = af.bias.BiasConfig(layers="every", hidden_dim=4, reference="hidden")
+    every = af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference="hidden")
     refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", every)
     with torch.no_grad():
         plain = outputs(model, input_ids=ids)
-        af.bias.attach(model, af.bias.BiasConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))
+        af.bias.attach(model, af.bias.GuidanceConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))
         assert torch.equal(outputs(model, input_ids=ids), plain)
         disturb(model)
         whole, cache = outputs(model, input_ids=ids, use_cache=False), DynamicCache(config=config)
@@ -126,9 +127,9 @@ def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
 
 
 def test_kinds_that_a_layer_cannot_have():
-    refused(family("Bert"), ValueError, "kind='cumulative'.*is not causal", af.bias.BiasConfig("cumulative"))
+    refused(family("Bert"), ValueError, "CumulativeConfig.*is not causal", af.bias.CumulativeConfig())
     for name in ("GPT2", "Bert", "OPT"):
-        config = af.bias.BiasConfig("alibi", rope="remove")
+        config = af.bias.AlibiConfig(layers="every_other", gain=0.0)
         refused(family(name), af.UnsupportedArchitecture, "takes no rotary embedding from outside", config)
 
 
@@ -137,7 +138,7 @@ def test_removing_rotary_embedding_makes_positions_equal(name):
     """ALiBi in place of rotary embedding: without either, an encoder's or first layer's keys have no order."""
     wide = {"sliding_window": 64} if name == "Gemma3" else {}
     model, ids = family(name, num_hidden_layers=1, **wide), tokens(1, 6)
-    af.bias.attach(model, af.bias.BiasConfig("alibi", layers="every", rope="remove", init="zero"))
+    af.bias.attach(model, af.bias.AlibiConfig(gain=0.0))
     order = torch.tensor([2, 0, 1, 3, 4, 5])
     with torch.no_grad():
         first, second = (outputs(model, input_ids=one)[:, -1] for one in (ids, ids[:, order]))
@@ -157,15 +158,15 @@ def test_t5_keeps_its_own_buckets_beside_the_bias():
     with torch.no_grad():
         plain = outputs(model, input_ids=ids, decoder_input_ids=targets)
         for part in (model.get_encoder(), model.get_decoder()):
-            af.bias.attach(part, af.bias.BiasConfig("key", layers="every", hidden_dim=4), impl="reference")
+            af.bias.attach(part, af.bias.KeyConfig(layers="every", hidden_dim=4), backend="reference")
             same = outputs(model, input_ids=ids, decoder_input_ids=targets)
             assert torch.equal(same, plain)
-            for bias in (module for module in part.modules() if isinstance(module, af.bias.LayerBias)):
+            for bias in (module for module in part.modules() if isinstance(module, LayerBias)):
                 bias._trained = True  # the path of a trained bias, whose B is still 0
             torch.testing.assert_close(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
             disturb(part)
             assert (outputs(model, input_ids=ids, decoder_input_ids=targets) - plain).abs().max() > 1e-4
-            af.bias.detach(part)
+            af.bias.handle(part).remove()
 
 
 def test_vision_models():
@@ -179,7 +180,7 @@ def test_vision_models():
         assert torch.equal(model(pixels)[0], plain)
         disturb(model)
         assert (model(pixels)[0] - plain).abs().max() > 1e-4
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         assert torch.equal(model(pixels)[0], plain)
 
 
@@ -188,14 +189,16 @@ def test_parameters_of_the_paper_on_the_meta_device():
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, hidden_size=4096, intermediate_size=11008))
     summary = af.bias.attach(model)
-    assert summary.parameters == 8_392_720
+    assert summary.num_parameters == 8_392_720
     assert (len(summary.layers), set(summary.layers.values())) == (16, {524_545})
     assert str(summary) == (
         "bias on 16 of 32 attention layers: 8,392,720 parameters (0.12 % of the base model's 6,738,415,616); "
         "6,746,808,336 are trained"
     )
-    assert all(parameter.is_meta for parameter in af.bias.parameters(model))
-    assert af.bias.BiasConfig() == af.bias.BiasConfig("guidance", "every_other", 64, "unrotated", True, "zero")
+    assert all(parameter.is_meta for parameter in af.bias.handle(model).parameters())
+    assert af.bias.GuidanceConfig() == af.bias.GuidanceConfig(
+        layers="every_other", hidden_dim=64, reference="unrotated", share_heads=True, init="zero"
+    )
 
 
 def test_a_layer_on_several_devices():
@@ -210,8 +213,10 @@ def test_guidance_only_training_freezes_and_detaching_thaws():
     model = family("Llama")
     model.lm_head.weight.requires_grad_(False)
     summary = af.bias.attach(model, GUIDANCE, train="guidance")
-    assert summary.trainable == summary.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    af.bias.detach(model)
+    assert (
+        summary.num_trained == summary.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    )
+    af.bias.handle(model).remove()
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
 
 
@@ -221,9 +226,9 @@ def test_changing_the_attention_implementation_under_a_bias_is_noticed():
     model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="ran without it: the model's attention implementation was set to 'eager'"):
         outputs(model, input_ids=ids)
-    with af.bias.disabled(model):
+    with disabled(model):
         outputs(model, input_ids=ids)
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     assert model.config._attn_implementation == "eager"  # what the user has chosen last
     af.bias.attach(model, GUIDANCE)
     outputs(model, input_ids=ids)

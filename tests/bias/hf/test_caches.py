@@ -8,7 +8,7 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 from transformers.cache_utils import DynamicLayer
 
 import attnflow as af
-from tests.bias.hf.common import BIASES, GUIDANCE, biased, disturb, family, outputs, tokens, windows_roll_back
+from tests.bias.hf.common import BIASES, GUIDANCE, biased, disabled, disturb, family, outputs, tokens, windows_roll_back
 
 
 def pieces(model, ids, sizes, cache, **inputs):
@@ -93,7 +93,7 @@ def test_a_quantised_cache_keeps_the_bias_exact(kind):
         pytest.skip("this release of transformers has no fp8 cache")
     found = pieces(model, ids, [6, 1, 3], cache)
     error = (found - whole(model, ids)).abs().mean()
-    with af.bias.disabled(model):
+    with disabled(model):
         base = pieces(model, ids, [6, 1, 3], QuantizedCache("fp8", config=model.config)) - whole(model, ids)
     assert error < 2 * base.abs().mean()
     exact = pieces(model, ids, [6, 1, 3], reference := DynamicCache(config=model.config))
@@ -114,14 +114,14 @@ def test_a_cache_that_the_bias_has_not_seen_in_full_is_an_error(name, kind):
     def new():
         return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, 20)
 
-    with af.bias.disabled(model):
+    with disabled(model):
         pieces(model, ids, [5], cache := new())
     with pytest.raises(ValueError, match=r"already holds 5 tokens of layer 0 that the bias has not seen; start from"):
         pieces(model, ids, [1], cache)
     pieces(model, ids, [5], cache := new())
 
     def on_and_off():
-        with af.bias.disabled(model):
+        with disabled(model):
             pieces(model, ids, [1], cache)
         pieces(model, ids, [1], cache)
 
@@ -133,15 +133,15 @@ def test_a_cache_that_another_bias_has_used_is_taken_over_when_it_is_empty():
     model, ids = biased("Llama"), tokens(1, 8)
     for make in (lambda: StaticCache(config=model.config, max_cache_len=20), lambda: DynamicCache(config=model.config)):
         pieces(model, ids, [8], cache := make())
-        af.bias.detach(model)
-        af.bias.attach(model, af.bias.BiasConfig(layers="every", hidden_dim=5))
+        af.bias.handle(model).remove()
+        af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=5))
         disturb(model)
         with pytest.raises(ValueError, match="8 tokens of layer 0 that the bias has not seen"):
             pieces(model, torch.cat([ids, ids], dim=1), [1], cache)
         cache.reset()
         if not int(cache.get_seq_length()):
             close(pieces(model, ids, [5, 3], cache), whole(model, ids))
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         af.bias.attach(model, GUIDANCE)
 
 
@@ -183,10 +183,10 @@ def test_both_halves_of_an_encoder_decoder_model():
             step = model(encoder_outputs=states, decoder_input_ids=token, past_key_values=cache, use_cache=True)
             parts.append(step.logits)
         close(torch.cat(parts, dim=1), moved)
-        af.bias.detach(model.get_decoder())  # the older one first
+        af.bias.handle(model.get_decoder()).remove()  # the older one first
         encoder_alone = outputs(model, input_ids=ids, decoder_input_ids=targets)
         assert (encoder_alone - plain).abs().max() > 1e-3
         assert (encoder_alone - moved).abs().max() > 1e-3
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         assert torch.equal(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
     assert (moved - plain).abs().max() > 1e-3

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 import attnflow as af
 from attnflow.bias.layer import layer_biases
 from attnflow.models import Loaded
+from tests.bias.hf.common import disabled
 from tests.models import tiny
 
 PROMPT = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
@@ -20,11 +21,11 @@ def biased(name="Llama", seed=0, implementation="eager", **config):
     """A tiny model with a bias that is large enough to matter."""
     torch.manual_seed(seed)
     model = tiny(name, torch.float32, attn_implementation=implementation)
-    af.bias.attach(model, af.bias.BiasConfig(**{"layers": "every", "hidden_dim": 8, "init": "kaiming", **config}))
+    af.bias.attach(model, af.bias.GuidanceConfig(**{"layers": "every", "hidden_dim": 8, "init": "kaiming", **config}))
     with torch.no_grad():
         for _, bias in layer_biases(model):
-            for parameter in bias.parameters():
-                parameter.mul_(3.0)
+            for name, parameter in bias.named_parameters():
+                parameter.mul_(1.2 if name.endswith("output_weight") else 3.0)
     return model
 
 
@@ -53,7 +54,7 @@ def test_weights_are_the_models_own(name):
     model, tokens = biased(name), ids(11)
     found = af.bias.capture(model, tokens, heads="all")
     with_bias = attentions(model, input_ids=tokens)
-    with af.bias.disabled(model):
+    with disabled(model):
         base = attentions(model, input_ids=tokens)
     assert [one.layer for one in found] == [0, 1]
     for one in found:
@@ -172,7 +173,7 @@ def test_padded_batch_while_it_generates(tokenizer):
 
 def test_a_bias_that_is_zero_has_a_map_of_zeros():
     model = tiny("Llama", torch.float32, attn_implementation="sdpa")
-    af.bias.attach(model, af.bias.BiasConfig(hidden_dim=8, layers="every"))
+    af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every"))
     found = af.bias.capture(model, ids(6))
     for one in found:
         assert not one.raw.any()
@@ -237,7 +238,7 @@ def test_chunked_prefill_and_cropped_caches():
 @pytest.mark.parametrize("name", ["Bart", "T5"])
 def test_the_decoder_of_two(name):
     model = tiny(name, torch.float32, attn_implementation="eager")
-    af.bias.attach(model.get_decoder(), af.bias.BiasConfig(hidden_dim=8, init="kaiming", layers="every"))
+    af.bias.attach(model.get_decoder(), af.bias.GuidanceConfig(hidden_dim=8, layers="every", init="kaiming"))
     given = {"input_ids": ids(7), "decoder_input_ids": ids(4, 5)}
     found = af.bias.capture(model, given, heads="all")
     assert found.queries == (0, 1, 2, 3)
@@ -278,8 +279,8 @@ def test_a_mask_of_ours_rules():
 def test_several_biases_are_one_map():
     torch.manual_seed(0)
     model = tiny("Llama", torch.float32, attn_implementation="eager")
-    alibi = af.bias.BiasConfig(kind="alibi", init="kaiming", layers="every")
-    af.bias.attach(model, [af.bias.BiasConfig(init="kaiming", hidden_dim=8, layers="every"), alibi])
+    alibi = af.bias.AlibiConfig(rope="keep")
+    af.bias.attach(model, [af.bias.GuidanceConfig(hidden_dim=8, layers="every", init="kaiming"), alibi])
     found = af.bias.capture(model, ids(6), heads="all")
     own = attentions(model, input_ids=ids(6))
     torch.testing.assert_close(found.layer(1).weights, own[1][0], rtol=1e-4, atol=1e-6)
@@ -288,7 +289,7 @@ def test_several_biases_are_one_map():
 
 def test_errors(tokenizer):
     plain = tiny("Llama", torch.float32)
-    with pytest.raises(ValueError, match=r"has no bias attached; see af\.attach"):
+    with pytest.raises(ValueError, match=r"has no bias attached; see af\.bias\.attach"):
         af.bias.capture(plain, [5, 6])
     model = biased(layers=[1])
     with pytest.raises(ValueError, match="a text needs a tokenizer"):
@@ -323,7 +324,7 @@ def test_errors(tokenizer):
 def test_the_papers_prompt_on_smollm2():
     loaded = af.models.load_model("smollm2-135m")
     torch.manual_seed(0)
-    af.bias.attach(loaded.model, af.bias.BiasConfig(init="kaiming", layers=[0, 14]))
+    af.bias.attach(loaded.model, af.bias.GuidanceConfig(layers=[0, 14], init="kaiming"))
     found = af.bias.capture(loaded, PROMPT, generate=1)
     assert found.queries == (21,)
     assert "".join(found.tokens) == PROMPT

@@ -7,7 +7,7 @@ import torch
 from transformers import StaticCache
 
 import attnflow as af
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, ROTATED, biased, disturb, family, outputs, tokens
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, ROTATED, biased, disabled, disturb, family, outputs, tokens
 
 pytestmark = [
     pytest.mark.compiled,
@@ -43,7 +43,7 @@ def test_forward_and_training_step_in_one_graph(name):
         torch.testing.assert_close(
             found[1][1][key], gradient, rtol=1e-3, atol=1e-3 * max(float(gradient.abs().max()), 1e-2)
         )
-    with torch.no_grad(), af.bias.disabled(model):
+    with torch.no_grad(), disabled(model):
         torch.testing.assert_close(
             outputs(compiled, input_ids=ids, **use), outputs(model, input_ids=ids, **use), **CLOSE
         )

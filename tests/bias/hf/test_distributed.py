@@ -35,7 +35,7 @@ def test_two_processes_train_as_one(mode, tmp_path):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.05), data)
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
-    assert found["summary"] == str(af.bias.summary(model))
+    assert found["summary"] == str(af.bias.handle(model))
     assert found["wrapper"] == ("DistributedDataParallel" if mode == "ddp" else "FSDPLlamaForCausalLM")
     assert found["sharded"] == (mode == "fsdp2")
     assert ("sharded over processes" in found["refused"]) == (mode == "fsdp2")

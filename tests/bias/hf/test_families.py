@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import attnflow as af
+from attnflow.bias.layer import LayerBias
 from tests.bias.hf.common import (
     DECODERS,
     ENCODERS,
     EVERY_OTHER_KIND,
     GUIDANCE,
     biased,
+    disabled,
     disturb,
     family,
     outputs,
@@ -39,7 +41,7 @@ def test_a_new_bias_leaves_every_output_as_it_was_bit_for_bit(name, dtype):
             with_gradients = outputs(model, input_ids=ids)
             with torch.no_grad():
                 without = outputs(model, input_ids=ids)
-            af.bias.detach(model)
+            af.bias.handle(model).remove()
             assert torch.equal(with_gradients, plain)
             assert torch.equal(without, plain)
             assert torch.equal(outputs(model, input_ids=ids), plain)
@@ -58,16 +60,16 @@ def test_a_trained_bias_acts_on_routes_alike_and_can_be_disabled_and_detached(na
         disturb(model)
         moved = outputs(model, input_ids=ids)
         assert (moved - plain).abs().max() > 1e-3
-        with af.bias.disabled(model):
+        with disabled(model):
             assert torch.equal(outputs(model, input_ids=ids), plain)
         assert torch.equal(outputs(model, input_ids=ids), moved)
-        saved = [parameter.clone() for parameter in af.bias.parameters(model)]
-        af.bias.detach(model)
+        saved = [parameter.clone() for parameter in af.bias.handle(model).parameters()]
+        af.bias.handle(model).remove()
         assert torch.equal(outputs(model, input_ids=ids), plain)
         if name not in WITHOUT_SDPA:
             model.set_attn_implementation("eager")
             af.bias.attach(model, GUIDANCE)
-            for parameter, value in zip(af.bias.parameters(model), saved, strict=True):
+            for parameter, value in zip(af.bias.handle(model).parameters(), saved, strict=True):
                 parameter.copy_(value)
             torch.testing.assert_close(outputs(model, input_ids=ids), moved, **tolerance)
 
@@ -108,7 +110,7 @@ def test_gradients_reach_every_parameter_that_softmax_can_see(name):
 def test_an_encoder_gets_a_dense_asymmetric_map(name):
     """daa, sec. 7: B is not triangular there, and B_ij is not B_ji."""
     model, seen = biased(name), []
-    bias = next(module for module in model.modules() if isinstance(module, af.bias.LayerBias))
+    bias = next(module for module in model.modules() if isinstance(module, LayerBias))
     bias.observer = seen.append
     with torch.no_grad():
         outputs(model, input_ids=tokens(1, 7))

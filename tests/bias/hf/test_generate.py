@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attnflow as af
-from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, padded, tokens, windows_roll_back
+from tests.bias.hf.common import BIASES, biased, disabled, disturb, family, outputs, padded, tokens, windows_roll_back
 
 FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBartDecoder"]
 OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
@@ -41,7 +41,7 @@ def with_logits(model, ids, **options):
 
 def moved(model, ids, logits, **options):
     """Whether the bias is what made these logits."""
-    with af.bias.disabled(model):
+    with disabled(model):
         return (with_logits(model, ids, **options)[1] - logits).abs().max() > 1e-3
 
 
@@ -146,7 +146,7 @@ def test_attention_weights_of_generated_tokens(tmp_path):
     model = biased("Llama", eos_token_id=None)
     model.save_pretrained(tmp_path)
     assert "attnflow" not in (tmp_path / "config.json").read_text()
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     model.set_attn_implementation("eager")
     af.bias.attach(model, BIASES["guidance"])
     disturb(model)
@@ -163,5 +163,5 @@ def test_a_checkpoint_of_a_model_with_a_bias_loads_without_one(tmp_path, recwarn
     model, ids = biased("Llama"), tokens(1, 5)
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    with af.bias.disabled(model), torch.no_grad():
+    with disabled(model), torch.no_grad():
         assert torch.equal(outputs(plain, input_ids=ids), outputs(model, input_ids=ids))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import attnflow as af
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disturb, family, outputs, padded, tokens
+from attnflow.bias.layer import LayerBias
+from attnflow.bias.terms import Dense
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, padded, tokens
 from tests.catalogue_cases import CASES
 
 SQUARE = {case.mask.name: case.mask for case in CASES if 3 <= case.mask.num_queries == case.mask.num_keys <= 24}
@@ -17,7 +19,7 @@ class Watch:
     """Sees the attention calls of the first biased layer, and what its attention module makes of them."""
 
     def __init__(self, model):
-        self.bias = next(module for module in model.modules() if isinstance(module, af.bias.LayerBias))
+        self.bias = next(module for module in model.modules() if isinstance(module, LayerBias))
         owner = next(module for module in model.modules() if getattr(module, "score_terms", None) is self.bias)
         self.calls, self.outputs, self.weights = [], [], []
         self.bias.observer = self.calls.append
@@ -90,7 +92,7 @@ def test_packed_documents_are_the_documents_one_by_one(name):
     }
     infinite = {"attention_mask": additive.masked_fill(~same, -torch.inf)}
     if name == "GPT2":
-        af.bias.detach(model)  # a number per pair of absolute positions, which GPT-2 keeps to itself
+        af.bias.handle(model).remove()  # a number per pair of absolute positions, which GPT-2 keeps to itself
         af.bias.attach(model, (*GUIDANCE, *(one for one in EVERY_OTHER_KIND if one.kind != "dense")))
         disturb(model)
     with torch.no_grad():
@@ -107,7 +109,7 @@ def test_an_additive_mask_that_is_itself_a_bias_is_added():
     with torch.no_grad():
         outputs(model, input_ids=ids, attention_mask=extra)
     check(watch, torch.ones(7, 7).bool())
-    assert any(isinstance(term, af.bias.Dense) and torch.equal(term.values, extra) for term in watch.calls[0].terms)
+    assert any(isinstance(term, Dense) and torch.equal(term.values, extra) for term in watch.calls[0].terms)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen3"])
@@ -123,7 +125,7 @@ def test_merged_tasks_of_unequal_length(name, task):
     result = model(**batch, use_cache=False)
     check(watch, batch["attention_mask"][:, 0] == 0)
     af.tasks.loss(result, labels).backward()
-    assert all(parameter.grad is not None for parameter in af.bias.parameters(model))
+    assert all(parameter.grad is not None for parameter in af.bias.handle(model).parameters())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -145,25 +147,25 @@ def test_masks_and_biases_come_and_go_in_any_order(implementation, first, remove
     moved = run()
     with af.masks.attach(model, mask):
         both = run()
-        with af.bias.disabled(model):
+        with disabled(model):
             assert torch.equal(run(), masked)
     assert torch.equal(run(), moved)
-    values = [parameter.detach().clone() for parameter in af.bias.parameters(model)]
+    values = [parameter.detach().clone() for parameter in af.bias.handle(model).parameters()]
     if first == "mask":
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
     handle = af.masks.attach(model, mask)
     if first == "mask":
         af.bias.attach(model, GUIDANCE)
         with torch.no_grad():
-            for parameter, value in zip(af.bias.parameters(model), values, strict=True):
+            for parameter, value in zip(af.bias.handle(model).parameters(), values, strict=True):
                 parameter.copy_(value)
     assert torch.equal(run(), both)
     if removed_first == "mask":
         handle.remove()
         assert torch.equal(run(), moved)
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
     else:
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         assert torch.equal(run(), masked)
         handle.remove()
     assert torch.equal(run(), plain)
@@ -185,7 +187,7 @@ def test_a_query_with_nothing_allowed_gets_zero_under_a_bias():
 
 def test_impossible_implementations_say_why():
     model = biased("Llama")
-    af.bias.detach(model)
-    af.bias.attach(model, GUIDANCE, impl="triton")
-    with pytest.raises(ValueError, match=r"impl='triton' cannot compute this call: .*"):
+    af.bias.handle(model).remove()
+    af.bias.attach(model, GUIDANCE, backend="triton")
+    with pytest.raises(ValueError, match=r"backend='triton' cannot compute this call: .*"):
         outputs(model, input_ids=tokens(1, 4))

@@ -8,13 +8,14 @@ from transformers import DynamicCache
 
 import attnflow as af
 from attnflow.bias.hf.hooks import enter_of
+from tests.bias.hf.common import disabled
 from tests.models import tiny, tokens
 
 
 def attached(name="Llama"):
     torch.manual_seed(0)
     model = tiny(name, torch.float32)
-    af.bias.attach(model, af.bias.BiasConfig(layers="every", hidden_dim=8, init="kaiming"))
+    af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=8, init="kaiming"))
     return model
 
 
@@ -27,10 +28,10 @@ def test_a_cache_does_not_mix_tokens_with_and_without_the_bias(first):
     model, ids, cache = attached(), tokens(2, 5), DynamicCache()
     if first == "with":
         model(ids, past_key_values=cache)
-        with af.bias.disabled(model), pytest.raises(ValueError, match="in part with the bias and in part without"):
+        with disabled(model), pytest.raises(ValueError, match="in part with the bias and in part without"):
             model(ids[:, :1], past_key_values=cache)
     else:
-        with af.bias.disabled(model):
+        with disabled(model):
             model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="already holds 5 tokens"):
             model(ids[:, :1], past_key_values=cache)
@@ -39,7 +40,7 @@ def test_a_cache_does_not_mix_tokens_with_and_without_the_bias(first):
 def test_nothing_is_kept_after_a_forward_pass():
     model, ids = attached(), tokens(1, 4)
     model(ids)
-    with af.bias.disabled(model):
+    with disabled(model):
         model(ids)
     model.model.layers[0].self_attn.q_proj(torch.zeros(1, 2, 32))
     for slot in slots(model):
@@ -78,8 +79,8 @@ def test_replicas_of_data_parallel_are_refused():
 
 def test_another_last_layer_is_another_base(tmp_path):
     model = attached()
-    af.bias.save_pretrained(model, tmp_path)
-    af.bias.detach(model)
+    af.bias.save(model, tmp_path)
+    af.bias.handle(model).remove()
     torch.nn.init.normal_(model.model.layers[-1].self_attn.q_proj.weight)
     with pytest.raises(af.AttnflowError, match="other weights of this architecture"):
         af.bias.load(model, tmp_path)
@@ -92,8 +93,10 @@ def test_a_custom_bias_is_compared_with_the_saved_one(tmp_path):
         def forward(self, query, key):
             return (query.sum(-1)[:, None, :, None] - key.sum(-1)[:, None, None]) * 0.01
 
-    af.bias.attach(model, af.bias.Custom(lambda shape: Pairs(), name="pairs"))
-    af.bias.save_pretrained(model, tmp_path)
-    af.bias.detach(model)
+    af.bias.attach(model, af.bias.CustomConfig(lambda shape: Pairs(), name="pairs"))
+    af.bias.save(model, tmp_path)
+    af.bias.handle(model).remove()
     with pytest.raises(ValueError, match=r"the saved bias has the custom parts .*unrotated"):
-        af.bias.load(model, tmp_path, custom=[af.bias.Custom(lambda shape: Pairs(), name="pairs", reference="rotated")])
+        af.bias.load(
+            model, tmp_path, custom=[af.bias.CustomConfig(lambda shape: Pairs(), name="pairs", reference="rotated")]
+        )

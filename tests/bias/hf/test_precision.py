@@ -7,7 +7,8 @@ import torch
 from transformers.utils import logging
 
 import attnflow as af
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disturb, family, outputs, tokens
+from attnflow.bias.layer import LayerBias
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, tokens
 
 KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)
 
@@ -28,7 +29,7 @@ def test_low_precision_is_as_close_to_float64_as_the_base_model(name, dtype, aut
     low = copy.deepcopy(exact).to(torch.float32 if autocast else dtype)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
         error = (outputs(low, input_ids=ids) - outputs(exact, input_ids=ids)).abs().mean()
-        with af.bias.disabled(low), af.bias.disabled(exact):
+        with disabled(low), disabled(exact):
             base = (outputs(low, input_ids=ids) - outputs(exact, input_ids=ids)).abs().mean()
     assert error < 4 * base
     with torch.autocast("cpu", dtype, enabled=autocast):
@@ -75,7 +76,7 @@ def test_dropout_acts_on_weights_and_only_in_training(name, implementation):
         assert (first - second).abs().max() > 1e-3
         many = torch.stack([outputs(model, input_ids=ids) for _ in range(60)])
     spread = many.std(dim=0).mean()
-    with torch.no_grad(), af.bias.disabled(model):
+    with torch.no_grad(), disabled(model):
         base = torch.stack([outputs(model, input_ids=ids) for _ in range(20)]).std(dim=0).mean()
     assert 0.3 < spread / base < 3
 
@@ -112,11 +113,11 @@ def test_a_copy_is_independent_and_has_its_own_hooks():
         disturb(twin)
         moved = outputs(twin, input_ids=ids)
         assert torch.equal(outputs(model, input_ids=ids), expected)
-        with af.bias.disabled(model):
+        with disabled(model):
             assert torch.equal(outputs(twin, input_ids=ids), moved)
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         assert torch.equal(outputs(twin, input_ids=ids), moved)
-        af.bias.detach(twin)
+        af.bias.handle(twin).remove()
         assert torch.equal(outputs(twin, input_ids=ids), outputs(model, input_ids=ids))
 
 
@@ -127,7 +128,7 @@ def test_output_attentions_are_the_weights_with_the_bias(name):
     model.set_attn_implementation("eager")
     af.bias.attach(model, GUIDANCE)
     disturb(model)
-    first = next(module for module in model.modules() if isinstance(module, af.bias.LayerBias))
+    first = next(module for module in model.modules() if isinstance(module, LayerBias))
     first.observer = calls.append
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions

@@ -1,7 +1,7 @@
 """A bias as a folder: round trips, wrong bases, damaged files, and saves that were interrupted."""
 
-import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,12 @@ from torch import nn
 
 import attnflow as af
 from attnflow.bias.hf.saving import WrongBase
+from attnflow.bias.kinds import KINDS
+from attnflow.bias.saved import digest
+from tests.bias.cases import config_of
 from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, same_state, tokens
 
 WEIGHTS, CONFIG = "bias.safetensors", "bias_config.json"
-KINDS = ["guidance", "bilinear", "dot", "key", "cumulative", "lowrank", "dense", "alibi", "relative"]
 
 
 class Pair(nn.Module):
@@ -29,7 +31,7 @@ class Pair(nn.Module):
         return (self.left(query) @ self.right(key).mT)[:, None]
 
 
-OWN = af.bias.Custom(Pair, layers="every", name="pair")
+OWN = af.bias.CustomConfig(Pair, layers="every", name="pair")
 
 
 def check_round_trip(biases, folder, custom=()):
@@ -38,10 +40,11 @@ def check_round_trip(biases, folder, custom=()):
     fresh.load_state_dict(model.state_dict())
     af.bias.attach(model, biases)
     disturb(model)
-    assert af.bias.save_pretrained(model, folder) == folder
+    assert af.bias.save(model, folder) == folder
     assert sorted(path.name for path in folder.iterdir()) == [WEIGHTS, CONFIG]
-    summary = af.bias.load(fresh, folder, custom=custom)
-    assert summary == af.bias.summary(model)
+    handle = af.bias.load(fresh, folder, custom=custom)
+    assert str(handle) == str(af.bias.handle(model))
+    assert handle.layers == af.bias.handle(model).layers
     with torch.no_grad():
         assert torch.equal(outputs(fresh, input_ids=ids), outputs(model, input_ids=ids))
     held = load_file(folder / WEIGHTS)
@@ -51,7 +54,7 @@ def check_round_trip(biases, folder, custom=()):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_makes_the_round_trip(kind, tmp_path):
-    check_round_trip(af.bias.BiasConfig(kind, layers=[1], hidden_dim=5, max_length=16), tmp_path / "new" / "folder")
+    check_round_trip(config_of(kind, layers=[1], hidden_dim=5, max_length=16), tmp_path / "new" / "folder")
 
 
 def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
@@ -62,23 +65,23 @@ def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
 
 def test_a_bias_can_be_saved_over_an_older_one_and_from_another_precision(tmp_path):
     model = biased("Llama")
-    af.bias.save_pretrained(model, tmp_path)
-    af.bias.detach(model)
+    af.bias.save(model, tmp_path)
+    af.bias.handle(model).remove()
     af.bias.attach(model, BIASES["others"])
     disturb(model)
-    af.bias.save_pretrained(model, tmp_path)
+    af.bias.save(model, tmp_path)
     narrow = family("Llama", torch.bfloat16)
     state = {name: value for name, value in model.state_dict().items() if "score_terms" not in name}
     narrow.load_state_dict(state)
     af.bias.load(narrow, tmp_path)
-    for ours, saved in zip(af.bias.parameters(narrow), af.bias.parameters(model), strict=True):
+    for ours, saved in zip(af.bias.handle(narrow).parameters(), af.bias.handle(model).parameters(), strict=True):
         assert torch.equal(ours, saved.bfloat16())
 
 
 @pytest.fixture
 def saved(tmp_path):
     model = biased("Llama")
-    af.bias.save_pretrained(model, tmp_path)
+    af.bias.save(model, tmp_path)
     return model, tmp_path
 
 
@@ -101,12 +104,12 @@ def edit(folder: Path, **changes):
 def replace_weights(folder: Path, tensors):
     """Other tensors, with a config that vouches for them."""
     save_file(tensors, folder / WEIGHTS)
-    edit(folder, weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest())
+    edit(folder, weights=digest((folder / WEIGHTS).read_bytes()))
 
 
 def test_another_base_is_refused(saved):
     model, folder = saved
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     other = family("Llama")
     unchanged(other, WrongBase, "other weights of this architecture.*strict=False", folder)
     unchanged(family("GPT2"), WrongBase, "another base model: model_type is llama there and gpt2 here", folder)
@@ -121,7 +124,7 @@ def test_another_base_is_refused(saved):
 
 def test_damaged_files_are_refused(saved):
     model, folder = saved
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     good = {name: (folder / name).read_bytes() for name in (WEIGHTS, CONFIG)}
 
     def restore():
@@ -145,8 +148,8 @@ def test_damaged_files_are_refused(saved):
         ({"bias": {}}, "damaged: bias cannot be read"),
         ({"bias": [{"hidden_dim": 8}]}, "damaged: bias cannot be read"),
         ({"base": None, "weights": 3}, "damaged: base, weights cannot be read"),
-        ({"bias": [{"kind": "guidance", "width": 3}]}, "has no field 'width'"),
-        ({"bias": [{"kind": "guidance", "max_distance": 4}]}, "max_distance must exceed"),
+        ({"bias": [{"kind": "guidance", "layers": "every", "width": 3}]}, "has no field 'width'"),
+        ({"bias": [{"kind": "relative", "layers": "every", "max_distance": 4}]}, "max_distance must exceed"),
         ({"bias": [{"kind": "guidance", "hidden_dim": 8, "layers": [5]}]}, r"layers \[5\] do not exist"),
     ):
         restore()
@@ -172,17 +175,17 @@ def test_damaged_files_are_refused(saved):
 def test_a_save_killed_between_its_steps_loses_nothing_that_was_saved(tmp_path, monkeypatch, moved):
     """Killed before the first move the old bias is there, between the two moves the new one."""
     model, ids = biased("Llama"), tokens(1, 6)
-    af.bias.save_pretrained(model, tmp_path)
+    af.bias.save(model, tmp_path)
     expected = {}
     with torch.no_grad():
         expected[0] = outputs(model, input_ids=ids)
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         af.bias.attach(
-            model, af.bias.BiasConfig(layers="every", hidden_dim=8, reference="rotated")
+            model, af.bias.GuidanceConfig(layers="every", hidden_dim=8, reference="rotated")
         )  # of the same shapes
         disturb(model)
         expected[1] = outputs(model, input_ids=ids)
-    real, done = Path.replace, []
+    real, done = os.replace, []
 
     def killed(path, target):
         if len(done) == moved:
@@ -190,29 +193,29 @@ def test_a_save_killed_between_its_steps_loses_nothing_that_was_saved(tmp_path, 
         done.append(path)
         return real(path, target)
 
-    monkeypatch.setattr(Path, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        af.bias.save_pretrained(model, tmp_path)
+        af.bias.save(model, tmp_path)
     monkeypatch.undo()
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     af.bias.load(model, tmp_path)
     with torch.no_grad():
         assert torch.equal(outputs(model, input_ids=ids), expected[moved])
-    af.bias.save_pretrained(model, tmp_path)
+    af.bias.save(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS, CONFIG]
 
 
 def test_a_save_that_fails_leaves_the_folder_as_it_was(saved, monkeypatch):
     model, folder = saved
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(os, "fsync", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        af.bias.save_pretrained(model, folder)
+        af.bias.save(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     monkeypatch.undo()
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     with pytest.raises(ValueError, match="has no bias attached"):
-        af.bias.save_pretrained(model, folder)
+        af.bias.save(model, folder)
 
 
 def test_meta_models(saved):
@@ -223,4 +226,4 @@ def test_meta_models(saved):
         af.bias.load(model, folder)
     af.bias.attach(model)
     with pytest.raises(ValueError, match="meta device, where it has no values"):
-        af.bias.save_pretrained(model, folder)
+        af.bias.save(model, folder)

@@ -6,7 +6,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import attnflow as af
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, disturb, family, outputs, tokens
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, disabled, disturb, family, outputs, tokens
 
 KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)
 SENTENCES = torch.randint(3, 50, (4, 12), generator=torch.Generator().manual_seed(0)).tolist()
@@ -107,11 +107,11 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(dtype, tmp_path):
     disturb(model, 0.2)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
         outputs(model, input_ids=ids).float().sin().sum().backward()
-        whole = [parameter.grad.clone() for parameter in af.bias.parameters(model)]
+        whole = [parameter.grad.clone() for parameter in af.bias.handle(model).parameters()]
         model.zero_grad()
         for part in ids.split(2):
             outputs(model, input_ids=part).float().sin().sum().backward()
-    for parameter, expected in zip(af.bias.parameters(model), whole, strict=True):
+    for parameter, expected in zip(af.bias.handle(model).parameters(), whole, strict=True):
         scale = float(expected.abs().max())
         tolerance = 0.1 if dtype == "bf16" else 1e-5
         torch.testing.assert_close(parameter.grad, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-3))
@@ -145,7 +145,7 @@ def test_lm_evaluation_harness_sees_the_bias():
     disturb(model)
     moved = scores()
     assert all(abs(ours[0] - base[0]) > 1e-4 for ours, base in zip(moved, plain, strict=True))
-    with af.bias.disabled(model):
+    with disabled(model):
         assert scores() == plain
-    af.bias.detach(model)
+    af.bias.handle(model).remove()
     assert scores() == plain

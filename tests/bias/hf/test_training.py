@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import attnflow as af
 from attnflow.bias.hf.documents import read_documents, split_documents, tokenize
 from attnflow.bias.hf.packing import Drawn, Packed
 from attnflow.bias.hf.strength import strength
+from attnflow.bias.hf.train import check_folder, last_checkpoint, run_settings
 from attnflow.bias.hf.training import TrainingConfig, trainer
 from attnflow.bias.layer import layer_biases
+from attnflow.bias.trained import Trained
+from attnflow.models.loaded import Loaded
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
-CONFIG = af.bias.BiasConfig(hidden_dim=8, layers="every")
+CONFIG = af.bias.GuidanceConfig(hidden_dim=8, layers="every")
 SHORT = TrainingConfig(
     steps=8, batch_size=2, learning_rate=1e-2, warmup=2, log_every=2, save_every=4, evaluate_every=4, seed=3
 )
@@ -36,7 +40,7 @@ def model(dtype: torch.dtype = torch.float32, seed: int = 1, train: Any = "guida
         torch.manual_seed(0)
         made = tiny("Llama", dtype)
         torch.manual_seed(seed)
-        af.bias.attach(made, af.bias.BiasConfig(hidden_dim=8, layers="every", init=init), train=train)
+        af.bias.attach(made, af.bias.GuidanceConfig(hidden_dim=8, layers="every", init=init), train=train)
     return made
 
 
@@ -119,7 +123,7 @@ def test_matrices_decay_and_nothing_else(tmp_path: Path) -> None:
         biased = tiny("GPTNeoX", torch.float32)  # has biases and norms with biases
         af.bias.attach(
             biased,
-            [af.bias.BiasConfig("guidance", hidden_dim=8), af.bias.BiasConfig("cumulative"), af.bias.BiasConfig("dot")],
+            [af.bias.GuidanceConfig(hidden_dim=8), af.bias.CumulativeConfig(), af.bias.DotConfig()],
         )
     made = quiet(biased, Packed(documents(40), 8), SHORT, tmp_path)
     made.create_optimizer()
@@ -151,12 +155,12 @@ def test_strength_is_the_centred_size_over_allowed_pairs() -> None:
     squares = [
         (tile[i, i - p : i + 1] - tile[i, i - p : i + 1].mean()).square() for i, p in enumerate(position.tolist())
     ]
-    found = strength(biased, inputs)
+    found = strength(biased, inputs).layers
     assert list(found) == [0, 1]
     assert found[0] == pytest.approx(float(torch.cat(squares).mean().sqrt()), rel=1e-9)
     with torch.no_grad():
         bias.kinds[0].output_bias += 7.0  # softmax does not see it
-    assert strength(biased, inputs)[0] == pytest.approx(found[0], rel=1e-9)
+    assert strength(biased, inputs).layers[0] == pytest.approx(found[0], rel=1e-9)
     assert bias.observer is None
     with pytest.raises(ValueError, match="no bias attached"):
         strength(tiny("Llama"), inputs)
@@ -187,10 +191,10 @@ def test_guidance_alone_is_trained_and_saved(tmp_path: Path) -> None:
 def test_a_half_precision_base_has_a_float32_bias(tmp_path: Path) -> None:
     biased = model(torch.bfloat16)
     made = quiet(biased, Packed(documents(80), 8), SHORT, tmp_path)
-    assert {parameter.dtype for parameter in af.bias.parameters(biased)} == {torch.float32}
+    assert {parameter.dtype for parameter in af.bias.handle(biased).parameters()} == {torch.float32}
     made.train()
     assert biased.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert strength(biased, Packed(documents(80), 8).batch([0]))[0] > 1e-4
+    assert strength(biased, Packed(documents(80), 8).batch([0])).layers[0] > 1e-4
 
 
 @pytest.mark.parametrize("train", ["guidance", "all"])
@@ -252,16 +256,17 @@ def test_a_tenth_is_held_out_by_document() -> None:
 def test_train_saves_what_it_trained_and_goes_on(train: Any, tmp_path: Path) -> None:
     texts = ["to be or not to be that is the question " * 6, "whether tis nobler in the mind to suffer " * 6]
     biased, letters = model(train=train), words()
-    told: list[int] = []
+    lines: list[tuple[int, int, str]] = []
     arguments: dict[str, Any] = {"length": 16, "log_level": "error"}
     done = af.bias.train(
-        biased, letters, texts, tmp_path, SHORT, tell=lambda step, entry: told.append(step), **arguments
+        Loaded(biased, letters), texts, tmp_path, SHORT, progress=lambda *line: lines.append(line), **arguments
     )
-    assert told[-1] == 8
+    assert [line[:2] for line in lines] == [(step, 8) for step in (0, 1, 2, 4, 4, 6, 8, 8)]
+    assert lines[0][2] == f"held-out loss {done.before:.3f}"
     assert done.after < done.before
-    written = json.loads((tmp_path / "training.json").read_text())
-    assert written["held_out_after"] == done.after
-    assert [entry["step"] for entry in written["curve"]] == [0, 1, 2, 4, 6, 8]
+    written = Trained.from_json((tmp_path / "training.json").read_text())
+    assert written == done
+    assert [entry["step"] for entry in written.curve] == [0, 1, 2, 4, 6, 8]
     header, *lines = (tmp_path / "curve.csv").read_text().splitlines()
     assert header == "step,eval_loss,loss,learning_rate,bias/layer_0,bias/layer_1"
     assert len(lines) == 6
@@ -275,10 +280,52 @@ def test_train_saves_what_it_trained_and_goes_on(train: Any, tmp_path: Path) -> 
     af.bias.load(fresh, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(fresh(ids).logits, biased.eval()(ids).logits)
-    again = af.bias.train(model(train=train, seed=5), letters, texts, tmp_path, SHORT, **arguments)
+    arguments["tokenizer"] = letters
+    again = af.bias.train(model(train=train, seed=5), texts, tmp_path, SHORT, **arguments)
     assert again.after == done.after, "there was nothing left to do"
-    with pytest.raises(ValueError, match=r"a run with other settings \(length\)"):
-        af.bias.train(model(train=train), letters, texts, tmp_path, SHORT, length=8, log_level="error")
+    assert last_checkpoint(tmp_path) == 8
+    with pytest.raises(ValueError, match=r"a run with other settings: length was 16 and is 8\. Go on with"):
+        af.bias.train(model(train=train), texts, tmp_path, SHORT, **arguments | {"length": 8})
+    other = [*texts, "for in that sleep of death what dreams may come " * 6]
+    with pytest.raises(ValueError, match=r"other settings: data was [0-9a-f]{64} and is [0-9a-f]{64}\."):
+        af.bias.train(model(train=train), other, tmp_path, SHORT, **arguments)
+
+
+def test_another_run_in_the_folder_is_named_by_its_settings(tmp_path: Path) -> None:
+    settings = run_settings(SHORT, [CONFIG], "guidance", 16)
+    check_folder(tmp_path / "new" / "folder", settings)
+    (tmp_path / "settings.json").write_text(json.dumps({**settings, "model": "tiny", "data": "abc"}))
+    check_folder(tmp_path, settings)
+    longer = replace(SHORT, steps=12)
+    wider = af.bias.GuidanceConfig(hidden_dim=16, layers="every")
+    with pytest.raises(
+        ValueError, match=r"settings: training.steps was 8 and is 12; bias.0.hidden_dim was 8 and is 16\."
+    ):
+        check_folder(tmp_path, run_settings(longer, [wider], "guidance", 16))
+    with pytest.raises(ValueError, match=r"bias.0.gain was not set and is 0.0"):
+        check_folder(tmp_path, run_settings(SHORT, [af.bias.DotConfig()], "guidance", 16))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError, match="is a file; results need a folder"):
+            check_folder(folder, settings)
+
+
+def test_evaluations_and_checkpoints_are_spaced_by_the_steps() -> None:
+    def spacing(steps: int, **more: int) -> tuple[Any, ...]:
+        config = TrainingConfig(steps=steps, **more)
+        return config.log_every, config.save_every, config.evaluate_every
+
+    assert spacing(12) == (1, 10, 50)  # of 12 steps none: they are evaluated before and after
+    assert spacing(35) == (3, 12, 51)
+    assert spacing(1000) == (10, 50, 100)
+    assert spacing(20_000) == (10, 1000, 2000)
+    assert spacing(100, evaluate_every=0, save_every=0) == (10, 0, 0)
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs the model's tokenizer: pass tokenizer=..., or what af.load_model"):
+        af.bias.train(model(), ["to be or not to be"], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ SCALED = {"FalconH1", "OPT", "GptOss"}  # attention gets keys, or queries, times
 def test_unrotated_vectors_are_the_projections_of_the_modules_weights(name):
     model, made, inputs, calls = family(name), [], [], []
     custom = [
-        af.bias.Custom(lambda shape: made.append(Record(shape)) or made[-1], "every", r)
+        af.bias.CustomConfig(lambda shape: made.append(Record(shape)) or made[-1], layers="every", reference=r)
         for r in ("unrotated", "hidden", "rotated")
     ]
     af.bias.attach(model, custom)
@@ -108,7 +108,7 @@ def test_unrotated_vectors_are_the_projections_of_the_modules_weights(name):
 def test_maps_serve_the_heads_that_they_are_made_for(share, reference):
     """GQA: a map of a key-value head serves the query heads of that head, and no others."""
     model = family("Llama")
-    af.bias.attach(model, af.bias.BiasConfig("bilinear", layers=[0], reference=reference, share_heads=share))
+    af.bias.attach(model, af.bias.BilinearConfig(layers=[0], reference=reference, share_heads=share))
     bias, calls = model.model.layers[0].self_attn.score_terms, []
     kind = bias.kinds[0]
     with torch.no_grad():

@@ -52,7 +52,7 @@ def test_audit():
 def test_a_learned_bias(train, tmp_path):
     model, ids = modular(torch.float32, entries_per_token=5), tokens()
     plain = model(input_ids=ids).logits.detach()
-    af.bias.attach(model, af.bias.BiasConfig(hidden_dim=8, layers="every"), train=train)
+    af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every"), train=train)
     torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=1e-4, atol=1e-4)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert (model.knowledge.entries.requires_grad) == (train == "all")
@@ -66,11 +66,11 @@ def test_a_learned_bias(train, tmp_path):
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
     if train == "guidance":
-        af.bias.save_pretrained(model, tmp_path)
+        af.bias.save(model, tmp_path)
         again = modular(torch.float32, entries_per_token=5)
         af.bias.load(again, tmp_path)
         torch.testing.assert_close(again(input_ids=ids).logits, biased, rtol=1e-5, atol=1e-5)
-        af.bias.detach(model)
+        af.bias.handle(model).remove()
         torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=0, atol=0)
 
 

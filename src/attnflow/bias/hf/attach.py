@@ -1,4 +1,4 @@
-"""`attach`: give a transformers model a bias; the handle shows it, switches it off, and takes it away without a trace."""
+"""`attach`: give a transformers model a bias; the handle shows it, switches it, and takes it away without a trace."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.hooks import CHILD, Enter, Slot, install, uninstall
 from attnflow.bias.hf.layers import Layer, layers_of
+from attnflow.bias.kinds import GuidanceConfig
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
@@ -108,7 +109,7 @@ class BiasHandle(Handle):
 
 def attach(
     model: nn.Module | Loaded,
-    config: BiasConfig | Sequence[BiasConfig],
+    config: BiasConfig | Sequence[BiasConfig] = GuidanceConfig(),  # noqa: B008 - frozen
     *,
     train: Train = "all",
     backend: str = "auto",
@@ -208,7 +209,9 @@ def _check(model: nn.Module, configs: Sequence[object], train: object, backend: 
         raise ValueError(f"{type(model).__name__} has a bias attached already; af.bias.handle(model).remove() first")
 
 
-def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias, Enter]]:
+def _build(
+    layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str
+) -> list[tuple[Layer, LayerBias, Enter]]:
     """Everything that attaching adds, without touching the model."""
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
-from attnflow.bias.hf.attach import disabled, record_of
+from attnflow.bias.hf.attach import disabled, handle
 from attnflow.bias.hf.recorder import Recorder
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
-from attnflow.models.loaded import Loaded
+from attnflow.models.loaded import Loaded, split
 
 Heads = Sequence[int] | Literal["all"] | None
 
@@ -30,7 +30,7 @@ _LAST: Final = 32  # queries captured of a longer text
 
 def capture(
     model: nn.Module | Loaded,
-    text_or_ids: Text,
+    inputs: Text,
     *,
     layers: Sequence[int] | None = None,
     queries: int | Sequence[int] | None = None,
@@ -43,8 +43,8 @@ def capture(
     """Run a model with a bias on one text and look at B, raw and as softmax sees it, and at the weights.
 
     Args:
-        model: a model with a bias, or what `af.models.load_model` returned.
-        text_or_ids: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, as a tokenizer returns
+        model: a model with a bias, or what `af.load_model` returned.
+        inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, as a tokenizer returns
             them, batched and padded if need be.
         layers: numbers of layers; by default all that have a bias.
         queries: positions of the queries, negative ones from the end. By default all of at most 128 tokens, and the
@@ -68,29 +68,29 @@ def capture(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
-    >>> _ = af.bias.attach(model, af.bias.BiasConfig(hidden_dim=8, init="kaiming"))
+    >>> _ = af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming"))
     >>> capture(model, [5, 6, 7, 8]).values("bias", layer=0).sum(dim=1).abs() < 1e-6
     tensor([True, True, True, True])
     """
-    if isinstance(model, tuple):
-        model, tokenizer = model.model, tokenizer or model.tokenizer
-    record_of(model)  # raises for a model without a bias
+    model, brought = split(model)
+    tokenizer = tokenizer or brought
+    handle(model)  # raises for a model without a bias
     chosen = _chosen(model, layers)
-    inputs = model_inputs(model, text_or_ids, tokenizer, sequence)
+    tensors = model_inputs(model, inputs, tokenizer, sequence)
     name, prompt, last = _sequence(model, chosen), None, None
     with evaluating(model):
         if generate is not None:
-            inputs, prompt, last = _generated(model, inputs, generate, name)
-        if name not in inputs:
+            tensors, prompt, last = _generated(model, tensors, generate, name)
+        if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
-        rows = _positions(queries, inputs[name].shape[1], prompt)
-        look = partial(_look, model, inputs, chosen, rows, _heads(chosen, heads), sequence)
-        found = look().map(model_name(model), tokenizer, last=None if last is None else int(last[sequence]))
+        rows = _positions(queries, tensors[name].shape[1], prompt)
+        look = partial(_look, model, tensors, chosen, rows, _heads(chosen, heads), sequence)
+        result = look().map(model_name(model), tokenizer, last=None if last is None else int(last[sequence]))
         if base:
             with disabled(model):
-                pairs = zip(found.layers, look().map("", None).layers, strict=True)
-            found = replace(found, layers=tuple(replace(one, weights_base=plain.weights) for one, plain in pairs))
-    return found if last is not None else replace(found, produced=())
+                pairs = zip(result.layers, look().map("", None).layers, strict=True)
+            result = replace(result, layers=tuple(replace(one, weights_base=plain.weights) for one, plain in pairs))
+    return result if last is not None else replace(result, produced=())
 
 
 class Captured:
@@ -124,7 +124,7 @@ def capturing(
     its hypotheses about in the batch, while `sequence` stays; for what it returns use `capture(..., generate=...)`.
 
     Args:
-        model: a model with a bias, or what `af.models.load_model` returned.
+        model: a model with a bias, or what `af.load_model` returned.
         layers: numbers of layers; by default all that have a bias.
         heads: numbers of query heads, or "all"; by default the mean over heads.
         every: keep all queries of each pass.
@@ -139,9 +139,9 @@ def capturing(
 
     Cost: one query's scores once more for each layer and pass.
     """
-    if isinstance(model, tuple):
-        model, tokenizer = model.model, tokenizer or model.tokenizer
-    record_of(model)
+    model, brought = split(model)
+    tokenizer = tokenizer or brought
+    handle(model)
     chosen = _chosen(model, layers)
     rows: Callable[[int, int], Sequence[int]] = (lambda _, new: range(new)) if every else (lambda _, new: [new - 1])
     recorder = Recorder(model, chosen, rows, _heads(chosen, heads), sequence)
@@ -169,13 +169,13 @@ def _within(rows: Sequence[int], first: int, new: int) -> list[int]:
 
 
 def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
-    found = {bias.shape.index: (name.rpartition(".")[0], bias) for name, bias in layer_biases(model)}
+    biases = {bias.shape.index: (name.rpartition(".")[0], bias) for name, bias in layer_biases(model)}
     if layers is None:
-        return list(found.values())
-    missing = [layer for layer in layers if layer not in found]
+        return list(biases.values())
+    missing = [layer for layer in layers if layer not in biases]
     if missing or not layers:
-        raise ValueError(f"layers must list some of the layers with a bias, {sorted(found)}, got {list(layers)}")
-    return [found[layer] for layer in sorted(set(layers))]
+        raise ValueError(f"layers must list some of the layers with a bias, {sorted(biases)}, got {list(layers)}")
+    return [biases[layer] for layer in sorted(set(layers))]
 
 
 def _heads(chosen: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] | None:
@@ -229,8 +229,8 @@ def _positions(queries: int | Sequence[int] | None, size: int, prompt: int | Non
     if queries is None:
         first = 0 if size <= _ALL else size - _LAST
         return list(range(first if prompt is None else prompt - 1, size))
-    given = [queries] if isinstance(queries, int) else list(queries)
-    wrong = [position for position in given if not -size <= position < size]
-    if wrong or not given:
-        raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {given}")
-    return sorted({position % size for position in given})
+    positions = [queries] if isinstance(queries, int) else list(queries)
+    wrong = [position for position in positions if not -size <= position < size]
+    if wrong or not positions:
+        raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {positions}")
+    return sorted({position % size for position in positions})

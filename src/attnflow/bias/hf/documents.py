@@ -40,14 +40,14 @@ def read_documents(source: str) -> list[str]:
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".md") and file.is_file())
-        found: Iterable[str] = (_text(file) for file in files)
+        texts: Iterable[str] = (_text(file) for file in files)
     elif path.is_file():
-        found = _lines(path) if path.suffix.lower() in (".jsonl", ".json") else [_text(path)]
+        texts = _lines(path) if path.suffix.lower() in (".jsonl", ".json") else [_text(path)]
     elif source == "shakespeare":
-        found = [sample_text(work) for work in works()]
+        texts = [sample_text(work) for work in works()]
     else:
-        found = _data_set(source)
-    documents = [text for text in found if text.strip()]
+        texts = _data_set(source)
+    documents = [text for text in texts if text.strip()]
     if not documents:
         raise ValueError(f"{source} holds no text")
     return documents
@@ -55,12 +55,12 @@ def read_documents(source: str) -> list[str]:
 
 def tokenize(documents: Iterable[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each document, with the special tokens that the model expects around one, its end marked."""
-    found: list[list[int]] = []
+    tokens: list[list[int]] = []
     for text in documents:
         ids = list(cast(Sequence[int], tokenizer(text, verbose=False)["input_ids"]))
         end = getattr(tokenizer, "eos_token_id", None)
-        found.append(ids if end is None or ids[-1:] == [end] else [*ids, end])
-    return found
+        tokens.append(ids if end is None or ids[-1:] == [end] else [*ids, end])
+    return tokens
 
 
 def split_documents(documents: Sequence[list[int]], seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:

@@ -162,7 +162,7 @@ class Leave:
             now = getattr(getattr(module, "config", None), "_attn_implementation", None)
             raise RuntimeError(
                 f"{type(module).__name__} has a bias, but ran without it: the model's attention implementation was set "
-                f"to {now!r} after af.bias.attach. af.bias.detach the bias, choose the implementation, and attach again"
+                f"to {now!r} after af.bias.attach. Remove the bias, choose the implementation, and attach it again"
             )
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from attnflow._core.checks import integer
 from attnflow.bias.hf.packing import Drawn
-from attnflow.bias.hf.saving import CONFIG, WEIGHTS, _fill, save_pretrained
+from attnflow.bias.hf.saving import fill, save
 from attnflow.bias.hf.strength import strength
 from attnflow.bias.layer import layer_biases
+from attnflow.bias.saved import CONFIG, read
+from attnflow.models.loaded import Loaded, split
 
 Probe = Callable[[nn.Module], Mapping[str, float]]
 Rows = Dataset[dict[str, Tensor]]
@@ -41,9 +42,13 @@ class TrainingConfig:
         betas: of AdamW.
         weight_decay: of matrices; biases, norms and gains have none.
         max_grad_norm: gradients are clipped to it.
-        log_every: steps between two entries of the log: loss, rate, and |B| of each layer.
-        save_every: steps between two checkpoints, a multiple of `log_every`; 0 for none.
-        evaluate_every: steps between two evaluations of the held-out rows; 0 for at the end only.
+        log_every: steps between two entries of the log: loss, rate, and |B| of each layer. By default a tenth of the
+            steps, at most 10.
+        save_every: steps between two checkpoints, a multiple of `log_every`; 0 for none. By default a twentieth of the
+            steps, at least 10.
+        evaluate_every: steps between two evaluations of the held-out rows; 0 for at the end only. By default a tenth of
+            the steps, at least 50: an evaluation costs as much as a few steps.
+        held_out_rows: of `train`: rows of held-out text that are evaluated, at most.
         seed: of the order of rows and of dropout.
 
     Raises:
@@ -58,21 +63,31 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    log_every: int = 10
-    save_every: int = 100
-    evaluate_every: int = 100
+    log_every: int | None = None
+    save_every: int | None = None
+    evaluate_every: int | None = None
+    held_out_rows: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation", "log_every"):
+        for name in ("steps", "batch_size", "accumulation", "held_out_rows"):
             integer(name, getattr(self, name), minimum=1)
-        for name in ("save_every", "evaluate_every", "seed"):
-            integer(name, getattr(self, name))
+        integer("seed", self.seed)
         if self.warmup is not None:
             integer("warmup", self.warmup, maximum=self.steps)
-        if self.save_every % self.log_every:
+        log = max(1, min(10, self.steps // 10)) if self.log_every is None else integer("log_every", self.log_every, 1)
+        defaults = {
+            "log_every": log,
+            "save_every": max(10, self.steps // 20),
+            "evaluate_every": max(50, self.steps // 10),
+        }
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            value = -(-default // log) * log if value is None else integer(name, value)
+            object.__setattr__(self, name, value)  # what "by default" means is in the settings of a run
+        if cast(int, self.save_every) % log:
             # The log averages the loss since its last entry, which a checkpoint between two entries would cut in two.
-            raise ValueError(f"save_every must be a multiple of log_every = {self.log_every}, got {self.save_every}")
+            raise ValueError(f"save_every must be a multiple of log_every = {log}, got {self.save_every}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if not (self.weight_decay >= 0 and self.max_grad_norm > 0):  # NaN fails both
@@ -149,25 +164,25 @@ class BiasTrainer(Trainer):
         if state_dict is not None or not bias_alone(self.model):
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
-            save_pretrained(cast(nn.Module, self.model), str(output_dir or self.args.output_dir))
+            save(cast(nn.Module, self.model), str(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / CONFIG).is_file():
-            _fill(cast(nn.Module, self.model), load_file(folder / WEIGHTS), folder)
+            fill(cast(nn.Module, self.model), read(folder).tensors(), folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if (best / CONFIG).is_file():
-            _fill(cast(nn.Module, self.model), load_file(best / WEIGHTS), best)
+            fill(cast(nn.Module, self.model), read(best).tensors(), best)
         else:
             super()._load_best_model()
 
 
 def trainer(
-    model: nn.Module,
+    model: nn.Module | Loaded,
     rows: Rows,
     config: TrainingConfig,
     folder: str | Path,
@@ -183,7 +198,8 @@ def trainer(
     every update below 0.4 % of a weight.
 
     Args:
-        model: a transformers model with a bias (`af.bias.attach`), wrapped by PEFT or not.
+        model: a transformers model with a bias (`af.bias.attach`), wrapped by PEFT or not, or what `af.load_model`
+            returned.
         rows: for training, such as `Packed`.
         config: how.
         folder: for checkpoints.
@@ -195,6 +211,7 @@ def trainer(
     Raises:
         ValueError: several GPUs in one process, or FSDP on a half-precision model.
     """
+    model, _ = split(model)
     more: dict[str, Any] = {} if held_out is not None else {"eval_strategy": "no"}
     said = config.arguments(folder, **{**more, **arguments})
     half = [p for _, bias in layer_biases(model) for p in bias.parameters() if p.dtype in _HALF]
@@ -211,15 +228,13 @@ def trainer(
     for parameter in half:
         parameter.data = parameter.data.float()
     draws = config.steps * config.batch_size * config.accumulation * said.world_size
-    found = list(probes)
-    if next(layer_biases(model), None) is not None:
-        found.insert(0, LogStrength(rows))
+    strengths = [LogStrength(rows)] if next(layer_biases(model), None) is not None else []
     return BiasTrainer(
         model=model,
         args=said,
         train_dataset=Drawn(rows, draws, config.seed),
         eval_dataset=held_out,
-        probes=found,
+        probes=[*strengths, *probes],
         callbacks=list(callbacks),
     )
 
@@ -234,8 +249,8 @@ class LogStrength:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Measure."""
         device = next(model.parameters()).device
-        found = strength(model, {name: tensor.to(device) for name, tensor in self.inputs.items()})
-        return {f"bias/layer_{layer}": value for layer, value in found.items()}
+        layers = strength(model, {name: tensor.to(device) for name, tensor in self.inputs.items()}).layers
+        return {f"bias/layer_{layer}": value for layer, value in layers.items()}
 
 
 def bias_alone(model: Any) -> bool:

@@ -72,7 +72,7 @@ class DotConfig(BiasConfig):
 
 
 class LowRank(nn.Module):
-    """B_ij = (U q_i) . (V k_j) / sqrt(rank): what a bias of rank r can do with the parameters of the guidance network."""
+    """B_ij = (U q_i) . (V k_j) / sqrt(rank): what a low rank can do with the parameters of the guidance network."""
 
     def __init__(self, config: LowRankConfig, shape: LayerShape) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural
-from attnflow.bias import BiasMap, LayerMap
+from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.report import bias_charts, html
 from attnflow.report.bias_charts import Array, Truth
 from attnflow.report.bias_figures import query_name, token_name, weight_panels
