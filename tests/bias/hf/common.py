@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
+from attnflow.bias.layer import layer_biases
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
 
@@ -34,8 +35,9 @@ BIASES = {"guidance": GUIDANCE, "others": EVERY_OTHER_KIND, "rotated": ROTATED}
 def disturb(model: nn.Module, scale: float = 0.5) -> None:
     """Give the bias values as if it had been trained."""
     with torch.no_grad():
-        for parameter in af.bias.handle(model).parameters():
-            parameter.add_(torch.randn_like(parameter) * scale)
+        for _, bias in layer_biases(model):
+            for parameter in bias.parameters():
+                parameter.add_(torch.randn_like(parameter) * scale)
 
 
 @contextmanager
