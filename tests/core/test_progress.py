@@ -29,7 +29,7 @@ def test_short_work_writes_nothing_without_a_terminal():
 
 def test_long_work_writes_a_line_now_and_then():
     stream, clock = io.StringIO(), Clock()
-    with Reporter(stream, seconds=10, clock=clock) as progress:
+    with Reporter(stream, seconds=10.0, clock=clock) as progress:
         for second in range(25):
             clock.now = float(second)
             progress(second, 25, "scoring")

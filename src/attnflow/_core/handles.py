@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Self
+from typing import TypeVar
 
 from torch import nn
+
+_H = TypeVar("_H", bound="Handle")
 
 
 class Handle(ABC):
@@ -43,7 +45,7 @@ class Handle(ABC):
     def _summary(self) -> str:
         """What was changed, in a line or a table."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _H) -> _H:
         if not self._active:
             raise RuntimeError(f"this {type(self).__name__} was removed; attach again")
         return self

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import IO, TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]  # (done, total, what); total is 0 where it is not known
 
 _PLAIN_SECONDS: Final = 10.0
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Where text is written: `sys.stderr`, or what stands in for it."""
+
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> object: ...
+    def isatty(self) -> bool: ...
 
 
 class Reporter:
@@ -33,11 +42,11 @@ class Reporter:
 
     def __init__(
         self,
-        stream: TextIO | None = None,
+        stream: Stream | None = None,
         seconds: float = _PLAIN_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = sys.stderr if stream is None else stream
+        self._stream: Stream = sys.stderr if stream is None else stream
         self._seconds, self._clock = seconds, clock
         self._last = clock()
         self._bar: Bar | None = None
@@ -76,7 +85,7 @@ class Reporter:
             name = TextColumn("{task.description}", markup=False)
             columns = (SpinnerColumn(), name, *((BarColumn(), MofNCompleteColumn()) if total else ()))
             # By default it would send what is printed on stdout to stderr, past a redirection of stdout.
-            console = Console(file=self._stream, highlight=False, emoji=False)
+            console = Console(file=cast("IO[str]", self._stream), highlight=False, emoji=False)
             self._bar = Bar(*columns, console=console, transient=True, redirect_stdout=False)
             self._task = self._bar.add_task(what, total=total or None)
             self._bar.start()

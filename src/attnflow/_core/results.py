@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self, cast
+from typing import Any, ClassVar, Final, SupportsFloat, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from cattrs import ClassValidationError, Converter, transform_error
 from cattrs.strategies import configure_union_passthrough
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.files import write_atomically
+
+_R = TypeVar("_R", bound="Result")  # typing.Self is unknown to the checker of types that the tests run under
 
 _KIND: Final = "attnflow"  # the key of a JSON object that names the class of the result
 _VERSION: Final = "version"
@@ -49,7 +52,7 @@ class Result:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls: type[_R], values: Mapping[str, object]) -> _R:
         """The result that `to_dict` described.
 
         Raises:
@@ -73,7 +76,7 @@ class Result:
         return {name: value for name, value in values.items() if name not in (_KIND, _VERSION, _OK)}
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls: type[_R], text: str) -> _R:
         """The result that `to_json` wrote.
 
         Raises:
@@ -151,17 +154,18 @@ def _float(value: Any, _: object) -> float:
     return _NOT_FINITE[value] if isinstance(value, str) else float(value)
 
 
-def _unstructure_float(value: float) -> float | str:
-    if math.isfinite(value):
-        return float(value)
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _unstructure_float(value: SupportsFloat) -> float | str:
+    number = float(value)  # of numpy, too
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def _plain(value: object) -> object:
     return _unstructure_float(value) if isinstance(value, float) else value
 
 
-def _dump_array(value: Tensor | np.ndarray[Any, Any]) -> dict[str, object]:
+def _dump_array(value: Tensor | npt.NDArray[Any]) -> dict[str, object]:
     array = value.detach().cpu() if isinstance(value, Tensor) else value
     name = str(array.dtype).removeprefix("torch.")
     numbers = cast("list[object]", array.reshape(-1).tolist())
@@ -176,7 +180,7 @@ def _load_tensor(values: Mapping[str, Any], _: object) -> Tensor:
     return torch.tensor(_numbers(values), dtype=getattr(torch, values["dtype"])).reshape(values["shape"])
 
 
-def _load_array(values: Mapping[str, Any], _: object) -> np.ndarray[Any, Any]:
+def _load_array(values: Mapping[str, Any], _: object) -> npt.NDArray[Any]:
     return np.array(_numbers(values), dtype=np.dtype(values["dtype"])).reshape(values["shape"])
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import distributed, nn
 
@@ -168,7 +168,7 @@ class Monitor(Handle):
         self._last = step
         return self.scores
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Monitor:
         super().__enter__()
         if self._step is None:
             self.start()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 from attnflow._core.results import Result, plain
 from attnflow.geometry.factored import Scores
@@ -163,7 +163,7 @@ class GeometryScores(Result):
         return super().to_dict() | dict(zip(_DERIVED, plain(derived), strict=True))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> GeometryScores:
         """The scores that `to_dict` described."""
         return super().from_dict({name: value for name, value in values.items() if name not in _DERIVED})
 

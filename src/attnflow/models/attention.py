@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Final, Self, cast
+from typing import Final, cast
 
 import torch
 from jaxtyping import Float
@@ -37,7 +37,7 @@ class AttentionLayer(Place):
     parameters: Mapping[str, nn.Parameter]
 
     @classmethod
-    def at(cls, place: Place, read: Read, parameters: Mapping[str, nn.Parameter] | None = None) -> Self:
+    def at(cls, place: Place, read: Read, parameters: Mapping[str, nn.Parameter] | None = None) -> AttentionLayer:
         """The layer at a place."""
         return cls(**{field.name: getattr(place, field.name) for field in fields(place)}, read=read,
                    parameters=parameters or {})  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from attnflow import masks
 from attnflow._core.checks import integer, preview
@@ -111,7 +111,7 @@ class Derivation(Result):
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> Derivation:
         """The derivation of the family that `to_dict` named."""
         content = cls._content(values)
         parameters = as_object(content.get("parameters"), "parameters")

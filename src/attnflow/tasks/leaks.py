@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class LeakReport(Result):
         return {**super().to_dict(), "leaks": [leak.to_dict() for leak in self.leaks]}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> LeakReport:
         """The report that `to_dict` described."""
         leaks = [
             Leak(each["position"], Label.from_dict(each["label"]), each["carrier"], tuple(each["witness"]))
