@@ -149,9 +149,9 @@ def test_thousands_of_positions():
     merged = tasks.merge(tasks.block_two_stream(range(2048), 16)).task
     report = tasks.check(merged)
     assert (report.ok, report.dead, report.num_positions) == (True, (), 4064)
-    sparse, sparse_depth = merged.flow.sparsify(window=64)
-    again = tasks.check(Task(merged.inputs, merged.labels, sparse))
-    assert (again.ok, again.dead, again.depth) == (True, (), sparse_depth)
+    sparse = merged.flow.sparsify(window=64)
+    again = tasks.check(Task(merged.inputs, merged.labels, sparse.mask))
+    assert (again.ok, again.dead, again.depth) == (True, (), sparse.depth)
 
 
 def test_tasks_without_labels_or_positions():

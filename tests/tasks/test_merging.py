@@ -198,7 +198,7 @@ def test_eq_58_as_printed_is_what_the_paper_prints():
 def test_embedded_takes_sparse_realisations_and_longer_layouts():
     family = tasks.block_two_stream(numbers(8), 2)
     merged = tasks.merge(family).task
-    sparse, _ = merged.flow.sparsify()
+    sparse = merged.flow.sparsify().mask
     assert tasks.embedded(Task(merged.inputs, [], sparse), family).ok
     twice = Task(merged.inputs * 2, [], af.masks.document([12, 12], "full") & _twice(merged.mask))
     assert tasks.embedded(twice, family).ok

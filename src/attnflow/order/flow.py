@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast, overload
+from typing import Self, cast, overload
 
 import numpy as np
 import torch
@@ -13,20 +14,40 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
+from attnflow._core.markup import plural
+from attnflow._core.plain import as_integer, as_list
+from attnflow._core.results import Result
 from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
+from attnflow.masks.spec import mask_from_dict, mask_to_dict
 from attnflow.order import bits, walk
 from attnflow.order.closure import Order, close, renumbered
 from attnflow.order.depth import depth_of
 from attnflow.order.hasse import Hasse
 
 
-class Sparse(NamedTuple):
+@dataclass(frozen=True)
+class Sparse(Result):
     """A sparser realisation of an order, with the number of layers that it needs."""
 
     mask: Mask
     depth: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The mask as `attnflow.masks.spec` writes it, and the depth."""
+        return {"attnflow": "Sparse", "version": self.version, "mask": mask_to_dict(self.mask), "depth": self.depth}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """What `to_dict` described."""
+        content = cls._content(values)
+        return cls(mask_from_dict(content.get("mask")), as_integer(content.get("depth"), "depth"))
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row: the mask's name, its pairs, their share, the depth."""
+        mask = self.mask
+        return [{"mask": mask.name, "pairs": mask.nnz, "density": mask.density, "depth": self.depth}]
 
 
 def analyze(masks: Mask | Sequence[Mask]) -> Flow:
@@ -67,7 +88,7 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
     return Flow(chosen, num_layers=None if per_layer is None else len(per_layer))
 
 
-class Flow:
+class Flow(Result):
     """The information flow of a mask or of a stack of masks; made by `analyze`.
 
     Attributes:
@@ -83,6 +104,45 @@ class Flow:
 
     def __repr__(self) -> str:
         return f"Flow({list(self.masks) if self.num_layers else self.masks[0]!r})"
+
+    def __str__(self) -> str:
+        hasse = f"Hasse diagram of {plural(len(self.hasse.edges), 'edge')}"
+        dense = "dense" if self.is_dense else "not dense"
+        return (
+            f"{plural(self.size, 'position')}, depth {self.depth} ({dense}), "
+            f"{plural(len(self.classes), 'class', 'classes')}, {hasse}"
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The masks as `attnflow.masks.spec` writes them, and the numbers of their order."""
+        return {
+            "attnflow": "Flow",
+            "version": self.version,
+            "num_layers": self.num_layers,
+            "size": self.size,
+            "depth": self.depth,
+            "is_dense": self.is_dense,
+            "num_classes": len(self.classes),
+            "num_edges": len(self.hasse.edges),
+            "masks": [mask_to_dict(mask) for mask in self.masks],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """The flow of the masks that `to_dict` wrote; its numbers are computed again."""
+        content = cls._content(values)
+        masks = [mask_from_dict(each) for each in as_list(content.get("masks"), "masks")]
+        return cls(tuple(masks), None if content.get("num_layers") is None else len(masks))
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each position: its class, the class's level in the Hasse diagram, how many positions it reads."""
+        levels = self.hasse.levels
+        sizes = [len(self.receptive_field(position)) for position in range(self.size)]
+        numbers = [self.class_of(position) for position in range(self.size)]
+        return [
+            {"position": position, "class": number, "level": levels[number], "receptive_field": size}
+            for position, (number, size) in enumerate(zip(numbers, sizes, strict=True))
+        ]
 
     @cached_property
     def _step(self) -> tuple[IntervalRows, IntArray | None]:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from attnflow._core.results import Result
+
 if TYPE_CHECKING:
     import networkx as nx
 
 
-@dataclass(frozen=True)
-class Hasse:
+@dataclass(frozen=True, repr=False)
+class Hasse(Result):
     """The covering relation between the classes of mutually reachable positions (hasse, def. 2.11).
 
     Attributes:
@@ -34,6 +36,13 @@ class Hasse:
         for lower, upper in self.edges:  # sorted by upper: `level[lower]` is final
             level[upper] = max(level[upper], level[lower] + 1)
         return level
+
+    def __repr__(self) -> str:
+        return f"Hasse({len(self.nodes)} classes, {len(self.edges)} edges, {max(self.levels, default=-1) + 1} levels)"
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each edge: the positions of the lower and of the upper class."""
+        return [{"lower": label(self.nodes[a]), "upper": label(self.nodes[b])} for a, b in self.edges]
 
     def to_networkx(self) -> nx.DiGraph[int]:
         """A `networkx.DiGraph` over class indices, each with the attribute `positions`."""
