@@ -50,12 +50,13 @@ def llama(attention: str = "sdpa", **options: object) -> LlamaForCausalLM:
 def test_llama_in_double_precision(name):
     family = FAMILIES[name]
     merged = tasks.merge(family)
-    found = tasks.verify(family, merged, llama())
-    assert found.output_difference < 1e-12
-    assert found.gradient_difference < 1e-12
-    assert found.ok(1e-12)
-    assert [each.task for each in found.tasks] == list(range(len(family)))
-    assert found.merged_loss == pytest.approx(sum(each.loss for each in found.tasks), rel=1e-12)
+    result = tasks.verify(family, merged, llama(), tolerance=1e-12)
+    assert result.output_difference < 1e-12
+    assert result.gradient_difference < 1e-12
+    assert result.ok
+    result.raise_if_different()
+    assert [each.task for each in result.tasks] == list(range(len(family)))
+    assert result.merged_loss == pytest.approx(sum(each.loss for each in result.tasks), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -75,39 +76,41 @@ def test_other_models(model, name):
     """Causal and bidirectional; the 4D mask replaces a model's own, also its sliding window."""
     torch.manual_seed(0)
     family = FAMILIES[name]
-    assert tasks.verify(family, tasks.merge(family), model()).ok(1e-12)
+    assert tasks.verify(family, tasks.merge(family), model(), tolerance=1e-12).ok
 
 
 def test_the_printed_eq_58_fails():
     family = FAMILIES["butterfly"]
     merged = tasks.merge(family)
     printed = Task(merged.task.inputs, merged.task.labels, tasks.butterfly_as_printed(len(IDS)))
-    found = tasks.verify(family, replace(merged, task=printed), llama())
-    assert found.output_difference > 0.1
-    assert found.gradient_difference > 0.1
-    assert not found.ok(1e-3)
-    wrong = [each.output_difference > 1e-2 for each in found.tasks]
+    result = tasks.verify(family, replace(merged, task=printed), llama())
+    assert result.output_difference > 0.1
+    assert result.gradient_difference > 0.1
+    assert not replace(result, tolerance=1e-3).ok
+    with pytest.raises(af.AttnflowError, match="largest relative difference of outputs"):
+        result.raise_if_different()
+    wrong = [each.output_difference > 1e-2 for each in result.tasks]
     assert wrong == [True] * (len(IDS) - 1) + [False]  # n - 1 of n subtasks
-    assert found.tasks[-1].output_difference < 1e-12
+    assert result.tasks[-1].output_difference < 1e-12
 
 
 def test_the_reference_is_an_ordinary_forward_pass():
     """Not merely self-consistent: a causal family gives what the model gives on the plain sequence."""
     model = llama()
     family = tasks.causal_lm(IDS)
-    found = tasks.verify(family, tasks.merge(family), model)
+    result = tasks.verify(family, tasks.merge(family), model)
     logits = model(torch.tensor([IDS[:-1]])).logits[0]
     expected = F.cross_entropy(logits, torch.tensor(IDS[1:]), reduction="sum")
-    assert found.merged_loss == pytest.approx(float(expected.detach()), rel=1e-5)  # HF's norms compute in float32
+    assert result.merged_loss == pytest.approx(float(expected.detach()), rel=1e-5)  # HF's norms compute in float32
 
 
 def test_lost_labels_show_in_the_gradients():
     family = FAMILIES["causal"]
     merged = tasks.merge(family)
     bare = replace(merged, task=Task(merged.task.inputs, [], merged.task.mask))
-    found = tasks.verify(family, bare, llama())
-    assert found.output_difference < 1e-12
-    assert found.gradient_difference == pytest.approx(1.0)
+    result = tasks.verify(family, bare, llama())
+    assert result.output_difference < 1e-12
+    assert result.gradient_difference == pytest.approx(1.0)
 
 
 def test_weights_count():
@@ -115,7 +118,7 @@ def test_weights_count():
     full = tasks.verify(tasks.causal_lm(IDS), tasks.merge(tasks.causal_lm(IDS)), llama())
     half = tasks.verify(family, tasks.merge(family), llama())
     assert half.merged_loss == pytest.approx(full.merged_loss / 2)
-    assert half.ok(1e-12)
+    assert replace(half, tolerance=1e-12).ok
 
 
 def replace_weights(task: Task, weight: float) -> Task:
@@ -124,11 +127,12 @@ def replace_weights(task: Task, weight: float) -> Task:
 
 def test_single_precision_without_gradients():
     family = FAMILIES["butterfly"]
-    found = tasks.verify(family, tasks.merge(family), llama().float(), gradients=False)
-    assert found.gradient_difference is None
-    assert 0 < found.output_difference < 1e-4
-    assert found.ok(1e-4)
-    assert "gradients not compared" in str(found)
+    result = tasks.verify(family, tasks.merge(family), llama().float(), gradients=False)
+    assert result.gradient_difference is None
+    assert 0 < result.output_difference < 1e-4
+    assert result.tolerance == pytest.approx(3.45e-4, rel=0.01)
+    assert replace(result, tolerance=1e-4).ok
+    assert "gradients not compared" in str(result)
 
 
 def test_the_model_is_left_as_it_was():
@@ -146,10 +150,10 @@ def test_the_model_is_left_as_it_was():
 
 def test_the_result_is_plain_data():
     family = FAMILIES["multi-token"]
-    found = tasks.verify(family, tasks.merge(family), llama(), gradients=False)
-    data = found.to_dict()
-    assert data["output_difference"] == found.output_difference
-    assert len(data["tasks"]) == len(family)
+    result = tasks.verify(family, tasks.merge(family), llama(), gradients=False)
+    assert tasks.Verification.from_json(result.to_json()) == result
+    assert [row["task"] for row in result.rows()] == [each.task for each in result.tasks]
+    assert result.to_dict()["ok"] is True
 
 
 def test_nan_is_never_ok():
@@ -157,7 +161,7 @@ def test_nan_is_never_ok():
     with torch.no_grad():
         model.lm_head.weight[3, 3] = float("nan")
     family = FAMILIES["causal"]
-    assert not tasks.verify(family, tasks.merge(family), model).ok(1.0)
+    assert not tasks.verify(family, tasks.merge(family), model, tolerance=1.0).ok
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,6 @@ def test_bad_arguments():
 
 def test_subtasks_without_labels_are_passed_over():
     family = [Task([Token(3, 0)], [], af.masks.causal(1)), *tasks.causal_lm(IDS)]
-    found = tasks.verify(family, tasks.merge(family), llama())
-    assert [each.task for each in found.tasks] == list(range(1, len(family)))
-    assert found.ok(1e-12)
+    result = tasks.verify(family, tasks.merge(family), llama())
+    assert [each.task for each in result.tasks] == list(range(1, len(family)))
+    assert replace(result, tolerance=1e-12).ok

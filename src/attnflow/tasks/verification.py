@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
+from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.loaded import Loaded, split
 from attnflow.tasks.embedding import additive, embed, id_table
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
@@ -31,7 +33,7 @@ class TaskDifference:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Result):
     """How far a merged task is from its subtasks on one model.
 
     Attributes:
@@ -43,30 +45,29 @@ class Verification:
             gradients were not asked for.
         merged_loss: summed weighted cross-entropy of the merged task.
         tasks: the same for each subtask that has labels; their losses add up to the merged one.
+        tolerance: the relative difference that rounding may make.
     """
 
     output_difference: float
     gradient_difference: float | None
     merged_loss: float
     tasks: tuple[TaskDifference, ...]
+    tolerance: float
 
-    def ok(self, tolerance: float) -> bool:
-        """Whether outputs and, if compared, gradients agree within a relative tolerance (NaN never does)."""
-        return self.output_difference <= tolerance and (
-            self.gradient_difference is None or self.gradient_difference <= tolerance
-        )
+    @property
+    def ok(self) -> bool:
+        """Whether outputs and, if compared, gradients agree within the tolerance (NaN never does)."""
+        gradients = 0.0 if self.gradient_difference is None else self.gradient_difference
+        return self.output_difference <= self.tolerance and gradients <= self.tolerance
 
-    def to_dict(self) -> dict[str, object]:
-        """The result as plain data for JSON."""
-        return {
-            "output_difference": self.output_difference,
-            "gradient_difference": self.gradient_difference,
-            "merged_loss": self.merged_loss,
-            "tasks": [
-                {"task": each.task, "output_difference": each.output_difference, "loss": each.loss}
-                for each in self.tasks
-            ],
-        }
+    def raise_if_different(self) -> None:
+        """Raise `AttnflowError` if the merged task does not give what its subtasks give."""
+        if not self.ok:
+            raise AttnflowError(f"{self}; the tolerance is {self.tolerance:.1e}")
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each subtask."""
+        return [vars(each).copy() for each in self.tasks]
 
     def __str__(self) -> str:
         gradients = "not compared" if self.gradient_difference is None else f"{self.gradient_difference:.1e}"
@@ -76,7 +77,13 @@ class Verification:
         )
 
 
-def verify(family: Sequence[Task], merged: MergedTask, model: nn.Module, gradients: bool = True) -> Verification:
+def verify(
+    family: Sequence[Task],
+    merged: MergedTask,
+    model: nn.Module | Loaded,
+    gradients: bool = True,
+    tolerance: float | None = None,
+) -> Verification:
     """Run a model on every subtask alone and once on the merged task, and compare.
 
     Every run gets input embeddings (so that averaged tokens work), explicit position ids and a 4D additive mask.
@@ -86,8 +93,10 @@ def verify(family: Sequence[Task], merged: MergedTask, model: nn.Module, gradien
     Args:
         family: the subtasks.
         merged: their merged task. To judge another mask: `dataclasses.replace(merged, task=Task(..., mask))`.
-        model: a Hugging Face model with logits, eager or SDPA attention.
+        model: a Hugging Face model with logits, eager or SDPA attention; or what `af.load_model` returned.
         gradients: also compare gradients; takes a backward pass per subtask, and memory for the sum.
+        tolerance: relative difference up to which the result is `ok`; by default the square root of the precision's
+            unit, 1.5e-8 in float64 and 3.5e-4 in float32.
 
     Returns:
         In float64 about 1e-12 or less for a right merge; a wrong one gives 0.1 and more.
@@ -99,7 +108,7 @@ def verify(family: Sequence[Task], merged: MergedTask, model: nn.Module, gradien
 
     Cost: one forward (and backward) pass per subtask and one for the merged task.
     """
-    tasks = list(family)
+    model, tasks = split(model)[0], list(family)
     _require_same_family(tasks, merged)
     for task in (*tasks, merged.task):
         if task.size and int(task.mask.row_counts().min()) == 0:
@@ -133,6 +142,7 @@ def verify(family: Sequence[Task], merged: MergedTask, model: nn.Module, gradien
         _gradient_difference(merged_gradients, summed) if gradients else None,
         float(merged_loss.detach()),
         tuple(details),
+        torch.finfo(logits.dtype).eps ** 0.5 if tolerance is None else tolerance,
     )
 
 
