@@ -1,3 +1,4 @@
+import gc
 import pickle
 from functools import partial
 
@@ -61,6 +62,7 @@ def test_a_batch_of_one_is_the_merged_task():
     assert weights.tolist() == [[[0.0], [0.0], [1.0], [1.0]]]
 
 
+@pytest.mark.filterwarnings("ignore:this family averages tokens")
 def test_averaged_tokens_have_several_ids():
     batch = Collator(tasks.butterfly)([[5, 6, 7]])
     assert batch["input_ids"].tolist() == [[[5, -100], [6, -100], [6, -100], [7, -100], [6, -100], [5, 7], [6, -100]]]
@@ -230,6 +232,7 @@ def counting(family_fn):
     return function, calls
 
 
+@pytest.mark.filterwarnings("ignore:this family averages tokens")
 def test_one_merge_serves_all_samples_of_a_length():
     function, calls = counting(tasks.butterfly)
     collate = Collator(function, by_length=True)
@@ -363,11 +366,35 @@ def test_a_batch_without_labels_has_no_loss():
     assert float(tasks.loss(scores, labels, num_items_in_batch=torch.tensor(0)).detach()) == 0.0
 
 
+def test_a_forgotten_average_embeddings_is_explained_and_the_advice_helps():
+    learner, collate = model(), Collator(tasks.butterfly)
+    gc.collect()  # models of other tests, which were prepared
+    with pytest.warns(UserWarning, match=r"call af.tasks.average_embeddings\(model\) before the first batch"):
+        batch = collate([[5, 6, 7]])
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with pytest.raises(IndexError, match="index out of range in self"):
+        learner(**inputs)
+    handle = tasks.average_embeddings(learner)
+    assert str(handle) == "LlamaForCausalLM takes input_ids [batch, n, width] as mean embeddings"
+    assert tasks.loss(learner(**inputs), batch["labels"]) > 0
+    handle.remove()
+    with pytest.raises(IndexError):
+        learner(**inputs)
+
+
+def test_labels_of_another_kind_are_refused_and_the_advice_helps():
+    ids = [5, 6, 7, 8, 9, 10]
+    with pytest.raises(ValueError, match=r"got \(1, 5\): make the batch with af.tasks.Collator\(family_fn\)"):
+        tasks.loss(torch.zeros(1, 5, 64), torch.zeros(1, 5, dtype=torch.int64))
+    batch = Collator(tasks.causal_lm)([ids])
+    assert tasks.loss(torch.zeros(1, 5, 64), batch["labels"]) == pytest.approx(torch.tensor(64.0).log())
+
+
 def test_bad_losses():
     labels = pack_labels(torch.full((1, 2, 1), -100), torch.zeros(1, 2, 1, dtype=DOUBLE))
-    with pytest.raises(ValueError, match=r"logits \(1, 3, 7\) and labels \(1, 2, 2, 2\) differ"):
+    with pytest.raises(ValueError, match=r"expected logits \[1, 2\] \+ \[vocabulary\].*got \[1, 3, 7\]"):
         tasks.loss(torch.zeros(1, 3, 7), labels)
-    with pytest.raises(ValueError, match="expected labels"):
+    with pytest.raises(ValueError, match="expected the labels of an af.tasks.Collator batch"):
         tasks.loss(torch.zeros(1, 7), torch.zeros(1, 3, 5, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"expected the labels of an af\.tasks\.Collator batch, got NoneType"):
         tasks.loss(torch.zeros(1, 2, 7), None)

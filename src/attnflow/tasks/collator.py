@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnflow._core.checks import index_array, integer
 from attnflow.masks.mask import Mask
-from attnflow.tasks.embedding import NO_ID, additive, id_table
+from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import BY_LENGTH
 from attnflow.tasks.merging import merge
 from attnflow.tasks.objective import pack_labels
@@ -166,6 +166,8 @@ class Collator:
         n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
         labels = max(targets.shape[1] for _, _, targets in samples)
+        if width > 1:
+            warn_unprepared(width)
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = self.pad_token
         position_ids = torch.zeros((batch, n), dtype=torch.int64)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from attnflow._core.handles import Handle
+from attnflow.models.loaded import Loaded, split
 from attnflow.tasks.token import Token
 
 NO_ID = -100
 """Fills the places of an id table that hold no id, as everywhere in training code."""
+
+_PREPARED: Final[WeakSet[nn.Module]] = WeakSet()  # models that take averaged tokens
 
 
 def id_table(tokens: Sequence[Token]) -> Int[Tensor, "n width"]:
@@ -58,25 +63,53 @@ def additive(allow: Bool[Tensor, "*batch q k"], dtype: torch.dtype) -> Float[Ten
     return torch.zeros(allow.shape, dtype=dtype, device=allow.device).masked_fill_(~allow, torch.finfo(dtype).min)
 
 
-def average_embeddings(model: nn.Module) -> RemovableHandle:
+class AveragedTokens(Handle):
+    """A model that takes averaged tokens, until it is removed; made by `average_embeddings`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._hook = model.register_forward_pre_hook(_average, with_kwargs=True)
+        _PREPARED.add(model)
+
+    def _restore(self) -> None:
+        self._hook.remove()
+        _PREPARED.discard(self.model)
+
+    def _summary(self) -> str:
+        return f"{type(self.model).__name__} takes input_ids [batch, n, width] as mean embeddings"
+
+
+def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
     """Let a model take averaged tokens: `input_ids` of shape [batch, n, width] become mean embeddings.
 
-    Registers a forward pre-hook that replaces three-dimensional `input_ids` (filled with -100, as `Collator` makes
-    them for families with averaged tokens) by `inputs_embeds`; gradients reach the embedding. Other calls pass
-    unchanged. Call it on the model that you give to `Trainer`. `handle.remove()` takes it off.
+    A forward pre-hook replaces three-dimensional `input_ids` (filled with -100, as `Collator` makes them for families
+    with averaged tokens) by `inputs_embeds`; gradients reach the embedding. Other calls pass unchanged. Call it on the
+    model that you give to `Trainer`. `handle.remove()` takes it off.
 
     Raises:
         TypeError: the model has no `get_input_embeddings`.
     """
+    model, _ = split(model)
     if not callable(getattr(model, "get_input_embeddings", None)):
         raise TypeError(f"{type(model).__name__} has no get_input_embeddings(); expected a Hugging Face model")
+    return AveragedTokens(model)
 
-    def replace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        ids = kwargs.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 3:
-            return args, kwargs
-        rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
-        embedding: nn.Module = module.get_input_embeddings()  # pyright: ignore[reportCallIssue, reportAssignmentType]
-        return args, {**rest, "inputs_embeds": embed(ids, embedding)}
 
-    return model.register_forward_pre_hook(replace, with_kwargs=True)
+def warn_unprepared(width: int) -> None:
+    """Say what to do before a batch of averaged tokens meets a model that would fail on it deep inside."""
+    if not _PREPARED and torch.utils.data.get_worker_info() is None:
+        warnings.warn(
+            f"this family averages tokens, so input_ids are [batch, n, {width}] (filled with -100), which no model of "
+            "this process takes yet: call af.tasks.average_embeddings(model) before the first batch; without it the "
+            "embedding fails with 'index out of range in self'",
+            stacklevel=3,
+        )
+
+
+def _average(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    ids = kwargs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 3:
+        return args, kwargs
+    rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
+    embedding: nn.Module = model.get_input_embeddings()  # pyright: ignore[reportCallIssue, reportAssignmentType]
+    return args, {**rest, "inputs_embeds": embed(ids, embedding)}

@@ -37,8 +37,12 @@ def unpack_labels(
     Raises:
         ValueError: not the labels of a `Collator`.
     """
-    if labels.ndim < 2 or labels.shape[-2] != 2 or labels.shape[-1] < 2:
-        raise ValueError(f"expected labels [batch, n, 2, 1 + width] of af.tasks.Collator, got {tuple(labels.shape)}")
+    if labels.ndim < 3 or labels.shape[-2] != 2 or labels.shape[-1] < 2:
+        raise ValueError(
+            f"expected the labels of an af.tasks.Collator batch, [batch, n, 2, 1 + width], got {tuple(labels.shape)}: "
+            "make the batch with af.tasks.Collator(family_fn), which says what each position predicts; a plain tensor "
+            "of token ids does not"
+        )
     targets, bits = labels[..., 0, 1:], labels[..., 1, 1:]
     return targets, torch.where(targets == NO_ID, 0.0, bits.contiguous().view(torch.float64))
 
@@ -63,12 +67,12 @@ def loss(
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
     logits, packed = _logits(outputs), _labels(labels)
+    targets, weights = unpack_labels(packed)
     if logits.shape[:-1] != packed.shape[:-2]:
         raise ValueError(
-            f"logits {tuple(logits.shape)} and labels {tuple(packed.shape)} differ in [batch, n]: does the model drop "
-            "positions?"
+            f"expected logits {[*packed.shape[:-2]]} + [vocabulary], one row for each position of the batch's labels, "
+            f"got {[*logits.shape]}: pass the outputs of the model on the same batch, with logits of every position"
         )
-    targets, weights = unpack_labels(packed)
     places = (targets != NO_ID).nonzero(as_tuple=True)
     chosen = logits[places[:-1]]
     entropy = F.cross_entropy(
