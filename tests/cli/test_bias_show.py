@@ -9,7 +9,9 @@ import torch
 
 import attnflow as af
 from attnflow.bias import BiasMap
+from attnflow.bias.graph import BiasGraph
 from attnflow.bias.layer import layer_biases
+from attnflow.bias.query import QueryBias
 from attnflow.models import load_model
 
 TEXT = "I the of thou with thy"
@@ -41,17 +43,18 @@ def test_text(run, tiny_model, saved):
 
 
 def test_json(run, tiny_model, saved):
-    found = json.loads(run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--json").out)
-    assert found["schema"] == "attnflow.bias.show/1"
-    assert found["tokens"] == TEXT.split()
-    assert (found["query"], found["queries"], found["produced"]) == (5, list(range(6)), None)
-    assert [layer["layer"] for layer in found["layers"]] == [0, 1]
-    assert sum(found["layers"][0]["bias"]) == pytest.approx(0.0, abs=1e-5)
-    assert sum(found["weights"]) == pytest.approx(1.0)
-    assert sum(found["weights_base"]) == pytest.approx(1.0)
-    assert set(found["layers"][0]["energy"]) == {"rank_1", "rank_8"}
-    assert all(key < query and bias > 0 for key, query, bias in found["edges"])
-    assert found["written"] is None
+    command = ("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--json")
+    view = QueryBias.from_json(run(*command).out)
+    assert view.tokens == tuple(TEXT.split())
+    assert (view.query, view.head, view.produced) == (5, None, None)
+    assert [layer.layer for layer in view.layers] == [0, 1]
+    assert sum(view.layers[0].bias) == pytest.approx(0.0, abs=1e-5)
+    assert sum(view.weights) == pytest.approx(1.0)
+    assert sum(view.weights_base) == pytest.approx(1.0)
+    assert set(view.layers[0].energy) == {1, 8}
+    graph = BiasGraph.from_json(run(*command, "--top-k", "2").out)
+    assert graph.edges
+    assert all(edge.key < edge.query and edge.bias > 0 for edge in graph.edges)
 
 
 def test_files(run, tiny_model, saved, tmp_path):
@@ -78,17 +81,18 @@ def test_graphs(run, tiny_model, saved, tmp_path):
     assert (tmp_path / "graph.html").read_text().startswith("<!doctype html>")
     code, out, err = run(*base, "--top-k", "1", "-o", str(tmp_path / "graph.png"))
     assert (code, out) == (2, "")
-    assert "--top-k and --threshold make a graph, which is written as .svg, .html, .dot; got .png" in err
+    assert "--top-k and --threshold make a graph, which is written as .svg, .html, .csv, .json, .dot; got .png" in err
 
 
 def test_generation_and_choices(run, tiny_model, saved):
     base = ("bias", "show", tiny_model, "--bias", saved, "--text", TEXT)
-    found = json.loads(run(*base, "--generate", "2", "--json").out)
-    assert found["queries"] == [5, 6]
-    assert found["produced"] is not None
-    head = json.loads(run(*base, "--head", "3", "--layer", "1", "--query", "2", "--json").out)
-    assert (head["query"], len(head["layers"])) == (2, 1)
-    assert sum(head["weights"][:3]) == pytest.approx(1.0)
+    view = QueryBias.from_json(run(*base, "--generate", "2", "--json").out)
+    assert view.query == 6
+    assert view.produced is not None
+    view = QueryBias.from_json(run(*base, "--head", "3", "--layer", "1", "--query", "2", "--json").out)
+    assert (view.query, view.head, len(view.layers)) == (2, 3, 1)
+    assert view.layers[0].bias[3:] == (None, None, None)  # what the mask forbids
+    assert sum(view.weights[:3]) == pytest.approx(1.0)
     assert "query of at position 2, head 3" in run(*base, "--head", "3", "--query", "2").out
 
 
@@ -107,10 +111,11 @@ def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layer", "7"], "layers must list some of the layers with a bias, [0, 1], got [7]"),
-        (["--query", "40"], "queries must be positions of 6 tokens"),
+        (["--layer", "7"], "layer must be one of those with a bias, [0, 1], got 7"),
+        (["--query", "20"], "queries must be positions of 6 tokens"),
+        (["--query", "99"], "--query 99 is no position of a text of 22 characters"),
         (["--query", "-9"], "query must be one of the captured positions"),
-        (["--head", "9"], "heads must hold positions in [0, 4), got 9"),
+        (["--head", "9"], "head must be one of the base model's, 0 to 3, got 9"),
         (["--threshold", "0"], "threshold must be positive"),
         (["-o", "map.gif"], "the name must end in .svg or .png"),
     ],
@@ -125,7 +130,7 @@ def test_without_a_bias(run, tiny_model, saved, tmp_path):
     code, out, err = run("bias", "show", tiny_model)
     assert (code, out) == (2, "")
     assert f"{tiny_model} has no bias: give --bias DIR" in err
-    assert "holds no saved bias" in run("bias", "show", tiny_model, "--bias", str(tmp_path)).err
+    assert "holds no saved bias" in run("bias", "show", "no-such-model", "--bias", str(tmp_path)).err  # not loaded yet
     config = json.loads((Path(saved) / "bias_config.json").read_text())
     config["base"]["model_type"] = "other"
     folder = tmp_path / "other"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from attnflow._core import checks
-from attnflow._core.markup import visible
+from attnflow._core.markup import plural, token_label, visible
 from attnflow._core.results import Result
-from attnflow.bias.map import BiasMap
 
 if TYPE_CHECKING:
     import networkx as nx
 
-_STRONGEST: Final = 2  # keys of each query, unless something else is asked for
+_LISTED: Final = 20  # edges that are printed
 
 
 @dataclass(frozen=True)
@@ -51,53 +48,27 @@ class BiasGraph(Result):
     edges: tuple[Edge, ...]
     about: str = ""
 
-    @classmethod
-    def of(
-        cls,
-        bias_map: BiasMap,
-        *,
-        threshold: float | None = None,
-        top_k: int | None = None,
-        layer: int | None = None,
-        head: int | None = None,
-    ) -> BiasGraph:
-        """The graph of a map: an edge for each positive row-centred bias that is strong enough.
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each edge, the strongest first."""
+        ordered = sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
+        return [
+            {
+                "key": edge.key,
+                "key_token": self.tokens[edge.key],
+                "query": edge.query,
+                "query_token": self.tokens[edge.query],
+                "bias": edge.bias,
+            }
+            for edge in ordered
+        ]
 
-        Loops are left out: a token always has its own information.
-
-        Args:
-            bias_map: what `af.bias.capture` returned.
-            threshold: least bias of an edge.
-            top_k: keys of each query at most, the strongest first; 2 if neither is given. Both may be.
-            layer: number of a layer; None for the mean over the captured ones.
-            head: one of the captured heads; None for the mean over the maps.
-
-        Raises:
-            ValueError: a threshold that is not positive, or a layer or head that was not captured.
-        """
-        if threshold is not None and not threshold > 0:
-            raise ValueError(f"threshold must be positive: a negative bias turns information away; got {threshold}")
-        if top_k is None and threshold is None:
-            top_k = _STRONGEST
-        if top_k is not None:
-            checks.integer("top_k", top_k, 1)
-        table = bias_map.values("bias", layer, head).clone()
-        for row, query in enumerate(bias_map.queries):
-            table[row, query] = 0.0
-        table = table.masked_fill(~bias_map.allowed(layer), 0.0)
-        keep = table > 0 if threshold is None else table >= threshold
-        if top_k is not None and top_k < table.shape[1]:
-            best = table.topk(top_k, dim=1).indices
-            keep &= torch.zeros_like(keep).scatter_(1, best, True)
-        edges = tuple(
-            Edge(key, bias_map.queries[row], float(table[row, key])) for row, key in sorted(keep.nonzero().tolist())
-        )
-        many = "strongest key" if top_k == 1 else f"{top_k} strongest keys"
-        which = [] if top_k is None else [f"the {many} of each query"]
-        which += [] if threshold is None else [f"a bias of at least {threshold:g}"]
-        where = "mean over layers" if layer is None else f"layer {layer}"
-        where += "" if head is None else f", head {head}"
-        return cls(bias_map.tokens, edges, f"{where}; {', '.join(which)}")
+    def __str__(self) -> str:
+        lines = [f"graph ({self.about}): {plural(len(self.edges), 'edge')}"]
+        for edge in sorted(self.edges, key=lambda edge: -edge.bias)[:_LISTED]:
+            key, query = token_label(self.tokens[edge.key]), token_label(self.tokens[edge.query])
+            lines.append(f"  {key} ({edge.key}) -> {query} ({edge.query})  {edge.bias:+.2f}")
+        lines += [f"  and {len(self.edges) - _LISTED} more"] if len(self.edges) > _LISTED else []
+        return "\n".join(lines)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:

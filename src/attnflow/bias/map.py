@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import Final, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnflow._core import checks
 from attnflow._core.markup import percent, plural, visible
 from attnflow._core.results import Result
+from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.bias.low_rank import energy
-
-if TYPE_CHECKING:
-    from attnflow.bias.graph import BiasGraph
+from attnflow.bias.query import LayerQuery, QueryBias
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
 
+_STRONGEST: Final = 2  # keys of each query in a graph, unless something else is asked for
 _DIGITS: Final = 9  # of a float32, enough to read back the same number
 _COLUMNS: Final = (
     "layer", "head", "query", "query_token", "key", "key_token",
@@ -159,6 +160,37 @@ class BiasMap(Result):
         tables = ((one, self.values("bias", one.layer, head)) for one in self.layers)
         return {one.layer: energy(table, one.allowed.any(dim=0), rank) for one, table in tables}
 
+    def at(self, query: int = -1, head: int | None = None) -> QueryBias:
+        """What one query is drawn to and turned away from, layer by layer.
+
+        Args:
+            query: its position; -1 is the last row.
+            head: one of `heads`; None for the mean over the maps.
+
+        Raises:
+            ValueError: a query or a head that was not captured.
+        """
+        row, ranks = self.row(query), (1, 8)
+        energies = {rank: self.energy(rank, head) for rank in ranks}
+        layers: list[LayerQuery] = []
+        for one in self.layers:
+            table, allowed = self.values("bias", one.layer, head)[row].tolist(), one.allowed.any(dim=0)[row].tolist()
+            bias = tuple(value if exists else None for value, exists in zip(table, allowed, strict=True))
+            shares = {rank: energies[rank][one.layer] for rank in ranks}
+            layers.append(LayerQuery(one.layer, one.name, one.strength, one.moved, shares, bias))
+        weights = self.values("weights", None, head)[row].tolist()
+        base = any(one.weights_base is None for one in self.layers)
+        return QueryBias(
+            self.model,
+            self.tokens,
+            self.queries[row],
+            head,
+            self.produced[row] if self.produced else None,
+            tuple(layers),
+            tuple(weights),
+            None if base else tuple(self.values("weights_base", None, head)[row].tolist()),
+        )
+
     def graph(
         self,
         *,
@@ -167,10 +199,42 @@ class BiasMap(Result):
         layer: int | None = None,
         head: int | None = None,
     ) -> BiasGraph:
-        """The reasoning graph: information flows along keys that a query is drawn to; see `BiasGraph.of`."""
-        from attnflow.bias.graph import BiasGraph
+        """The reasoning graph: an edge for each positive row-centred bias that is strong enough.
 
-        return BiasGraph.of(self, threshold=threshold, top_k=top_k, layer=layer, head=head)
+        Loops are left out: a token always has its own information.
+
+        Args:
+            threshold: least bias of an edge.
+            top_k: keys of each query at most, the strongest first; 2 if neither is given. Both may be.
+            layer: number of a layer; None for the mean over the captured ones.
+            head: one of the captured heads; None for the mean over the maps.
+
+        Raises:
+            ValueError: a threshold that is not positive, or a layer or head that was not captured.
+        """
+        if threshold is not None and not threshold > 0:
+            raise ValueError(f"threshold must be positive: a negative bias turns information away; got {threshold}")
+        if top_k is None and threshold is None:
+            top_k = _STRONGEST
+        if top_k is not None:
+            checks.integer("top_k", top_k, 1)
+        table = self.values("bias", layer, head).clone()
+        for row, query in enumerate(self.queries):
+            table[row, query] = 0.0
+        table = table.masked_fill(~self.allowed(layer), 0.0)
+        keep = table > 0 if threshold is None else table >= threshold
+        if top_k is not None and top_k < table.shape[1]:
+            best = table.topk(top_k, dim=1).indices
+            keep &= torch.zeros_like(keep).scatter_(1, best, True)
+        edges = tuple(
+            Edge(key, self.queries[row], float(table[row, key])) for row, key in sorted(keep.nonzero().tolist())
+        )
+        many = "strongest key" if top_k == 1 else f"{top_k} strongest keys"
+        which = [] if top_k is None else [f"the {many} of each query"]
+        which += [] if threshold is None else [f"a bias of at least {threshold:g}"]
+        where = "mean over layers" if layer is None else f"layer {layer}"
+        where += "" if head is None else f", head {head}"
+        return BiasGraph(self.tokens, edges, f"{where}; {', '.join(which)}")
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each allowed pair of each layer and map.

@@ -50,6 +50,18 @@ class Saved:
         number = int(self.base["num_layers"])
         return sorted({n for one in self.configs for n in BiasConfig(layers=one["layers"]).layer_indices(number)})
 
+    def check(self, layer: int | None = None, head: int | None = None) -> None:
+        """Raise for a layer that has no bias here, or a head that the base model does not have.
+
+        Raises:
+            ValueError: such a number.
+        """
+        if layer is not None and layer not in self.layers:
+            raise ValueError(f"layer must be one of those with a bias, {self.layers}, got {layer}")
+        num_heads = int(self.base["shape"]["num_heads"])
+        if head is not None and not 0 <= head < num_heads:
+            raise ValueError(f"head must be one of the base model's, 0 to {num_heads - 1}, got {head}")
+
     def tensors(self) -> dict[str, Tensor]:
         """The parameters, by layer number and name.
 

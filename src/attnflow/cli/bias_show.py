@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli import _options
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+
+_PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
+_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json", ".dot")
+_GRAPHS: Final = (".svg", ".html", ".csv", ".json", ".dot")
 
 
 def bias_show(
@@ -15,8 +21,7 @@ def bias_show(
         str, typer.Argument(metavar="MODEL", help="The base model; or a saved bias, which names its base model.")
     ],
     bias: Annotated[
-        Path | None,
-        typer.Option("--bias", metavar="DIR", help="The bias, a folder that af.bias.save_pretrained wrote."),
+        Path | None, typer.Option("--bias", metavar="DIR", help="The bias, a folder that af.bias.save wrote.")
     ] = None,
     text: Annotated[str | None, typer.Option("--text", help="The text to read (default: the paper's sum).")] = None,
     generate: Annotated[
@@ -45,23 +50,69 @@ def bias_show(
     Runs a model with and without its bias on one text, and shows which keys each layer draws a query to (+) and turns
     it away from (-): the row-centred bias, which is all that softmax sees. With --top-k or --threshold, a graph.
     """
-    from attnflow.cli import _bias
-
-    view = _bias.View(layer, query, head, top_k, threshold)
-    target = None if output is None else _bias.target(output, view)
+    is_graph = top_k is not None or threshold is not None
+    target = None if output is None else output_path(output, _SUFFIXES, "" if is_graph else "a bias as a figure")
+    if is_graph and target is not None and target.suffix.lower() not in _GRAPHS:
+        raise BadUsage(
+            f"--top-k and --threshold make a graph, which is written as {', '.join(_GRAPHS)}; got {target.suffix}"
+        )
+    if threshold is not None and not threshold > 0:
+        raise BadUsage(f"--threshold must be positive: a negative bias turns information away; got {threshold:g}")
+    prompt = _PROMPT if text is None else text
+    longest = len(prompt.encode()) + 8 + (generate or 0)  # tokens that it can have at most, with special ones
+    if query is not None and not -longest <= query < longest:
+        raise BadUsage(f"--query {query} is no position of a text of {len(prompt)} characters")
     with working(f"loading {model}") as spinner:
-        found, name = _bias.look(model, bias, text, generate, view, spinner)
+        from attnflow import bias as biases
+        from attnflow.bias.saved import read
+
+        folder = Path(model) if bias is None else bias
+        try:
+            saved = read(folder)
+            saved.check(layer, head)
+        except FileNotFoundError as error:
+            hint = "" if bias is not None else f"; {model} has no bias: give --bias DIR"
+            raise BadUsage(f"{error}{hint}") from error
+        except ValueError as error:
+            raise BadUsage(str(error)) from error
+        name = saved.base_name if bias is None else model
+        if not name:
+            raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
+        spinner(f"loading {name}")
+        loaded = _options.load(name)
+        try:
+            biases.load(loaded, folder)
+            spinner("running it with and without its bias")
+            bias_map = biases.capture(
+                loaded,
+                prompt,
+                layers=None if layer is None else [layer],
+                queries=None if query is None or query < 0 or is_graph else [query],
+                heads=None if head is None else [head],
+                generate=generate,
+            )
+            bias_map = replace(bias_map, model=name)
+            view = bias_map.at(-1 if query is None else query, head)
+            graph = bias_map.graph(top_k=top_k, threshold=threshold, layer=layer, head=head)
+        except (ValueError, TypeError) as error:
+            raise BadUsage(str(error)) from error
         if target is not None:
             spinner(f"writing {output}")
-            _bias.write(found, view, target, name)
+            if target.suffix.lower() == ".dot":
+                target.write_text(graph.to_dot(), encoding="utf-8")
+            elif is_graph:
+                graph.save(target)
+            elif target.suffix.lower() in (".svg", ".png"):
+                from attnflow.report import figure, save_figure
+
+                save_figure(figure(bias_map, layer=layer, query=query, head=head), target)
+            else:
+                bias_map.save(target)
     if json_output:
-        written = None if output is None else str(output)
-        about = {"model": model, "bias": name, **_bias.facts(found, view), "written": written}
-        print_json("attnflow.bias.show/1", about)
+        print_result(graph if is_graph else view)
         return
     screen = console()
-    say(screen, f"{model} with the bias {name}", "bold")
-    for line in _bias.lines(found, view):
-        say(screen, line)
+    say(screen, f"{name} with the bias {folder}", "bold")
+    say(screen, f"{view}\n\n{graph}" if is_graph else str(view))
     if output is not None:
         say(screen, f"written: {output}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli import _options
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
 
 
 class Kind(StrEnum):
-    """Kinds of bias, as `BiasConfig` has them."""
+    """Kinds of bias, as `attnflow.bias` has a config for each."""
 
     guidance = "guidance"
     bilinear = "bilinear"
@@ -42,7 +44,9 @@ def bias_train(
             "--data", metavar="DATA", help="A text file, a .jsonl file, a folder, shakespeare, or a data set."
         ),
     ],
-    kind: Annotated[Kind, typer.Option("--kind", help="Guidance is the paper's.")] = Kind.guidance,
+    kind: Annotated[
+        Kind, typer.Option("--kind", help="Guidance is the paper's; alibi takes the place of RoPE in every layer.")
+    ] = Kind.guidance,
     train: Annotated[Part, typer.Option("--train", help="Only the bias, or the model as well.")] = Part.guidance,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimiser steps.")] = 1000,
     length: Annotated[int, typer.Option("--length", metavar="N", min=2, help="Tokens of a packed row.")] = 512,
@@ -51,7 +55,16 @@ def bias_train(
         float | None,
         typer.Option("--rate", metavar="X", help="Peak learning rate (default: 1e-3; 2e-5 with --train all)."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of initialisation and order.")] = 0,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--every",
+            metavar="N",
+            min=1,
+            help="Steps between evaluations, and between checkpoints (default: a tenth of all, at least 50; a "
+            "twentieth, at least 10).",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="For the results.")] = Path(
         "attnflow-bias"
     ),
@@ -59,20 +72,64 @@ def bias_train(
 ) -> None:
     """Train a bias on text.
 
-    Attaches a bias to every other layer, trains it (AdamW, cosine, warm-up; packed rows), and writes it to a folder
-    with the curve as JSON, CSV and figure. A tenth of the text is held out. If it is interrupted, the same command goes
-    on from the last checkpoint.
+    Attaches a bias (every other layer; alibi: every layer, without RoPE), trains it (AdamW, cosine, warm-up; packed
+    rows), and writes it to a folder with the curve as JSON, CSV and figure. A tenth of the text is held out. If it is
+    interrupted, the same command goes on from the last checkpoint.
     """
-    from attnflow.cli import _training
-
     peak = rate if rate is not None else (1e-3 if train is Part.guidance else 2e-5)
-    with working(f"loading {model}") as spinner:
-        config, settings = _training.configs(kind.value, steps, batch, peak, seed)
-        done = _training.run(model, data, config, train.value, settings, length, output, spinner)
+    with working("looking at the text") as spinner:
+        import torch
+
+        from attnflow import bias
+        from attnflow.bias.hf.documents import read_documents
+        from attnflow.bias.hf.train import check_folder, last_checkpoint, run_settings
+        from attnflow.bias.hf.training import mixed_precision
+        from attnflow.bias.kinds import KINDS
+
+        part = cast(Literal["guidance", "all"], train.value)
+        config = KINDS[kind.value]()
+        spacing = (
+            {} if every is None else {"log_every": _log_every(every), "save_every": every, "evaluate_every": every}
+        )
+        try:  # what is wrong is said before the model is loaded
+            settings = bias.TrainingConfig(steps=steps, batch_size=batch, learning_rate=peak, **spacing)
+            check_folder(output, run_settings(settings, [config], part, length))
+            documents = read_documents(data)
+        except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise BadUsage(str(error)) from error
+        spinner(f"loading {model}")
+        loaded = _options.load(model)
+        if train is Part.everything:
+            loaded.model.float()  # in half precision, small updates of the weights would be lost
+        torch.manual_seed(settings.seed)
+
+        def progress(step: int, total: int, what: str) -> None:
+            line = f"step {step:,} of {total:,}: {what}"
+            spinner(line)
+            if not sys.stderr.isatty():
+                print(line, file=sys.stderr, flush=True)
+
+        try:
+            handle = bias.attach(loaded, config, train=part)
+            spinner("evaluating the model as it is")
+            more = {**mixed_precision(loaded.model), "log_level": "error"}
+            done = bias.train(loaded, documents, output, settings, length=length, progress=progress, **more)
+        except ValueError as error:
+            raise BadUsage(str(error)) from error
+        except KeyboardInterrupt as error:
+            step = last_checkpoint(output)
+            where = "from the start: no checkpoint was due yet" if step is None else f"from step {step:,}"
+            print(f"attnflow: interrupted; the same command goes on {where}", file=sys.stderr)
+            raise typer.Exit(130) from error
     if json_output:
-        print_json("attnflow.bias.train/1", {"model": model, "data": data, "written": str(output), **done.to_dict()})
+        print_result(done)
         return
     screen = console()
-    say(screen, str(done.summary), "bold")
-    say(screen, f"held-out loss {done.before:.4f} -> {done.after:.4f} nats per token, in {steps:,} steps")
+    say(screen, str(handle), "bold")
+    say(screen, str(done))
     say(screen, f"written: {output} (af.bias.load(model, {str(output)!r}))")
+
+
+def _log_every(every: int) -> int:
+    """The largest number of steps up to 10 that divides `every`."""
+    return next(number for number in range(min(10, every), 0, -1) if every % number == 0)

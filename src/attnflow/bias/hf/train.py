@@ -68,8 +68,8 @@ def train(
         arguments: more of `TrainingArguments`, such as `bf16=True`.
 
     Raises:
-        ValueError: no bias is attached, no tokenizer, too little text, a folder that holds a run with other settings or
-            data (the message says which), FSDP, several GPUs in one process.
+        ValueError: no bias is attached, no causal language model, no tokenizer, too little text, a folder that holds a
+            run with other settings or data (the message says which), FSDP, several GPUs in one process.
         FileNotFoundError: no such text.
     """
     model, brought = split(model)
@@ -80,6 +80,9 @@ def train(
             "training on text needs the model's tokenizer: pass tokenizer=..., or what af.load_model returned in place "
             "of the model"
         )
+    generates = getattr(model, "can_generate", None)
+    if getattr(model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
+        raise ValueError(f"training needs a causal language model, got a {type(model).__name__}")
     known = run_settings(config, attached.configs, "guidance" if bias_alone(model) else "all", length)
     check_folder(place, known)
     texts = read_documents(documents) if isinstance(documents, str) else documents

@@ -253,6 +253,11 @@ class LogStrength:
         return {f"bias/layer_{layer}": value for layer, value in layers.items()}
 
 
+def mixed_precision(model: Any) -> dict[str, bool]:
+    """Of `TrainingArguments`: weights in float32 compute in bfloat16 on a GPU that has it."""
+    return {"bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported() and model.dtype == torch.float32}
+
+
 def bias_alone(model: Any) -> bool:
     """Whether nothing but the bias is trained."""
     ours = {id(p) for _, bias in layer_biases(model) for p in bias.parameters()}
