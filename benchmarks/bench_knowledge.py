@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.knowledge import GeneralizedCrossAttention, IndexedEntries, KnowledgeReader, Retrieval
+from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.memory_layer.source import IndexedEntries
 from benchmarks.harness import OURS, Case, main
 
 WIDTH, KEY = 512, 128

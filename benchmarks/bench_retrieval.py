@@ -19,7 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import attnflow as af
-from attnflow.knowledge import GeneralizedCrossAttention, IndexedEntries, KnowledgeReader, Retrieval
+from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
+from attnflow.knowledge.hf.readers import readers
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.memory_layer.source import IndexedEntries
 from benchmarks.harness import OURS, RESULTS, Case, main
 
 HERE = "benchmarks.bench_retrieval"
@@ -52,8 +55,7 @@ def model(k: int | None, tokens: int) -> Timed:
     ids = tokenizer(af.models.sample_text(characters=8000), return_tensors="pt")["input_ids"]
     windows = ids[0, : WINDOWS * CONTEXT].view(WINDOWS, CONTEXT)
     dense = [log_probabilities(converted, row) for row in windows]
-    readers = af.knowledge.readers(converted)
-    for reader in readers:
+    for reader in readers(converted):
         reader.retrieval = None if k is None else Retrieval(k=k, search="exact")
     found = [log_probabilities(converted, row) for row in windows]
     divergence = torch.cat(

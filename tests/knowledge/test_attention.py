@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from attnflow.knowledge import ACTIVATIONS, GeneralizedCrossAttention, KnowledgeBase, sparsemax
+from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase
+from attnflow.knowledge.activations import ACTIVATIONS, sparsemax
 
 ORDERS = ("naive", "folded", "query_side")
 

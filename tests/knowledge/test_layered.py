@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attnflow.knowledge import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
+from attnflow.knowledge.layered import EntryLayout, EntryScores, EntryValues, LayeredKnowledge
 
 LAYOUT = EntryLayout(3, gated=False)
 

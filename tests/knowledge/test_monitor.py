@@ -6,8 +6,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, KnowledgeReader, Retrieval
-from attnflow.knowledge.memory_layer.reader import Reading
+from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.monitor.activity import Activity, active
 from attnflow.knowledge.monitor.duplication import duplicates
 

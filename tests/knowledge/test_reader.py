@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from attnflow.knowledge import ACTIVATIONS, GeneralizedCrossAttention, IndexedEntries, KnowledgeReader, Retrieval
+from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
+from attnflow.knowledge.activations import ACTIVATIONS
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.memory_layer.source import IndexedEntries
 
 TOKENS = (2, 3)
 THRESHOLDS = ["mlp", "coordinate", "per_entry"]

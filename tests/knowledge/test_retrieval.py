@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from attnflow.knowledge import EntryLayout, EntryValues, LayeredKnowledge, Retrieval
+from attnflow.knowledge import Retrieval
+from attnflow.knowledge.layered import EntryLayout, EntryValues, LayeredKnowledge
 from attnflow.knowledge.memory_layer.retrieval import (
     best,
     certify,

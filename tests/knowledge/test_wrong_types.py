@@ -10,7 +10,6 @@ CODE = """
 import json
 import torch
 import attnflow as af
-from attnflow.knowledge.hf.connect import connect
 
 store = af.knowledge.Store.open("memory", dim=4)
 store.insert(embeddings=torch.eye(4))
@@ -24,7 +23,7 @@ calls = {
     "retrieval": lambda: af.knowledge.Retrieval(threshold="0"),
     "base": lambda: af.knowledge.KnowledgeBase.from_entries(torch.ones(2, 2, dtype=torch.int64)),
     "from_ffn": lambda: af.knowledge.from_ffn("gpt2"),
-    "connect": lambda: connect(model, "folder"),
+    "attach": lambda: af.knowledge.attach(model, "folder"),
     "trace": lambda: af.knowledge.trace(model, [1, 2], by="size"),
     "entries": lambda: model(torch.tensor([[1, 2]]), entries=[[1.0] * 4]),
     "vocabulary": lambda: af.knowledge.trace(model, [1, 99]),
@@ -47,8 +46,9 @@ EXPECTED = {
     "retrieval": "ValueError: threshold must be a number, not NaN, got '0'",
     "base": "ValueError: entries must be floating-point numbers [num_entries, entry_dim], got torch.int64 of shape "
     "(2, 2)",
-    "from_ffn": "TypeError: from_ffn takes a model, such as af.models.load_model(name).model, got str",
-    "connect": "TypeError: store must be an open one, af.knowledge.Store.open(uri), got str",
+    "from_ffn": "TypeError: expected a torch module or what af.load_model returns, got str; load a model by its "
+    "name or folder with af.load_model(...)",
+    "attach": "TypeError: store must be an open one, af.knowledge.Store.open(uri), got str",
     "trace": "ValueError: by must be 'norm' or 'effect', got 'size'",
     "entries": "TypeError: entries must be a tensor [entries, d_E] or a source, got list",
     "vocabulary": "ValueError: token ids must lie in 0 to 31, the model's vocabulary; got up to 99",

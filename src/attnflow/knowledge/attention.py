@@ -255,7 +255,7 @@ class GeneralizedCrossAttention(nn.Module):
         """A E, entries that fit a core's cache at a time: each is fetched once for its score and its value."""
         queries = self.project_query(hidden)
         flat = queries.flatten(1, -2)  # [parts, tokens * heads, d_E]
-        shape = (self.parts, -1, self.num_heads)
+        shape = (self.parts, flat.shape[1] // self.num_heads, self.num_heads)
         size = max(64, _CACHED // (self.entry_dim * entries.element_size()))
         read = torch.zeros_like(flat[0])
         for block, limits in zip(entries.split(size), thresholds.split(size, dim=-1), strict=True):

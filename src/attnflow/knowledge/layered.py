@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow._core.checks import index_array, integer, preview
+from attnflow.knowledge.activations import Activation
+from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.memory_layer.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
@@ -121,7 +123,10 @@ class LayeredKnowledge(KnowledgeBase):
         new = torch.cat([old[:where], entries.to(old), old[where:]])
         ids = torch.arange(len(entries), device=self.ids.device) + self._next_id
         self._next_id += len(entries)
-        self._replace(new, torch.cat([self.ids[:where], ids, self.ids[where:]]), layer, len(entries))
+        counts = self.counts.clone()
+        counts[layer] += len(entries)
+        parameter = nn.Parameter(new, requires_grad=self.entries.requires_grad)
+        self.put(parameter, torch.cat([self.ids[:where], ids, self.ids[where:]]), counts)
         return ids
 
     def update(self, ids: Int[Tensor, " ids"] | Sequence[int], entries: Float[Tensor, "ids entry_dim"]) -> None:
@@ -151,17 +156,50 @@ class LayeredKnowledge(KnowledgeBase):
         counts = torch.stack([keep[self.rows(layer)].sum() for layer in range(self.num_layers)])
         if bool((counts == 0).any()):
             raise ValueError(f"layer {int((counts == 0).nonzero()[0])} would be left without entries")
-        trained = self.entries.requires_grad
-        self.entries = nn.Parameter(self.entries.detach()[keep], requires_grad=trained)
-        self.ids = self.ids[keep]
-        self.counts = counts
+        parameter = nn.Parameter(self.entries.detach()[keep], requires_grad=self.entries.requires_grad)
+        self.put(parameter, self.ids[keep], counts)
+
+    def put(self, entries: nn.Parameter, ids: Tensor, counts: Tensor) -> None:
+        """These entries in place of all others."""
+        self.entries, self.ids, self.counts = entries, ids, counts
         self._find_rows()
 
-    def _replace(self, entries: Tensor, ids: Tensor, layer: int, more: int) -> None:
-        self.entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)
-        self.ids = ids
-        self.counts[layer] += more
-        self._find_rows()
+    def attention(
+        self, layer: int, activation: str | Activation, output_bias: Float[Tensor, " model_dim"] | None = None
+    ) -> GeneralizedCrossAttention:
+        """A layer as the paper's cross-attention (eq. 1-9): `attention(hidden, base.entries[base.rows(layer)])`.
+
+        W_Q is sqrt(d_k) times the identity, W_K and W_V are the zeros and ones that select the keys and the value of an
+        entry, and B1 reads its last coordinates. The same function as the model's own code on the same rows, which
+        slices them instead of multiplying by these matrices; equal to rounding.
+
+        Args:
+            layer: number of the layer.
+            activation: of the layer: "relu", "gelu", "silu", or a function of scores [..., entries].
+            output_bias: b2, if the layer has one (`EntryValues.bias`).
+        """
+        integer("layer", layer, 0, self.num_layers - 1)
+        layout, width = self.layout, self.layout.model_dim
+        made = GeneralizedCrossAttention(
+            width,
+            width,
+            layout.entry_dim,
+            activation=activation,
+            gated=layout.gated,
+            threshold="coordinate",
+            bias=output_bias is not None,
+        ).to(self.entries)
+        one = torch.eye(width, dtype=self.entries.dtype, device=self.entries.device)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+            made.query[0] = one * width**0.5
+            for index, part in enumerate(layout.parts):
+                made.key[index, 0, layout.key(part)] = one
+            made.value[0, layout.value] = one
+            if made.output_bias is not None:
+                made.output_bias.copy_(cast(Tensor, output_bias))
+        return made
 
     def _find_rows(self) -> None:
         ends = cast("list[int]", self.counts.cumsum(0).tolist())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
+from attnflow.knowledge.layered import EntryScores, EntryValues
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
 
 EXPERTS = {"Mixtral", "GptOss", "DeepseekV3"}
@@ -119,6 +120,52 @@ def test_what_cannot_be_converted_says_why():
     converted.knowledge.update([0], torch.ones(1, converted.knowledge.entry_dim))
     with pytest.raises(ValueError, match="has no bias, but its entries were given thresholds"):
         af.knowledge.to_ffn(converted)
+
+
+def through_cross_attention(model, activation):
+    """The largest relative difference of a layer's output, and a model whose layers are the paper's cross-attention."""
+    base, worst = model.knowledge, {}
+    scores = [module for module in model.modules() if isinstance(module, EntryScores)]
+    for values in [module for module in model.modules() if isinstance(module, EntryValues)]:
+        layer, hidden = values.layer, {}
+        attention = base.attention(layer, activation, values.bias)
+        first = next(module for module in scores if module.layer == layer)
+        first.register_forward_hook(lambda _, inputs, __, hidden=hidden: hidden.update(x=inputs[0]))
+
+        def replaced(_, __, output, layer=layer, hidden=hidden, attention=attention):
+            written = attention(hidden["x"], base.entries[base.rows(layer)])
+            worst[layer] = float((written - output).detach().norm() / output.detach().norm())
+            return written
+
+        values.register_forward_hook(replaced)
+    return worst, model
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("Llama", "silu"), ("Bert", "gelu"), ("OPT", "relu"), ("Phi3", "silu")]
+)
+def test_a_converted_layer_is_cross_attention_to_the_one_base(name, activation):
+    model, ids = tiny(name), tokens(2, 7)
+    expected = run(model, ids)
+    worst, through = through_cross_attention(af.knowledge.from_ffn(model), activation)
+    torch.testing.assert_close(run(through, ids), expected, rtol=1e-9, atol=1e-10)
+    assert sorted(worst) == [0, 1]
+    assert max(worst.values()) < 1e-13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "activation"), [("smollm2-135m", "silu"), ("minilm", "gelu")])
+def test_real_models_through_cross_attention(name, activation):
+    """In float64, eq. 1-9 on the one base compute the model that the packed rows compute: rounding of sums is all."""
+    loaded = af.load_model(name, dtype="float64")
+    inputs = loaded.tokenizer("Knowledge sits in the feed-forward layers.", return_tensors="pt")
+    with torch.no_grad():
+        expected = loaded.model(**inputs)[0]
+        worst, through = through_cross_attention(af.knowledge.from_ffn(loaded), activation)
+        found = through(**inputs)[0]
+    assert max(worst.values()) < 1e-12
+    # Norms of transformers are in float32: its rounding, once a layer, bounds how equal the logits can be.
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from attnflow.knowledge import IndexedEntries, ModularConfig, Retrieval
+from attnflow.knowledge import ModularConfig, Retrieval
 from attnflow.knowledge.activations import named
+from attnflow.knowledge.memory_layer.source import IndexedEntries
 from tests.models import MODULAR, modular, tokens
 
 FORMS = [

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import attnflow as af
-from attnflow.knowledge import ModularConfig, ModularForCausalLM, ModularModel
+from attnflow.knowledge import ModularConfig, ModularForCausalLM
+from attnflow.knowledge.hf.modular.model import ModularModel
 from tests.models import MODULAR, modular, tokens
 
 FORMS = [

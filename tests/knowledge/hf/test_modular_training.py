@@ -6,7 +6,8 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from attnflow.knowledge import IndexedEntries, ModularForCausalLM
+from attnflow.knowledge import ModularForCausalLM
+from attnflow.knowledge.memory_layer.source import IndexedEntries
 from tests.models import modular, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # about their own names

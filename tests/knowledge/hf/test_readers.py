@@ -4,8 +4,12 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.knowledge import IndexedEntries, Retrieval
+from attnflow.knowledge import Retrieval
 from attnflow.knowledge.activations import named
+from attnflow.knowledge.hf.readers import readers
+from attnflow.knowledge.layered import EntryValues
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.memory_layer.source import IndexedEntries
 from tests.models import modular, outputs, tiny, tokens
 
 CONVERTED = ["Llama", "GPT2", "Phi3", "Bert"]
@@ -30,20 +34,20 @@ def test_readings_add_up_to_the_output_of_the_layer(name, retrieval):
     torch.manual_seed(0)
     model, ids = made(name), tokens(2, 7)
     before = outputs(model, input_ids=ids)
-    readers = af.knowledge.readers(model)
-    assert [reader.layer for reader in readers] == [0, 1]
+    layers = readers(model)
+    assert [reader.layer for reader in layers] == [0, 1]
     readings, written = [], []
-    for reader in readers:
+    for reader in layers:
         assert reader.retrieval is None
         assert reader.observer is None
         reader.retrieval, reader.observer = retrieval, readings.append
     hooks = [
         module.register_forward_hook(lambda _, __, output: written.append(output))
         for module in model.modules()
-        if isinstance(module, af.knowledge.KnowledgeReader | af.knowledge.EntryValues)
+        if isinstance(module, KnowledgeReader | EntryValues)
     ]
     found = outputs(model, input_ids=ids)
-    for reader, reading, output in zip(readers, readings, written, strict=True):
+    for reader, reading, output in zip(layers, readings, written, strict=True):
         everything = torch.arange(reader.num_entries)
         assert reading.layer == reader.layer
         values = reader.values(everything)
@@ -63,7 +67,7 @@ def test_readings_add_up_to_the_output_of_the_layer(name, retrieval):
         assert not torch.allclose(found, before)
     for hook in hooks:
         hook.remove()
-    for reader in readers:
+    for reader in layers:
         reader.retrieval = reader.observer = None
     count = len(readings)
     torch.testing.assert_close(outputs(model, input_ids=ids), before, rtol=0, atol=0)
@@ -75,7 +79,7 @@ def test_readings_of_a_converted_layer_hold_its_scores(name):
     torch.manual_seed(0)
     model, ids = converted(name), tokens(2, 7)
     readings = []
-    (reader, _) = af.knowledge.readers(model)
+    (reader, _) = readers(model)
     reader.observer = readings.append
     outputs(model, input_ids=ids)
     scores, weights = readings[0].scores, readings[0].weights
@@ -92,8 +96,8 @@ def test_the_bound_of_a_layer(name, retrieval):
     """Of its first layer, whose input is the same with and without retrieval."""
     torch.manual_seed(0)
     model, ids = made(name), tokens(2, 7)
-    (first, _) = af.knowledge.readers(model)
-    module = next(m for m in model.modules() if isinstance(m, af.knowledge.KnowledgeReader | af.knowledge.EntryValues))
+    (first, _) = readers(model)
+    module = next(m for m in model.modules() if isinstance(m, KnowledgeReader | EntryValues))
     written, readings = [], []
     module.register_forward_hook(lambda _, __, output: written.append(output.detach()))
     outputs(model, input_ids=ids)
@@ -115,12 +119,12 @@ def test_the_bound_of_a_block_that_reads_an_index():
     base = model.knowledge.entries.detach()
     model.model.source = IndexedEntries(base, torch.cat([r.threshold_columns(base) for r in model.readers()], dim=1))
     readings = []
-    (first, _) = af.knowledge.readers(model)
+    (first, _) = readers(model)
     first.retrieval, first.observer = EXACT, readings.append
     with torch.no_grad():
         model(input_ids=ids)
         model.model.source = None
-        (again, _) = af.knowledge.readers(model)
+        (again, _) = readers(model)
         model(input_ids=ids)
         ours, theirs = first.error_bound(readings[0]), again.error_bound(readings[1])
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
@@ -130,7 +134,7 @@ def test_straight_through_fine_tuning_of_a_converted_model():
     """Gradients reach entries that are not read; the loss of the function of 6 entries falls."""
     torch.manual_seed(0)
     model, ids = converted("Llama", torch.float32), tokens(4, 9)
-    for reader in af.knowledge.readers(model):
+    for reader in readers(model):
         reader.retrieval = EXACT
     model.train()
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=3e-3), []
@@ -151,4 +155,4 @@ def test_straight_through_fine_tuning_of_a_converted_model():
 
 def test_models_without_entries():
     with pytest.raises(ValueError, match=r"reads no knowledge base; af\.knowledge\.from_ffn opens"):
-        af.knowledge.readers(tiny("Llama"))
+        readers(tiny("Llama"))

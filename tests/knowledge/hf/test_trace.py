@@ -323,8 +323,8 @@ def test_entries_of_a_connected_store(k):
     base = model.knowledge.entries.detach()
     ids = torch.arange(40).flip(0) * 3 + 7  # neither in order nor without gaps
     own, text = trace(model, [5, 6, 7], top=40), [f"entry {i}" for i in range(40)]
-    with af.knowledge.Store.open("memory", dim=32, num_thresholds=af.knowledge.threshold_columns(model)) as store:
-        af.knowledge.connect(model, store).insert(embeddings=base, ids=ids, texts=text)
+    with af.knowledge.Store.open("memory", dim=32, num_thresholds=model.config.threshold_columns) as store:
+        af.knowledge.attach(model, store).insert(embeddings=base, ids=ids, texts=text)
         for reader in readers(model):
             reader.retrieval = None if k is None else af.knowledge.Retrieval(k=k, search="exact")
         found = trace(model, [5, 6, 7], top=40)

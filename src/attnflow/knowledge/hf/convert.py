@@ -14,6 +14,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.layered import PARTS, EntryLayout, EntryScores, EntryValues, LayeredKnowledge
 from attnflow.models.feed_forward import FeedForward, find_feed_forward, stored
+from attnflow.models.loaded import Loaded, split
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
@@ -23,16 +24,18 @@ Model = TypeVar("Model", bound=nn.Module)
 _Converted = tuple[FeedForward, tuple[bool, ...], bool, int]
 
 
-def from_ffn(model: Model, *, entry_dim: int | None = None, key_dim: int | None = None) -> Model:
+def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: int | None = None) -> Model:
     """A copy of a model whose feed-forward layers read one explicit knowledge base, `.knowledge`; the same function.
 
-    Each neuron becomes an entry [w_up | w_down | b_up] (gated: [w_gate | w_up | w_down | b_gate | b_up]); projections
-    W_Q, W_K, W_V select its parts, and each layer sees the entries of its own (knowledge, sec. 5, corrected: what
-    the paper calls equivalence holds for entries of this width, not for d_E = d). Everything between the linear maps,
-    dropout and norms too, is the model's own code, so that it stays a transformers model.
+    Each neuron becomes an entry [w_up | w_down | b_up] (gated: [w_gate | w_up | w_down | b_gate | b_up]), and each
+    layer reads the entries of its own (knowledge, sec. 5, corrected: what the paper calls equivalence holds for entries
+    of this width, not for d_E = d). It takes the parts as slices of the rows, without a product with projections;
+    `model.knowledge.attention(layer, activation)` is the same layer as the paper writes it, on the same rows, with
+    W_Q, W_K and W_V that select the parts. Everything between the linear maps, dropout and norms too, is the model's
+    own code, so that it stays a transformers model.
 
     Args:
-        model: a transformers model; it is not changed.
+        model: a transformers model, or what `af.load_model` returned; it is not changed.
         entry_dim: d_E, if the entries must be no wider; an error says by how much that is not exact.
         key_dim: d_k, likewise.
 
@@ -52,8 +55,7 @@ def from_ffn(model: Model, *, entry_dim: int | None = None, key_dim: int | None 
     >>> from_ffn(model).knowledge.num_entries
     48
     """
-    if not isinstance(cast(object, model), nn.Module):
-        raise TypeError(f"from_ffn takes a model, such as af.models.load_model(name).model, got {type(model).__name__}")
+    model = cast(Model, split(model)[0])
     for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
         if width is not None:
             integer(name, width, 1)
@@ -83,7 +85,7 @@ def from_ffn(model: Model, *, entry_dim: int | None = None, key_dim: int | None 
     return made
 
 
-def to_ffn(model: Model) -> Model:
+def to_ffn(model: Model | Loaded) -> Model:
     """A plain transformers model again: the inverse of `from_ffn`, with the entries as they are now.
 
     Weights of entries that were not edited come back bit for bit.
@@ -94,6 +96,7 @@ def to_ffn(model: Model) -> Model:
     Raises:
         ValueError: not converted, or layers that now differ in their number of entries, which no config can say.
     """
+    model = cast(Model, split(model)[0])
     sites = cast("list[_Converted] | None", getattr(model, _SITES, None))
     if sites is None:
         raise ValueError(f"{type(model).__name__} reads no knowledge base; from_ffn(model) makes one that does")
@@ -118,6 +121,8 @@ def to_ffn(model: Model) -> Model:
         out = cast(EntryValues, parent.get_submodule(site.last))
         bias = None if out.bias is None else out.bias.detach()
         _put(parent, site.last, _linear(entries[:, base.layout.value].T, bias, transposed))
+    for one in base.__dict__.get("copies", []):
+        one.stop()  # a store that is attached to the converted model
     delattr(made, KNOWLEDGE)
     delattr(made, _SITES)
     config = getattr(made, "config", None)

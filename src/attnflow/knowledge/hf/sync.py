@@ -190,11 +190,10 @@ def _layers(store: Store, ids: IntArray) -> IntArray:
 
 def _replace(base: LayeredKnowledge, rows: Tensor, ids: IntArray, counts: IntArray) -> None:
     """In place where the shape allows it: then the parameter, which optimisers hold, stays the same."""
-    if rows.shape == base.entries.shape:
+    parameter = base.entries
+    if rows.shape == parameter.shape:
         with torch.no_grad():
-            base.entries.copy_(rows)
+            parameter.copy_(rows)
     else:
-        base.entries = nn.Parameter(rows, requires_grad=base.entries.requires_grad)
-    base.ids = torch.from_numpy(ids).to(base.ids.device)
-    base.counts = torch.from_numpy(counts).to(base.counts)
-    base._find_rows()
+        parameter = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    base.put(parameter, torch.from_numpy(ids).to(base.ids.device), torch.from_numpy(counts).to(base.counts))

@@ -13,11 +13,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.hf.attach import attached_store
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
 from attnflow.knowledge.hf.layer_trace import Effects, LayerWatch, unobserved
-from attnflow.knowledge.hf.readers import LayerReader, SourceReader, readers, reads_entries
-from attnflow.knowledge.memory_layer.stored import StoredKnowledge
+from attnflow.knowledge.hf.readers import LayerReader, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
@@ -64,7 +64,7 @@ def trace(
             ("norm"); by default the effect where there is one.
         targets: tokens whose logits the effects are about, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model deems most likely.
-        texts: id -> text of entries, or a store; by default the store that the model is connected to.
+        texts: id -> text of entries, or a store; by default the store that is attached to the model.
         promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
         tokenizer: needed for a text unless `model` brings one; else it names the tokens.
         sequence: which one of a batch.
@@ -121,8 +121,7 @@ def trace(
             run()
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
-    source = every[0].source if isinstance(every[0], SourceReader) else None
-    named = source.store if texts is None and isinstance(source, StoredKnowledge) else texts
+    named = attached_store(model) if texts is None else texts
     result = Trace(
         model_name(model),
         _names(tokenizer, ids),

@@ -1,18 +1,6 @@
 """How a knowledge base ages: which entries fire, which are duplicates, which encoder wrote them."""
 
-from attnflow.knowledge.monitor.activity import Activity, ActivityReport, LayerActivity
-from attnflow.knowledge.monitor.duplication import Duplicates, duplicates
-from attnflow.knowledge.monitor.reembedding import Drift, Reembedded, VersionDrift, drift, reembed
+from attnflow.knowledge.monitor.duplication import duplicates
+from attnflow.knowledge.monitor.reembedding import drift, reembed
 
-__all__ = [
-    "Activity",
-    "ActivityReport",
-    "Drift",
-    "Duplicates",
-    "LayerActivity",
-    "Reembedded",
-    "VersionDrift",
-    "drift",
-    "duplicates",
-    "reembed",
-]
+__all__ = ["drift", "duplicates", "reembed"]

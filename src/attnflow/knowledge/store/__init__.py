@@ -8,13 +8,4 @@ from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore, ReadOnly, StoreError, StoreLocked
 from attnflow.knowledge.store.store import Store
 
-__all__ = [
-    "Entry",
-    "NewerFormat",
-    "NotAStore",
-    "ReadOnly",
-    "Store",
-    "StoreError",
-    "StoreLocked",
-    "StoreStats",
-]
+__all__ = ["Entry", "NewerFormat", "NotAStore", "ReadOnly", "Store", "StoreError", "StoreLocked", "StoreStats"]

@@ -34,6 +34,7 @@ class StoreReader:
         self._write_lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
+        self._revision = 0
         self._behind = True  # what is searched may differ from what is kept
 
     @property
@@ -45,6 +46,11 @@ class StoreReader:
     def num_thresholds(self) -> int:
         """Threshold columns of an entry."""
         return self._backend.num_thresholds
+
+    @property
+    def revision(self) -> int:
+        """Counts the changes that were made or seen through this object."""
+        return self._revision
 
     def __len__(self) -> int:
         return len(self._open())
@@ -172,6 +178,7 @@ class StoreReader:
         self._open()
         with self._write_lock:
             self._behind = True
+            self._revision += 1
             self._follow()
 
     def close(self) -> None:
@@ -180,6 +187,10 @@ class StoreReader:
             self._closed = True
             if os.getpid() == self._process:
                 self._backend.close()
+
+    def __deepcopy__(self, memo: object) -> StoreReader:
+        """The same store: a copy of a model that reads it reads it, too."""
+        return self
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"

@@ -238,6 +238,8 @@ class Store(StoreReader):
         except BaseException:
             self._behind = True
             raise
+        finally:
+            self._revision += 1
 
     def _write(
         self,

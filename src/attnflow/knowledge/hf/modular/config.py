@@ -152,6 +152,11 @@ class ModularConfig(PreTrainedConfig):
         block = projections + thresholds[self.threshold]
         return self.num_entries * self.entry_dim + self.num_hidden_layers * block
 
+    @property
+    def threshold_columns(self) -> int:
+        """How many threshold columns a store for this model has: layers x parts x heads."""
+        return self.num_hidden_layers * (2 if self.gated else 1) * self.num_knowledge_heads
+
     def feed_forward_twin(self) -> PreTrainedConfig:
         """A transformers model that differs in sharing alone: each layer has feed-forward neurons of its own.
 

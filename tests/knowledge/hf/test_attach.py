@@ -1,0 +1,256 @@
+"""Models on a store: the same function as on their own entries, edits that the next token sees, and the way back."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnflow as af
+from attnflow.knowledge import ModularConfig, ModularForCausalLM, Retrieval, Store, save_entries
+from attnflow.knowledge.hf.readers import readers
+from tests.models import outputs, tiny, tokens
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]])
+
+
+def modular(**settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_entries": 60}
+    model = ModularForCausalLM(ModularConfig(**{**sizes, "num_knowledge_heads": 2, **settings})).eval()
+    move(model)
+    return model
+
+
+def move(model):
+    """Away from the initial values, thresholds too."""
+    for layer in readers(model):
+        for parameter in layer._reader.attention.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+
+
+def store_of(model):
+    store = Store.open("memory", dim=16, num_thresholds=model.config.threshold_columns)
+    store.insert(embeddings=model.knowledge(), texts=[f"entry {i}" for i in range(60)], encoder="of its own")
+    return store
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+def read(model, retrieval):
+    for layer in readers(model):
+        layer.retrieval = retrieval
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("threshold", ["mlp", "coordinate"])
+@pytest.mark.parametrize("retrieval", [None, Retrieval(k=7, search="exact"), Retrieval(threshold=0.1)])
+def test_reading_a_store_is_reading_the_models_own_entries(retrieval, threshold, gated):
+    model = modular(threshold=threshold, gated=gated)
+    read(model, retrieval)
+    own = logits(model)
+    handle = af.knowledge.attach(model, store_of(model), write_thresholds=True)
+    torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    assert torch.equal(logits(model), own)
+    model.knowledge.reset_parameters()
+    assert not torch.allclose(logits(model), own, atol=1e-3)
+
+
+def test_an_edit_is_seen_by_the_next_token():
+    model = modular()
+    store = store_of(model)
+    source = af.knowledge.attach(model, store, write_thresholds=True)
+    read(model, Retrieval(k=5, search="exact"))
+    before, name = logits(model), store.snapshot()
+    new = source.insert(embeddings=torch.randn(3, 16) * 8, texts=["a", "b", "c"])
+    inserted = logits(model)
+    assert not torch.allclose(inserted, before, atol=1e-3)
+    source.upsert(ids=new, embeddings=torch.randn(3, 16) * 8)
+    assert not torch.allclose(logits(model), inserted, atol=1e-3)
+    assert [entry.text for entry in store.get(new)] == ["a", "b", "c"]
+    store.delete(new)
+    torch.testing.assert_close(logits(model), before)
+    store.delete([int(key) for key in store.ids()[:30]])
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+    store.restore(name)
+    torch.testing.assert_close(logits(model), before)
+
+
+def test_thresholds_of_another_model_are_refused_until_they_are_written():
+    model = modular()
+    store = store_of(model)
+    with pytest.raises(ValueError, match=r"60 of 60 entries are not this model's: .*write_thresholds=True"):
+        af.knowledge.attach(model, store)
+    source = af.knowledge.attach(model, store, write_thresholds=True)
+    assert {(entry.version, entry.encoder) for entry in store.get(store.ids())} == {(2, "of its own")}
+    assert source.write_thresholds() == 0
+    af.knowledge.attach(model, store)
+    move(model)
+    assert len(source.stale()) == 60
+
+
+def test_entries_may_be_deleted_while_a_model_reads():
+    model = modular()
+    store = store_of(model)
+    source = af.knowledge.attach(model, store, write_thresholds=True)
+    read(model, Retrieval(k=9, search="exact"))
+    stop, failures = threading.Event(), []
+
+    def edit():
+        try:
+            while not stop.is_set():
+                store.delete(source.insert(embeddings=torch.full((4, 16), 3.0)))
+        except Exception as error:
+            failures.append(error)
+
+    editor = threading.Thread(target=edit)
+    editor.start()
+    try:
+        for _ in range(20):
+            assert logits(model).isfinite().all()
+    finally:
+        stop.set()
+        editor.join()
+    assert not failures
+
+
+def test_an_empty_store_and_one_that_shrinks_below_k():
+    model = modular()
+    store = Store.open("memory", dim=16, num_thresholds=model.config.threshold_columns)
+    source = af.knowledge.attach(model, store)
+    read(model, Retrieval(k=4, search="exact"))
+    empty = logits(model)
+    assert empty.isfinite().all()
+    ids = source.insert(embeddings=model.knowledge().detach())
+    assert not torch.allclose(logits(model), empty, atol=1e-3)
+    store.delete(ids[2:])
+    assert logits(model).isfinite().all()
+    store.delete(ids[:2])
+    torch.testing.assert_close(logits(model), empty)
+
+
+def test_what_does_not_fit_is_refused():
+    model = modular()
+    with pytest.raises(ValueError, match=r"have width 16, those of the store 8"):
+        af.knowledge.attach(model, Store.open("memory", dim=8))
+    with pytest.raises(ValueError, match=r"have 4 columns of thresholds, the store has 0: .*num_thresholds=4"):
+        af.knowledge.attach(model, Store.open("memory", dim=16))
+    with pytest.raises(ValueError, match="per_entry"):
+        af.knowledge.attach(modular(threshold="per_entry"), Store.open("memory", dim=16))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    with pytest.raises(ValueError, match=r"reads no knowledge base; af\.knowledge\.from_ffn opens"):
+        af.knowledge.attach(LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)), Store.open("memory", dim=16))
+
+
+def converted(name="Llama"):
+    """(a converted model, a store that holds its entries)."""
+    torch.manual_seed(0)
+    model = af.knowledge.from_ffn(tiny(name, torch.float32))
+    base = model.knowledge
+    store = Store.open("memory", dim=base.entry_dim, num_thresholds=base.num_layers)
+    save_entries(model, store)
+    return model, store
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_converted_model_takes_its_entries_from_a_store_and_gives_them_back(name):
+    model, store = converted(name)
+    ids = tokens(2, 5)
+    own, parameter = outputs(model, input_ids=ids), model.knowledge.entries
+    with af.knowledge.attach(af.models.Loaded(model, None), store) as handle:
+        assert torch.equal(outputs(model, input_ids=ids), own)
+        row = torch.zeros(1, store.dim)
+        handle.upsert(ids=[7], embeddings=row)
+        without = outputs(model, input_ids=ids)  # by the next token
+        assert not torch.equal(without, own)
+        assert torch.equal(model.knowledge.get([7]), row)
+        new = handle.insert(embeddings=torch.randn(2, store.dim), layers=[0, 1], texts=["a", "b"])
+        assert model.knowledge.num_entries == len(parameter)  # and not before it
+        assert not torch.equal(outputs(model, input_ids=ids), without)
+        assert model.knowledge.layer_of(new) == [0, 1]
+        store.delete(new)
+        assert torch.equal(outputs(model, input_ids=ids), without)
+        with pytest.raises(ValueError, match="belongs to one layer: give layers"):
+            handle.insert(embeddings=row)
+        assert str(handle) == f"2 layers of {type(model).__name__} read {len(parameter)} entries of memory: all of them"
+    assert model.knowledge.entries is parameter
+    assert torch.equal(outputs(model, input_ids=ids), own)
+    assert not model._forward_pre_hooks
+    store.upsert(ids=[8], embeddings=row)
+    assert torch.equal(outputs(model, input_ids=ids), own)  # no longer followed
+    assert str(handle).endswith("(removed)")
+
+
+@pytest.mark.parametrize("kind", ["modular", "converted"])
+def test_stores_are_removed_in_the_order_in_which_they_can_be(kind):
+    if kind == "modular":
+        model = modular()
+        first, second = store_of(model), store_of(model)
+        second.delete(second.ids()[:40])
+        run, options = lambda: logits(model), {"write_thresholds": True}
+    else:
+        (model, first), (_, second) = converted(), converted()
+        second.delete([3, 50, 51])
+        run, options = lambda: outputs(model, input_ids=IDS), {}
+    own = run()
+    one = af.knowledge.attach(model, first, **options)
+    middle = run()
+    two = af.knowledge.attach(model, second, **options)
+    last = run()
+    assert not torch.equal(middle, last)
+    with pytest.raises(RuntimeError, match="another store was attached to this model later: remove that one first"):
+        one.remove()
+    assert one.active
+    assert torch.equal(run(), last)
+    two.remove()
+    assert torch.equal(run(), middle)
+    one.remove()
+    assert torch.equal(run(), own)
+
+
+def test_a_retrieval_alone_is_set_and_taken_back():
+    model, _ = converted()
+    ids = tokens(2, 5)
+    own = outputs(model, input_ids=ids)
+    with af.knowledge.attach(model, retrieval=Retrieval(k=3, search="exact")) as handle:
+        assert all(reader.retrieval == Retrieval(k=3, search="exact") for reader in handle.readers)
+        assert not torch.equal(outputs(model, input_ids=ids), own)
+        with pytest.raises(ValueError, match=r"attach\(model, store\) lets it read a store"):
+            handle.insert(embeddings=torch.zeros(1, 98))
+    assert torch.equal(outputs(model, input_ids=ids), own)
+    with pytest.raises(ValueError, match="give a store to read, or a retrieval"):
+        af.knowledge.attach(model)
+
+
+def test_a_copy_of_a_model_that_reads_a_store_and_the_way_back():
+    model, store = converted()
+    ids = tokens(2, 5)
+    own = outputs(model, input_ids=ids)
+    handle = af.knowledge.attach(model, store)
+    handle.upsert(ids=[7], embeddings=torch.zeros(1, store.dim))
+    changed = outputs(model, input_ids=ids)
+    plain = af.knowledge.to_ffn(model)
+    assert torch.equal(outputs(plain, input_ids=ids), changed)
+    handle.upsert(ids=[8], embeddings=torch.zeros(1, store.dim))
+    assert torch.equal(outputs(plain, input_ids=ids), changed)  # a plain model follows no store
+    again = copy.deepcopy(model)
+    assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
+    handle.remove()
+    assert torch.equal(outputs(model, input_ids=ids), own)
+
+
+def test_a_store_that_does_not_fit_leaves_the_model_as_it_was():
+    model, store = converted()
+    parameter, ids = model.knowledge.entries, tokens(1, 5)
+    own = outputs(model, input_ids=ids)
+    store.delete(torch.arange(48))
+    with pytest.raises(ValueError, match="layer 0 would be left without entries"):
+        af.knowledge.attach(model, store)
+    assert model.knowledge.entries is parameter
+    assert not model._forward_pre_hooks
+    assert torch.equal(outputs(model, input_ids=ids), own)
