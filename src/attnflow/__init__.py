@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
+from attnflow.models.architectures import REGISTRATIONS
 
 if TYPE_CHECKING:
     from attnflow import audit, bias, geometry, knowledge, masks, models, order, report, tasks
@@ -27,6 +28,9 @@ __all__ = [
     "report",
     "tasks",
 ]
+
+# A saved modular model is loaded by `load_model` like any other; the room that defines it is imported only then.
+REGISTRATIONS["attnflow_modular"] = lambda: import_module("attnflow.knowledge.hf")
 
 
 def __getattr__(name: str) -> object:

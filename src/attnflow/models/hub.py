@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +15,10 @@ from attnflow._core.errors import AttnflowError
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder
 from attnflow.models.checkpoints.safetensors import find_safetensors
 from attnflow.models.checkpoints.torch_file import find_torch_files
-from attnflow.models.packages import MODELS
+from attnflow.models.names import known
 
 # Of the HTTP client that the installed version of the hub's library brings.
 HTTPError: Final = cast(type[Exception], HfHubHTTPError.__bases__[0])
-_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class HubFile:
@@ -93,19 +91,14 @@ class HubFolder:
 
 
 def find_model(name: str) -> HubFolder | Path:
-    """The model that a short name of `af.models.MODELS` or a hub id stands for.
+    """The model of the hub with this id.
 
     A model that is in the local cache in full is taken from there, if it is the hub's newest or the hub cannot be
     reached; of any other, nothing is fetched yet but the list of its files.
 
     Raises:
-        MissingPackage: the package of a short name is not installed.
         FileNotFoundError: there is no such model, it is not open to this user, or the hub cannot be reached.
     """
-    if name in MODELS:
-        return MODELS[name].path()
-    if _HUB_ID.fullmatch(name) is None or name.endswith((".safetensors", ".gguf", ".bin", ".pt")):
-        raise FileNotFoundError(f"no file or folder {name!r}, and it is no id of a model")
     try:
         info = HfApi().model_info(name, files_metadata=True)
     except (HTTPError, OSError) as error:
@@ -113,8 +106,7 @@ def find_model(name: str) -> HubFolder | Path:
         if cached is not None and not _refused(error):
             return cached
         raise FileNotFoundError(
-            f"{name!r} is no local file or folder, and it cannot be had from the hub ({_why(error)}); short names are "
-            f"{', '.join(MODELS)}"
+            f"{name!r} is no local file or folder, and it cannot be had from the hub ({_why(error)}){known()}"
         ) from error
     if info.sha is None or info.siblings is None:
         raise FileNotFoundError(f"the hub does not list the files of {name!r}")

@@ -10,12 +10,14 @@ from typing import Final, cast
 
 from torch import nn
 
+from attnflow._core.errors import MissingExtra
 from attnflow.models.checkpoints.files import BadCheckpoint, Folder, LocalFolder, read_json
 from attnflow.models.checkpoints.gguf import GGUFWeights
 from attnflow.models.checkpoints.module import ModuleWeights
 from attnflow.models.checkpoints.safetensors import SafetensorsWeights, find_safetensors
 from attnflow.models.checkpoints.torch_file import SUFFIXES, TorchWeights, find_torch_files
 from attnflow.models.checkpoints.weights import Weights
+from attnflow.models.names import resolve
 
 _SHARD: Final = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
@@ -36,15 +38,20 @@ def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
         return ModuleWeights(source)
     if not isinstance(cast(object, source), str | os.PathLike):
         raise TypeError(f"expected a torch module, a path or the id of a model, got {type(source).__name__}")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return _from_folder(LocalFolder(path))
-    if path.is_file():
-        return _from_folder(LocalFolder(path.parent, only=path.name), path.name)
-    from attnflow.models.hub import find_model
-
-    found = cast(Folder | Path, find_model(os.fspath(source)))
-    return open_weights(found) if isinstance(found, Path) else _from_folder(found)
+    place = resolve(os.fspath(source))
+    if isinstance(place, str):
+        try:
+            from attnflow.models.hub import find_model
+        except ImportError as error:
+            raise MissingExtra("huggingface_hub", "hf", "a model of the hub") from error
+        place = cast(Folder | Path, find_model(place))
+    if not isinstance(place, Path):
+        return _from_folder(place)
+    return (
+        _from_folder(LocalFolder(place))
+        if place.is_dir()
+        else _from_folder(LocalFolder(place.parent, only=place.name), place.name)
+    )
 
 
 def _from_folder(folder: Folder, only: str | None = None) -> Weights:

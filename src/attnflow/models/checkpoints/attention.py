@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
@@ -42,25 +41,10 @@ def _places(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]
     try:
         return find(weights.shapes, config, weights.stated)
     except UnknownHeads:
-        complete = _with_defaults(config)
-        if complete is None:
-            raise
-        return find(weights.shapes, complete, weights.stated)
-
-
-def _with_defaults(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The config with the defaults of its family filled in, also in its parts; None if nobody knows them.
-
-    Released configs of models with several towers often name no more than what differs from these defaults.
-    """
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
-        return None
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        return None
-    try:
-        return cast(Mapping[str, object], cast(Any, CONFIG_MAPPING[kind]).from_dict(dict(config)).to_dict())
-    except (TypeError, ValueError, KeyError, AttributeError):  # entries that this family has never had
-        return None
+        try:
+            from attnflow.models.config_defaults import complete_config
+        except ImportError:  # without transformers nobody knows them
+            pass
+        else:
+            return find(weights.shapes, complete_config(config), weights.stated)
+        raise

@@ -6,8 +6,6 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -48,12 +46,15 @@ class GGUFWeights:
     """
 
     def __init__(self, file: File) -> None:
-        if find_spec("gguf") is None:
-            raise MissingExtra("gguf", "hf", "reading a GGUF file")
+        try:
+            from gguf import constants, quants
+        except ImportError as error:
+            raise MissingExtra("gguf", "hf", "reading a GGUF file") from error
         self.name = file.name
         self._file = file
         metadata, self._entries, self._start = _parse(file)
-        self._kinds = cast(Mapping[int, tuple[int, int]], import_module("gguf.constants").GGML_QUANT_SIZES)
+        self._kinds = cast(Mapping[int, tuple[int, int]], constants.GGML_QUANT_SIZES)
+        self._kind_of, self._unpack = constants.GGMLQuantizationType, quants.dequantize
         self._architecture = str(metadata.get("general.architecture", ""))
         self.config: Mapping[str, object] = {
             "model_type": "gguf",
@@ -79,9 +80,9 @@ class GGUFWeights:
         width = self._bytes((entry.shape[-1],), entry.kind)
         start = self._start + entry.start
         data = np.frombuffer(self._file.read(start + first * width, start + last * width), dtype=np.uint8)
-        kind = import_module("gguf.constants").GGMLQuantizationType(entry.kind)
+        kind = self._kind_of(entry.kind)
         try:
-            plain = import_module("gguf.quants").dequantize(data.reshape(last - first, width), kind)
+            plain = self._unpack(data.reshape(last - first, width), kind)
         except NotImplementedError as error:
             raise BadCheckpoint(f"{self.name}: {tensor} is in {kind.name}, which gguf cannot unpack") from error
         value = torch.from_numpy(np.ascontiguousarray(plain, dtype=np.float32))

@@ -1,0 +1,54 @@
+"""What the name of a model means: something that a package ships, something on this machine, or a model of the hub."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Final
+
+from attnflow.models.packages import MODELS
+
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_ONE_WORD: Final = re.compile(r"[\w-][\w.-]*")
+_HUB: Final = "hub:"
+_FILES: Final = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def resolve(name: str) -> Path | str:
+    """A file or folder that exists, or the id of a model on the hub, which nobody has asked yet.
+
+    First come the short names of `af.models.MODELS`, then what is on this machine. Of other names those go to the hub
+    that look like its ids, "owner/name", and what is asked of it, "hub:gpt2": a typo never waits for a network.
+
+    Raises:
+        MissingPackage: the package of a short name is not installed; the message has the command.
+        FileNotFoundError: none of these, with the short name that may be meant.
+    """
+    if name in MODELS:
+        return MODELS[name].path()
+    path = Path(name).expanduser()
+    if name.strip() and path.exists():
+        return path
+    asked = name.removeprefix(_HUB)
+    if asked != name and (_ONE_WORD.fullmatch(asked) or _HUB_ID.fullmatch(asked)):
+        return asked
+    if _HUB_ID.fullmatch(name) and not name.endswith(_FILES):
+        return name
+    raise FileNotFoundError(f"no file or folder {name!r}{_meant(name)}{known()}{_on_the_hub(name)}")
+
+
+def known() -> str:
+    """The short names, as the end of a message."""
+    return f"; short names are {', '.join(MODELS)}"
+
+
+def _meant(name: str) -> str:
+    close = get_close_matches(name.lower(), MODELS, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _on_the_hub(name: str) -> str:
+    if _ONE_WORD.fullmatch(name) is None or name.endswith(_FILES):
+        return ""
+    return f"; a model of the hub is owner/name, or {_HUB}{name}"

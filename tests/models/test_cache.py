@@ -1,0 +1,184 @@
+"""The cache of unpacked models: whole or not there, the same bits, safe under several processes."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import attnflow as af
+from attnflow.models import cache, unpack
+from attnflow.models.packages import MODELS
+from tests.models.checkpoints import write_llama
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNFLOW_CACHE", str(tmp_path / "cache"))
+
+
+def write(folder: Path) -> None:
+    (folder / "a").write_bytes(b"content")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "b").write_bytes(bytes(5000))
+
+
+def test_what_is_stored_is_found_and_described_and_cleared(tmp_path):
+    assert cache.lookup("key") is None
+    assert cache.describe() == cache.CacheState(tmp_path / "cache", 0, 0)
+    cache.store("key", write)
+    assert (cache.lookup("key") / "a").read_bytes() == b"content"
+    state = cache.describe()
+    assert (state.folder, state.entries) == (tmp_path / "cache", 1)
+    assert state.size > 5007
+    assert cache.clear() == state
+    assert cache.lookup("key") is None
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "gone", "sums"])
+def test_a_damaged_entry_is_none_and_is_made_again(damage):
+    cache.store("key", write)
+    file = cache.lookup("key") / "inner" / "b"
+    if damage == "bit":
+        file.write_bytes(bytes(2000) + b"\x01" + bytes(2999))
+    elif damage == "short":
+        file.write_bytes(bytes(4999))
+    elif damage == "gone":
+        file.unlink()
+    else:
+        (file.parents[1] / "checksums.json").write_text("[")
+    assert cache.lookup("key") is None
+    cache.store("key", write)
+    assert (cache.lookup("key") / "inner" / "b").read_bytes() == bytes(5000)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    def fail(folder):
+        write(folder)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        cache.store("key", fail)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_first_of_several_writers_wins(tmp_path):
+    def slow(folder):
+        cache.store("key", write)
+        (folder / "a").write_bytes(b"later")
+
+    cache.store("key", slow)
+    assert (cache.lookup("key") / "a").read_bytes() == b"content"
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["key"]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
+    left = tmp_path / "cache" / ".key.abc"
+    left.mkdir(parents=True)
+    cache.store("one", write)
+    assert left.exists()  # it may still be written
+    cache._ABANDONED, kept = -1.0, cache._ABANDONED
+    try:
+        cache.store("two", write)
+    finally:
+        cache._ABANDONED = kept
+    assert not left.exists()
+
+
+def test_places(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache.folder() != Path("/xdg/attnflow")
+    monkeypatch.delenv("ATTNFLOW_CACHE")
+    assert cache.folder() == Path("/xdg/attnflow")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.folder() == Path.home() / ".cache" / "attnflow"
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    """A tiny Llama as a GGUF file that transformers reads, with its weights."""
+    return write_llama(tmp_path / "tiny.gguf")
+
+
+def logits(file, **options):
+    model = af.load_model(file, tokenizer=False, **options).model
+    with torch.no_grad():
+        return model(input_ids=torch.arange(8)[None]).logits
+
+
+def test_a_gguf_file_is_unpacked_once(gguf, monkeypatch):
+    first, half = logits(gguf), logits(gguf, dtype="bfloat16")
+    assert cache.describe().entries == 1
+
+    def refuse(file):
+        raise AssertionError("unpacked again")
+
+    monkeypatch.setattr(unpack, "_unpack", refuse)
+    assert torch.equal(logits(gguf), first)
+    assert torch.equal(logits(gguf, dtype="bfloat16"), half)
+    model = af.load_model(gguf, tokenizer=False).model
+    assert model.name_or_path == str(gguf.parent)
+    assert not hasattr(model.config, "quantization_config")
+    model.train()(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()  # weights that are read from the entry do not write to it
+    assert torch.equal(logits(gguf), first)
+
+
+def test_other_content_is_another_entry(gguf, tmp_path):
+    first = logits(gguf)
+    write_llama(gguf, seed=1)
+    assert not torch.equal(logits(gguf), first)
+    assert cache.describe().entries == 2
+
+
+def test_a_damaged_model_is_unpacked_again(gguf, tmp_path):
+    first = logits(gguf)
+    (weights,) = (tmp_path / "cache").glob("*-model/model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 0x40
+    weights.write_bytes(content)
+    assert torch.equal(logits(gguf), first)
+    assert torch.equal(logits(gguf), first)
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_does_no_harm(gguf, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNFLOW_CACHE", str(tmp_path / "file" / "cache"))
+    logits(gguf)
+    assert "cannot be kept" in caplog.text
+
+
+def test_processes_side_by_side(gguf, tmp_path):
+    code = "import sys, attnflow as af; print(af.load_model(sys.argv[1], tokenizer=False).model.lm_head.weight.sum())"
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(gguf)], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    printed = {run.communicate(timeout=300)[0] for run in runs}
+    assert len(printed) == 1
+    assert all(run.returncode == 0 for run in runs)
+    assert [entry.name.startswith(".") for entry in (tmp_path / "cache").iterdir()] == [False]
+
+
+@pytest.mark.slow
+def test_the_real_model_comes_from_the_cache_with_the_same_bits():
+    file = MODELS["smollm2-135m"].path()
+    model, tokenizer = af.load_model("smollm2-135m")
+    started = time.perf_counter()
+    again, other = af.load_model("smollm2-135m")
+    assert time.perf_counter() - started < 15  # some 1 s; unpacking takes 20 s
+    packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    for name, value in packed.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+        assert torch.equal(value, again.state_dict()[name])
+    text = "The capital of France is Paris.\n <|im_start|>user Grüße 12"
+    assert tokenizer(text) == other(text)
+    assert (tokenizer.chat_template, tokenizer.special_tokens_map) == (other.chat_template, other.special_tokens_map)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = packed.eval()(input_ids=ids).logits
+        assert torch.equal(again(input_ids=ids).logits, expected)
+        assert torch.equal(model(input_ids=ids).logits, expected)
