@@ -106,8 +106,8 @@ class Stated:
         found = self.values(self._query, stage)
         if not found:
             raise UnknownHeads(
-                f"{name}: nothing says how many heads there are; put the model's config.json beside the weights, or "
-                'one that holds {"num_attention_heads": ...} (in Python, config={"num_attention_heads": ...} does, too)'
+                f"{name}: nothing says how many heads there are; keep config.json beside the weights, or pass "
+                'config={"num_attention_heads": 12}, --config num_attention_heads=12 on the command line'
             )
         return found[0]
 
