@@ -28,7 +28,7 @@ MASKS = {
     "big_bird": masks.big_bird,
     "attention_sink": lambda n: masks.attention_sink(n, 4, 64),
     "tree": lambda n: masks.tree([-1, *(np.random.default_rng(0).random(n - 1) * np.arange(1, n)).astype(int)]),
-    "xlnet_two_stream": lambda n: masks.xlnet_two_stream(np.random.default_rng(0).permutation(n // 2)),
+    "permutation_lm": lambda n: masks.permutation_lm(np.random.default_rng(0).permutation(n // 2)),
     "block_two_stream": lambda n: masks.block_two_stream(n // 32 + 1, 16),
     "block_diffusion": lambda n: masks.block_diffusion(n // 32, 16),
     "butterfly": lambda n: masks.butterfly((n + 2) // 3),

@@ -164,7 +164,7 @@ def _cases():
         above = [ancestors(parents, node) for node in range(len(parents))]
         yield square(masks.tree(parents), len(parents), lambda q, k, above=above: k in above[q])
     for order in ([], [0], [1, 0], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
-        yield square(masks.xlnet_two_stream(order), 2 * len(order), two_stream_of(order))
+        yield square(masks.permutation_lm(order), 2 * len(order), two_stream_of(order))
     for num_blocks, b in ((1, 1), (1, 3), (2, 1), (3, 2), (4, 1), (4, 3)):
         for first in (False, True):
             size = (2 * (num_blocks - 1) + first) * b

@@ -57,7 +57,7 @@ def test_typed_values_reach_the_mask() -> None:
         ("document", None, {"lengths": "3,4", "inner": "half"}, "inner must be one of causal, full"),
         ("block_causal", 10, {"block": "4"}, "n must be a multiple of block = 4, got 10; pad to 12"),
         ("tree", None, {"parents": "0,0"}, r"parents\[0\] must be -1"),
-        ("xlnet_two_stream", None, {"permutation": "0,2"}, "permutation must be a permutation"),
+        ("permutation_lm", None, {"permutation": "0,2"}, "permutation must be a permutation"),
     ],
 )
 def test_bad_names_and_settings(name: str, n: int | None, settings: dict[str, str], message: str) -> None:

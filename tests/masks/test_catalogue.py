@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from attnflow import masks
+from attnflow.masks.spec import named_masks
 from tests.catalogue_cases import CASES, IDS, big_bird_blocks
 
 
@@ -21,8 +22,9 @@ def test_mask_is_its_definition(case):
 
 
 def test_every_maker_of_the_catalogue_has_a_case():
-    makers = {n for n in masks.__all__ if n[0].islower() and not n.startswith("from_")}
-    assert {case.mask.name for case in CASES} == makers
+    assert {case.mask.name for case in CASES} == set(named_masks())
+    others = {"Mask", "attach"}
+    assert {name for name in masks.__all__ if not name.startswith("from_")} - others == set(named_masks())
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -67,7 +69,7 @@ def test_special_cases_are_one_another():
 def test_block_two_stream_of_single_tokens_is_xlnet_without_its_unused_ends():
     """order.md: l = 1 is XLNet two-stream with identity order."""
     n = 5
-    xlnet = masks.xlnet_two_stream(range(n))
+    xlnet = masks.permutation_lm(range(n))
     content, queries = range(n - 1), range(n + 1, 2 * n)
     kept = [*content, *queries]
     table = xlnet.dense()[kept][:, kept]

@@ -30,7 +30,7 @@ LARGER = [
     masks.big_bird(256, 16),
     masks.tree([-1, *(i // 2 for i in range(299))]),
     masks.tree([-1, *range(299)]),
-    masks.xlnet_two_stream([(7 * i) % 150 for i in range(150)]),
+    masks.permutation_lm([(7 * i) % 150 for i in range(150)]),
     masks.butterfly(90),
     masks.block_two_stream(9, 16, predict_first=True),
     masks.multi_token_prediction(60, 4),
@@ -170,7 +170,7 @@ for mask in (
     longformer(n, 256, [0, 7]),
     butterfly(n // 3),
     tree([-1, *(i // 2 for i in range(n - 1))]),
-    xlnet_two_stream(range(n // 2)),
+    permutation_lm(range(n // 2)),
     block_diffusion(n // 64, 32),
     causal(n) & ~sliding_window(n, 9),
 ):

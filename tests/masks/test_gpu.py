@@ -20,7 +20,7 @@ KINDS = [
     masks.longformer(512, 40, [0, 77]),
     masks.big_bird(1024, 64),
     masks.tree([-1, *(i // 2 for i in range(499))]),
-    masks.xlnet_two_stream([(7 * i) % 250 for i in range(250)]),
+    masks.permutation_lm([(7 * i) % 250 for i in range(250)]),
     masks.block_two_stream(9, 32),
     masks.block_diffusion(6, 50),
     masks.butterfly(200),

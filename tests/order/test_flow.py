@@ -168,7 +168,7 @@ CLOSED_FORMS = [
     (masks.block_two_stream(6, 4), 1, 10, 9),
     (masks.block_two_stream(6, 4, predict_first=True), 1, 11, 9),
     (masks.butterfly(9), 1, 25, 30),
-    (masks.xlnet_two_stream(range(9)), 1, 18, 16),
+    (masks.permutation_lm(range(9)), 1, 18, 16),
     (masks.prefix_lm(20, 5), 1, 16, 15),
     (masks.global_tokens(20, [3]), 2, 1, 0),
     (masks.dilated_window(20, 2, 2), 9, 20, 18),

@@ -69,7 +69,7 @@ def test_permutation_is_xlnet_without_its_dead_position(seed):
     order = np.random.default_rng(seed).permutation(9).tolist()
     merged = tasks.merge(tasks.permutation_lm(numbers(9), order))
     keep = [i for i in range(18) if i != order[-1]]
-    expected = af.masks.xlnet_two_stream(order).dense()[keep][:, keep]
+    expected = af.masks.permutation_lm(order).dense()[keep][:, keep]
     assert torch.equal(merged.task.mask.dense(), expected)
     assert tasks.check(merged.task).dead == ()
 

@@ -135,12 +135,17 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The result as notebooks show it."""
-        return _report().notebook(self)
+        return in_notebook(self)
 
 
 def plain(value: object) -> Any:
     """A dataclass as plain values for JSON, as `Result.to_dict` writes a field: for numbers derived from fields."""
     return _converter.unstructure(value)
+
+
+def in_notebook(shown: object) -> str:
+    """HTML of a result or a mask, for `_repr_html_`."""
+    return _report().notebook(shown)
 
 
 def _report() -> Any:

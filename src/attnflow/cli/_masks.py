@@ -30,10 +30,10 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "global_tokens": "--set indices=0,8",
     "longformer": "--set window=3 --set indices=0",
     "multi_token_prediction": "--n 6 --set horizon=3",
+    "permutation_lm": "--set permutation=2,0,3,1",
     "prefix_lm": "--set prefix=6",
     "sliding_window": "--set window=4",
     "tree": "--set parents=-1,0,0,1,1,2",
-    "xlnet_two_stream": "--set permutation=2,0,3,1",
 }
 
 

@@ -33,7 +33,7 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
     Raises:
         BadUsage: there is no such model, or it is none that can be loaded.
     """
-    from attnflow import masks
+    from attnflow.masks.spec import named_masks
     from attnflow.models import load_model
 
     if not name.strip():
@@ -41,7 +41,7 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
     try:
         return load_model(name, tokenizer=tokenizer)
     except FileNotFoundError as error:
-        is_mask = name in masks.__all__ and name.islower()
+        is_mask = name in named_masks()
         hint = f"; {name} is a mask: see `attnflow report {name}` and `attnflow mask show {name}`" if is_mask else ""
         raise BadUsage(f"{error}{hint}") from error
     except ValueError as error:

@@ -17,23 +17,20 @@ from attnflow.masks.catalogue import (
     sliding_window,
     tree,
 )
-from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.streams import (
     block_diffusion,
     block_two_stream,
     butterfly,
     multi_token_prediction,
-    xlnet_two_stream,
+    permutation_lm,
 )
 
 if TYPE_CHECKING:
-    from attnflow.masks.hf import MaskHandle, attach
+    from attnflow.masks.hf import attach
 
 __all__ = [
-    "IntervalRows",
     "Mask",
-    "MaskHandle",
     "attach",
     "attention_sink",
     "big_bird",
@@ -52,19 +49,19 @@ __all__ = [
     "global_tokens",
     "longformer",
     "multi_token_prediction",
+    "permutation_lm",
     "prefix_lm",
     "sliding_window",
     "tree",
-    "xlnet_two_stream",
 ]
 
 
 def __getattr__(name: str) -> object:
     """What needs transformers, on first use."""
-    if name in ("MaskHandle", "attach"):
+    if name == "attach":
         from attnflow.masks import hf
 
-        return getattr(hf, name)
+        return hf.attach
     raise AttributeError(f"module 'attnflow.masks' has no attribute {name!r}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import Mask, not_a_mask
 
 
 def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
@@ -26,8 +26,12 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
     >>> from_dense(torch.tensor([[True, False], [True, True]])) == from_edges([(0, 0), (1, 0), (1, 1)], 2)
     True
     """
+    if isinstance(allow, Mask):
+        raise TypeError("expected a bool tensor [queries, keys], got a Mask, which needs no wrapping")
+    if isinstance(allow, list | tuple):
+        raise TypeError(f"expected a bool tensor [queries, keys], got {type(allow).__name__}; pass torch.tensor(rows)")
     if not isinstance(allow, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"expected a bool tensor [queries, keys], got {type(allow).__name__}; use torch.as_tensor(...)")
+        raise not_a_mask(allow)
     if allow.dtype != torch.bool:
         nan = " It holds NaN." if allow.is_floating_point() and not allow.is_meta and bool(allow.isnan().any()) else ""
         raise TypeError(
@@ -35,7 +39,9 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
             "for a 0/1 mask (1 = allowed) pass `mask.bool()`."
         )
     if allow.ndim != 2:
-        raise ValueError(f"expected shape [queries, keys], got {tuple(allow.shape)}; index one batch element and head")
+        index = ", ".join("0" * (allow.ndim - 2))
+        advice = f"; index one batch element and head: tensor[{index}]" if index else ""
+        raise ValueError(f"expected shape [queries, keys], got {tuple(allow.shape)}{advice}")
     if allow.is_meta:
         raise ValueError("expected a tensor with data, got one on the meta device")
     table = allow.detach().cpu().numpy()
@@ -58,7 +64,7 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
     num_queries = checks.integer("num_queries", num_queries)
     num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
     if not callable(mask_mod):
-        raise TypeError(f"mask_mod must be a function of (b, h, q, k), got {type(mask_mod).__name__}")
+        raise TypeError(f"mask_mod must be a function of (b, h, q, k); {not_a_mask(mask_mod)}")
     zero, key = torch.zeros((), dtype=torch.int64), torch.arange(num_keys)[None, :]
     chunk = max(1, (1 << 22) // max(1, num_keys))
     parts: list[IntervalRows] = []

@@ -1,4 +1,8 @@
-"""Compilation of a mask for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals."""
+"""Compilation of a relation for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals.
+
+A relation is given as the intervals of each query's row, in internal key numbers, and the internal number of each key
+(None where it is its own).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,10 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
+from attnflow.masks.intervals import IntervalRows
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-    from attnflow.masks.mask import Mask
 
 # torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -25,13 +28,12 @@ _MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; 
 _EXPANDED: Final = 1 << 22  # keys that are held at a time while the blocks of a relabelled mask are counted
 
 
-def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
+def mask_mod(rows: IntervalRows, key_rank: IntArray | None, device: torch.device) -> MaskMod:
     """`mask_mod(b, h, q, k)` that compares k with the bounds of row q's intervals, tensors on `device`."""
-    rows = mask.rows_in_query_order()
     width = int(np.diff(rows.indptr).max(initial=0))
     if width > _MAX_UNROLLED:
-        return _bit_table(mask, device)
-    key_rank = None if mask._key_rank is None else torch.tensor(mask._key_rank, dtype=torch.int32, device=device)
+        return _bit_table(rows, key_rank, device)
+    rank = None if key_rank is None else torch.tensor(key_rank, dtype=torch.int32, device=device)
     # One table [queries, 2 x intervals]: only its length varies among masks of a kind, so one kernel serves them all.
     table = np.zeros((rows.num_rows, 2 * max(width, 1)), dtype=np.int32)
     row = rows.row_index()
@@ -41,7 +43,7 @@ def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
 
     @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        k = k if key_rank is None else key_rank[k]
+        k = k if rank is None else rank[k]
         allowed = (k >= bounds[q, 0]) & (k < bounds[q, 1])
         for t in range(2, bounds.shape[1], 2):
             allowed = allowed | ((k >= bounds[q, t]) & (k < bounds[q, t + 1]))
@@ -50,13 +52,16 @@ def mask_mod(mask: Mask, device: torch.device) -> MaskMod:
     return compare
 
 
-def _bit_table(mask: Mask, device: torch.device) -> MaskMod:
+def _bit_table(rows: IntervalRows, key_rank: IntArray | None, device: torch.device) -> MaskMod:
     """One bit a pair: for rows of many intervals, which an unrolled comparison would make slow.
 
     (A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.)
     """
-    packed = np.empty((mask.num_queries, -(-mask.num_keys // 8)), dtype=np.uint8)
-    for start, part in mask.dense_chunks():
+    packed = np.empty((rows.num_rows, -(-rows.num_keys // 8)), dtype=np.uint8)
+    chunk = max(1, _EXPANDED // max(1, rows.num_keys))
+    for start in range(0, rows.num_rows, chunk):
+        part = rows.to_bool(slice(start, start + chunk))
+        part = part if key_rank is None else part[:, key_rank]
         packed[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
     bits = torch.from_numpy(packed).to(device)
 
@@ -67,37 +72,48 @@ def _bit_table(mask: Mask, device: torch.device) -> MaskMod:
     return look_up
 
 
-def block_mask(mask: Mask, block_size: int | tuple[int, int], device: torch.device) -> BlockMask:
-    """The mask's `BlockMask`: a block is full if all its pairs are allowed, partial if some are.
+def block_mask(
+    rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[int, int], mask_mod: MaskMod, device: torch.device
+) -> BlockMask:
+    """The `BlockMask` of a relation: a block is full if all its pairs are allowed, partial if some are.
 
     Identical to `create_block_mask`, which also leaves a block that sticks out of the sequence partial.
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
+    shape = rows.num_rows, rows.num_keys
+    if 0 in shape:
+        raise ValueError(f"a BlockMask needs at least one query and one key, got shape {shape}")
+    counts = block_counts(rows, key_rank, *blocks)
+    full = counts == blocks[0] * blocks[1]
+    partial = (counts > 0) & ~full
+    tables = [torch.from_numpy(t).to(device)[None, None] for part in (partial, full) for t in _block_rows(part)]
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=shape)
+
+
+def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(queries per block, keys per block), checked."""
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(pair) != 2:
         raise ValueError(f"block_size must be an integer or (query block, key block), got {block_size!r}")
-    q_block, k_block = (checks.integer("block_size", size, 1) for size in pair)
-    if 0 in mask.shape:
-        raise ValueError(f"a BlockMask needs at least one query and one key, got shape {mask.shape}")
-    counts = block_counts(mask, q_block, k_block)
-    full = counts == q_block * k_block
-    partial = (counts > 0) & ~full
-    tables = [torch.from_numpy(t).to(device)[None, None] for part in (partial, full) for t in _block_rows(part)]
-    return BlockMask.from_kv_blocks(
-        *tables,
-        BLOCK_SIZE=(q_block, k_block),
-        mask_mod=mask.mask_mod_on(device),
-        seq_lengths=mask.shape,
-    )
+    return checks.integer("block_size", pair[0], 1), checks.integer("block_size", pair[1], 1)
 
 
-def block_counts(mask: Mask, q_block: int, k_block: int) -> IntArray:
+def block_counts(rows: IntervalRows, key_rank: IntArray | None, q_block: int, k_block: int) -> IntArray:
     """Allowed pairs in each block of q_block queries by k_block keys, int64[query blocks, key blocks]."""
-    pieces = mask.pieces(limit=4 * (mask.num_queries + len(mask._rows.starts)))
+    limit = 4 * (rows.num_rows + len(rows.starts))
+    pieces = rows.pieces(None if key_rank is None else invert(key_rank), limit)
     if pieces is None:
-        return _count_shattered(mask, q_block, k_block)
-    return _count_pieces(*pieces, mask.shape, q_block, k_block)
+        assert key_rank is not None, "rows in their own order are never shattered"
+        return _count_shattered(rows, key_rank, q_block, k_block)
+    return _count_pieces(*pieces, (rows.num_rows, rows.num_keys), q_block, k_block)
+
+
+def invert(rank: IntArray) -> IntArray:
+    """The inverse of a permutation."""
+    inverse = np.empty_like(rank)
+    inverse[rank] = np.arange(len(rank))
+    return inverse
 
 
 def _count_pieces(
@@ -121,16 +137,14 @@ def _count_pieces(
     return direct[:, :-1]
 
 
-def _count_shattered(mask: Mask, q_block: int, k_block: int) -> IntArray:
+def _count_shattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:
     """Allowed pairs per block where relabelling leaves no long intervals: O(keys met by each block of queries).
 
     The rows of a block of queries are added up while their keys still lie together; only the sum is relabelled.
     """
-    rows, key_rank = mask.rows_in_query_order(), mask._key_rank
-    assert key_rank is not None, "rows in their own order are never shattered"
-    stride, grid = mask.num_keys + 1, (-(-mask.num_queries // q_block), -(-mask.num_keys // k_block))
-    block_of_key = np.empty(mask.num_keys, dtype=np.int64)
-    block_of_key[key_rank] = np.arange(mask.num_keys) // k_block
+    stride, grid = rows.num_keys + 1, (-(-rows.num_rows // q_block), -(-rows.num_keys // k_block))
+    block_of_key = np.empty(rows.num_keys, dtype=np.int64)
+    block_of_key[key_rank] = np.arange(rows.num_keys) // k_block
     offset = rows.row_index() // q_block * stride
     edges = np.concatenate([offset + rows.starts, offset + rows.ends])
     order = np.argsort(edges, kind="stable")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
+from attnflow._core.results import in_notebook
 from attnflow.masks import flex
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _CHUNK_BYTES: Final = 1 << 23
+_MAX_TEXT: Final = 200  # characters of a printed mask
 
 
 class Mask:
@@ -115,7 +117,7 @@ class Mask:
         checks.integer("query", query, 0, self.num_queries - 1)
         row = query if self._query_rank is None else int(self._query_rank[query])
         keys = self._rows.keys_of(row)
-        return keys if self._key_rank is None else np.sort(_invert(self._key_rank)[keys])
+        return keys if self._key_rank is None else np.sort(flex.invert(self._key_rank)[keys])
 
     def allows(self, query: int, key: int) -> bool:
         """Whether `query` may attend to `key`."""
@@ -163,7 +165,7 @@ class Mask:
     def pieces(self, limit: int | None = None) -> tuple[IntArray, IntArray, IntArray] | None:
         """Disjoint intervals (query, start, end) in no given order; None where relabelling makes more than `limit`."""
         rows = self.rows_in_query_order()
-        new_key = None if self._key_rank is None else _invert(self._key_rank)
+        new_key = None if self._key_rank is None else flex.invert(self._key_rank)
         if limit is None:
             limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
         return rows.pieces(new_key, limit)
@@ -204,7 +206,7 @@ class Mask:
         Raises:
             ValueError: the shapes differ.
         """
-        _must_be_mask(other, "compares")
+        self._check_type(other)
         self._same_shape(other, "compare")
         checks.integer("limit", limit, 1)
         if self._same_labels(other):
@@ -262,7 +264,7 @@ class Mask:
         return Mask(rows, f"{self!r}[{first}:{last}, {left}:{right}]")
 
     def _combined(self, other: Mask, sign: str) -> Mask:
-        _must_be_mask(other, "combines")
+        self._check_type(other)
         self._same_shape(other, "combine")
         same = self._same_labels(other)
         left, right = (self._rows, other._rows) if same else (self.intervals(), other.intervals())
@@ -285,7 +287,7 @@ class Mask:
         """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
         key = ("mask_mod", str(device))
         if key not in self._cache:
-            self._cache[key] = flex.mask_mod(self, torch.device(device))
+            self._cache[key] = flex.mask_mod(self.rows_in_query_order(), self._key_rank, torch.device(device))
         return cast(MaskMod, self._cache[key])
 
     def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
@@ -297,15 +299,29 @@ class Mask:
 
         Cost: O(rows x intervals + blocks); n x n is never built for masks that are interval-structured.
         """
-        return flex.block_mask(self, block_size, torch.device(device))
+        rows, blocks = self.rows_in_query_order(), flex.block_sizes(block_size)
+        return flex.block_mask(rows, self._key_rank, blocks, self.mask_mod_on(device), torch.device(device))
+
+    def block_counts(self, block_size: int | tuple[int, int] = 128) -> IntArray:
+        """Allowed pairs in each block, int64[query blocks, key blocks]."""
+        return flex.block_counts(self.rows_in_query_order(), self._key_rank, *flex.block_sizes(block_size))
 
     def __repr__(self) -> str:
-        if not self.parameters:
-            return self.name
-        return f"{self.name}({', '.join(f'{k}={_short(v)}' for k, v in self.parameters.items())})"
+        text = self.name
+        if self.parameters:
+            text = f"{text}({', '.join(f'{k}={_short(v)}' for k, v in self.parameters.items())})"
+        return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
+
+    def _repr_html_(self) -> str:
+        """The mask as notebooks show it: its picture."""
+        return in_notebook(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self._rows, self.name, dict(self.parameters), self._query_rank, self._key_rank)
+
+    def _check_type(self, other: object) -> None:
+        if not isinstance(other, Mask):
+            raise not_a_mask(other)
 
     def _same_shape(self, other: Mask, verb: str) -> None:
         if self.shape != other.shape:
@@ -326,15 +342,29 @@ def _rebuild(
     return Mask(rows, name, parameters, query_rank=query_rank, key_rank=key_rank)
 
 
-def _must_be_mask(value: object, verb: str) -> None:
-    if not isinstance(value, Mask):
-        raise TypeError(f"a mask {verb} with a mask, got {type(value).__name__}; wrap it with af.masks.from_dense")
+def not_a_mask(value: object) -> TypeError:
+    """The error for something that should have been a mask: what came, and which call makes a mask of it."""
+    return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
 
 
-def _invert(rank: IntArray) -> IntArray:
-    inverse = np.empty_like(rank)
-    inverse[rank] = np.arange(len(rank))
-    return inverse
+def _how_to_make_one(value: object) -> str:
+    make = "af.masks."
+    if isinstance(value, np.ndarray):
+        return f"make one with {make}from_dense(torch.from_numpy(array))"
+    if isinstance(value, Tensor):
+        table = "tensor" + "[0]" * (value.ndim - 2)  # of one batch element and head
+        if value.dtype != torch.bool:
+            table = f"{table} == 0" if value.is_floating_point() else f"{table}.bool()"
+        return f"make one with {make}from_dense({table})"
+    if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
+        return f"make one with {make}from_mask_mod(block_mask.mask_mod, *block_mask.shape[-2:])"
+    if callable(value) and getattr(value, "__module__", "").startswith("attnflow.masks."):
+        return f"call {getattr(value, '__name__', 'it')} with its arguments first"
+    if callable(value):
+        return f"make one with {make}from_mask_mod(function, num_queries)"
+    if isinstance(getattr(value, "mask", None), Mask):
+        return "pass its .mask"
+    return f"make one with the catalogue, such as {make}causal(n), or with {make}from_dense(torch.tensor(rows))"
 
 
 def _same_rows(a: IntervalRows, b: IntervalRows) -> bool:

@@ -20,8 +20,6 @@ from attnflow.masks.build import from_dense, from_edges, from_intervals
 from attnflow.masks.mask import Mask
 
 _FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not")
-
-
 _MASKS: Final = (
     catalogue.attention_sink,
     catalogue.big_bird,
@@ -36,10 +34,10 @@ _MASKS: Final = (
     catalogue.global_tokens,
     catalogue.longformer,
     streams.multi_token_prediction,
+    streams.permutation_lm,
     catalogue.prefix_lm,
     catalogue.sliding_window,
     catalogue.tree,
-    streams.xlnet_two_stream,
 )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnflow._core.checks import Indices, integer, permutation
+from attnflow._core import checks
+from attnflow._core.checks import Indices, integer
 from attnflow.masks.catalogue import blow_up
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
 
-def xlnet_two_stream(permutation: Indices) -> Mask:
-    """Two-stream attention of XLNet (arXiv:1906.08237, sec. 2.3) as one mask over 2n positions.
+def permutation_lm(permutation: Indices) -> Mask:
+    """XLNet's two-stream attention (arXiv:1906.08237, sec. 2.3) as one mask over 2n positions.
 
     Positions 0..n-1 are the content stream h, n..2n-1 the query stream g. With t(i) the step at which
     `permutation` factorises position i (`permutation[t(i)] == i`): content i attends content j iff t(j) <= t(i);
@@ -20,10 +21,10 @@ def xlnet_two_stream(permutation: Indices) -> Mask:
     Args:
         permutation: the factorisation order of the n positions.
 
-    >>> xlnet_two_stream([1, 0]).dense().int().tolist()
+    >>> permutation_lm([1, 0]).dense().int().tolist()
     [[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
     """
-    order = _permutation("permutation", permutation)
+    order = checks.permutation("permutation", permutation)
     n = len(order)
     step = np.empty_like(order)
     step[order] = t = np.arange(n)
@@ -35,7 +36,7 @@ def xlnet_two_stream(permutation: Indices) -> Mask:
         2 * n,
         2 * n,
     )
-    return Mask(rows, "xlnet_two_stream", {"permutation": tuple(order.tolist())}, query_rank=rank, key_rank=rank)
+    return Mask(rows, "permutation_lm", {"permutation": tuple(order.tolist())}, query_rank=rank, key_rank=rank)
 
 
 def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -> Mask:
@@ -149,6 +150,3 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
         size,
     )
     return Mask(rows, "multi_token_prediction", {"n": n, "horizon": horizon})
-
-
-_permutation = permutation  # the argument of `xlnet_two_stream` has the check's name

@@ -129,7 +129,7 @@ def eager_kernel(module: nn.Module) -> Callable[..., object]:
         if name.endswith("eager_attention_forward"):
             return cast(Callable[..., object], forward.__globals__[name])
     raise UnsupportedArchitecture(
-        f"{type(module).__name__} names no eager attention; choose attn_implementation='sdpa' or 'flex_attention'"
+        f"{type(module).__name__} names no eager attention; choose backend='sdpa' or 'flex_attention'"
     )
 
 

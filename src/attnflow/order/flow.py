@@ -19,7 +19,7 @@ from attnflow._core.plain import as_integer, as_list
 from attnflow._core.results import Result
 from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict, mask_to_dict
 from attnflow.order import bits, walk
 from attnflow.order.closure import Order, close, renumbered
@@ -79,7 +79,7 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
         raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
     for layer, mask in enumerate(chosen):
         if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"expected a Mask, got {type(mask).__name__}; wrap a tensor with af.masks.from_dense")
+            raise not_a_mask(mask)
         where = "" if per_layer is None else f" (layer {layer + 1})"
         if mask.num_queries != mask.num_keys:
             raise ValueError(f"expected a square mask (queries and keys are the same), got shape {mask.shape}{where}")

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow.masks.flex import block_counts
 from attnflow.masks.mask import Mask
 
 
@@ -56,7 +55,7 @@ def grid(mask: Mask, query_step: int, key_step: int) -> Grid:
     pairs = np.outer(rows, columns)
     if 0 in mask.shape:
         return Grid(np.zeros_like(pairs), pairs, query_step, key_step)
-    return Grid(block_counts(mask, query_step, key_step), pairs, query_step, key_step)
+    return Grid(mask.block_counts((query_step, key_step)), pairs, query_step, key_step)
 
 
 def square_grid(mask: Mask, limit: int) -> Grid:

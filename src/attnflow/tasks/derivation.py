@@ -160,9 +160,9 @@ def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | 
     if family == "masked_lm":
         return f"full({n})", masks.full(n)
     if family == "permutation_lm":
-        both, unread = masks.xlnet_two_stream(values["permutation"]), values["permutation"][-1]
+        both, unread = masks.permutation_lm(values["permutation"]), values["permutation"][-1]
         read = [i for i in range(2 * n) if i != unread]
-        return "xlnet_two_stream(permutation) without the content token that nothing reads", _part(both, read)
+        return "permutation_lm(permutation) without the content token that nothing reads", _part(both, read)
     num_blocks, block, masked = n // values["block"], values["block"], values.get("masked")
     if family == "block_two_stream" or masked is None:
         first = bool(values.get("predict_first", True))

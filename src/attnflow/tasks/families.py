@@ -133,7 +133,7 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     """Predict in any order (XLNet, arXiv:1906.08237, eq. 3): tau_t predicts token permutation[t] from those before.
 
     tau_t reads tokens permutation[0..t-1], causally in that order, and one [MASK] at the place to predict, which
-    reads them all. Merged: `af.masks.xlnet_two_stream(permutation)` without the row and column of the content token
+    reads them all. Merged: `af.masks.permutation_lm(permutation)` without the row and column of the content token
     permutation[n - 1], which nothing reads.
 
     >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1])]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict, mask_to_dict
 from attnflow.order.bits import range_reduce
 from attnflow.order.flow import Flow, analyze
@@ -58,7 +58,7 @@ class Task:
         tokens = tuple(inputs)
         targets = tuple(Label(*label) if isinstance(label, tuple) else label for label in labels)
         if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with af.masks.from_dense")
+            raise not_a_mask(mask)
         if mask.num_queries != mask.num_keys:
             raise ValueError(f"mask must be square, got shape {mask.shape}")
         if mask.num_queries != len(tokens):

@@ -71,7 +71,7 @@ def test_flex_attention_equals_sdpa_under_a_mask():
     with torch.no_grad():
         with af.masks.attach(model, mask):
             expected = model(input_ids=ids).logits
-        with af.masks.attach(model, mask, attn_implementation="flex_attention") as handle:
+        with af.masks.attach(model, mask, backend="flex_attention") as handle:
             assert handle.backend == "flex_attention"
             torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
         model.set_attn_implementation("flex_attention")

@@ -22,7 +22,7 @@ def flow(model, ids):
 def test_masks(implementation, entries_per_token):
     model, ids = modular(torch.float32, entries_per_token=entries_per_token), tokens(1, 8)
     for mask in (af.masks.sliding_window(8, 3), af.masks.attention_sink(8, 2, 2), af.masks.prefix_lm(8, 3)):
-        with af.masks.attach(model, mask, attn_implementation=implementation):
+        with af.masks.attach(model, mask, backend=implementation):
             # Two blocks: what reaches a token in two steps; reading entries lets nothing flow between tokens.
             one = mask.dense().bool() | torch.eye(8, dtype=torch.bool)
             assert torch.equal(flow(model, ids), (one.float() @ one.float()) > 0)

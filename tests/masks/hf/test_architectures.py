@@ -38,7 +38,7 @@ def test_outputs_move_exactly_with_what_the_mask_reaches(name, implementation):
     model, mask = tiny(name), random_mask()
     noise = 1e-6 if name == "DeepseekV3" else 1e-10  # its router computes in float32 whatever the model's dtype
     own, chosen = moved(model, noise=noise), model.config._attn_implementation
-    with af.masks.attach(model, mask, attn_implementation=implementation) as handle:
+    with af.masks.attach(model, mask, backend=implementation) as handle:
         assert handle.backend == (implementation or chosen)
         assert np.array_equal(moved(model, noise=noise), closure([mask] * 2))
     assert np.array_equal(moved(model, noise=noise), own)
@@ -49,7 +49,7 @@ def test_outputs_move_exactly_with_what_the_mask_reaches(name, implementation):
 def test_one_mask_per_layer(name, implementation):
     model, masks = tiny(name), [random_mask(), random_mask()]
     assert masks[0] != masks[1]
-    with af.masks.attach(model, masks, attn_implementation=implementation) as handle:
+    with af.masks.attach(model, per_layer=masks, backend=implementation) as handle:
         assert list(handle.masks.values()) == masks
         assert np.array_equal(moved(model), closure(masks))
 
@@ -139,4 +139,4 @@ def test_models_that_mix_positions_beside_attention_are_refused_unless_told(name
 def test_a_layer_list_of_a_shared_layer_is_refused():
     model = tiny("Albert")
     with pytest.raises(ValueError, match="shared by its 2 layers"):
-        af.masks.attach(model, [af.masks.causal(4)] * 2)
+        af.masks.attach(model, per_layer=[af.masks.causal(4)] * 2)

@@ -34,7 +34,7 @@ def chunks(model, ids, sizes, cache):
 def test_prefill_then_decode_is_one_pass(name, implementation, kind):
     model, ids, mask = tiny(name), tokens(2, LENGTH), AUTOREGRESSIVE[kind]
     sizes = [8, 4] if kind == "blocks" else [5, 1, 1, 3, 2]
-    with torch.no_grad(), af.masks.attach(model, mask, attn_implementation=implementation):
+    with torch.no_grad(), af.masks.attach(model, mask, backend=implementation):
         whole = outputs(model, input_ids=ids)
         pieces = chunks(model, ids, sizes, DynamicCache(config=None))
     torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)  # eager attention takes its softmax in float32
@@ -88,7 +88,7 @@ def test_a_cache_that_dropped_needed_keys_is_an_error():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_sequence_longer_than_the_mask_is_an_error(implementation):
     model = tiny("Llama")
-    with torch.no_grad(), af.masks.attach(model, af.masks.causal(6), attn_implementation=implementation):
+    with torch.no_grad(), af.masks.attach(model, af.masks.causal(6), backend=implementation):
         cache = DynamicCache()
         chunks(model, tokens(1, 6), [5, 1], cache)
         with pytest.raises(ValueError, match=r"7 positions, but causal\(n=6\) covers 6"):

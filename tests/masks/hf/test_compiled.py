@@ -27,9 +27,9 @@ def test_flex_attention_equals_sdpa_with_empty_rows_padding_and_a_mask_per_layer
     real[1, :4] = 0
     inputs = {"input_ids": ids, "attention_mask": real}
     with torch.no_grad():
-        with af.masks.attach(model, masks):
+        with af.masks.attach(model, per_layer=masks):
             sdpa = outputs(model, **inputs)
-        with af.masks.attach(model, masks, attn_implementation="flex_attention") as handle:
+        with af.masks.attach(model, per_layer=masks, backend="flex_attention") as handle:
             assert handle.backend == "flex_attention"
             flex = outputs(model, **inputs)
     assert flex.isfinite().all()
@@ -43,7 +43,7 @@ def test_generate_with_flex_attention_takes_the_rows_of_the_new_tokens():
     mask = af.masks.attention_sink(20, 1, 3)
     with af.masks.attach(model, mask):
         expected = model.generate(ids, **options)
-    with af.masks.attach(model, mask, attn_implementation="flex_attention"):
+    with af.masks.attach(model, mask, backend="flex_attention"):
         assert torch.equal(model.generate(ids, **options), expected)
 
 
@@ -51,7 +51,7 @@ def test_generate_with_flex_attention_takes_the_rows_of_the_new_tokens():
 def test_a_compiled_model_under_a_mask(implementation):
     model, mask = tiny("Llama", torch.float32), af.masks.block_two_stream(3, 2)
     ids, positions = tokens(2, 8), torch.tensor([[0, 1, 2, 3, 2, 3, 4, 5]]).expand(2, -1)
-    with af.masks.attach(model, mask, attn_implementation=implementation):
+    with af.masks.attach(model, mask, backend=implementation):
         expected = outputs(model, input_ids=ids, position_ids=positions)
         expected.square().sum().backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -131,7 +131,7 @@ def test_training_with_flex_attention_equals_sdpa(mask):
     found = {}
     for implementation in ("sdpa", "flex_attention"):
         model.zero_grad()
-        with af.masks.attach(model, mask, attn_implementation=implementation):
+        with af.masks.attach(model, mask, backend=implementation):
             logits = outputs(model, input_ids=ids)
             logits.square().mean().backward()
         found[implementation] = logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}

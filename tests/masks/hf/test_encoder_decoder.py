@@ -49,9 +49,7 @@ def test_each_part_follows_its_mask(name, implementation):
     model, source, target = tiny(name), tokens(1, SOURCE), tokens(1, TARGET)
     encoder, decoder = random_mask(SOURCE, SOURCE), random_mask(TARGET, TARGET)
     cross = random_mask(TARGET, SOURCE)
-    with af.masks.attach(
-        model, {"encoder": encoder, "decoder": decoder, "cross": cross}, attn_implementation=implementation
-    ):
+    with af.masks.attach(model, {"encoder": encoder, "decoder": decoder, "cross": cross}, backend=implementation):
         logits, states = moved(model, source, target, "source")
         assert np.array_equal(states, closure(encoder))
         into, self_step = cross.dense().numpy() @ closure(encoder), decoder.dense().numpy() | np.eye(TARGET, dtype=bool)
@@ -59,6 +57,16 @@ def test_each_part_follows_its_mask(name, implementation):
         assert np.array_equal(logits, (self_step @ into) | into)
         logits, _ = moved(model, source, target, "target")
         assert np.array_equal(logits, closure(decoder))
+
+
+def test_a_mask_for_each_layer_of_a_part():
+    model, source, target = tiny("Bart"), tokens(1, SOURCE), tokens(1, TARGET)
+    masks = [random_mask(TARGET, TARGET), random_mask(TARGET, TARGET)]
+    with af.masks.attach(model, per_layer={"decoder": masks}) as handle:
+        assert list(handle.masks.values()) == masks
+        logits, _ = moved(model, source, target, "target")
+    steps = [mask.dense().numpy() | np.eye(TARGET, dtype=bool) for mask in masks]
+    assert np.array_equal(logits, steps[1] @ steps[0])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,7 +117,11 @@ def test_what_encoder_decoder_models_ask_for():
     with pytest.raises(ValueError, match="got none"):
         af.masks.attach(model, {})
     with pytest.raises(ValueError, match="one mask per attention module, 2, got 3"):
-        af.masks.attach(model, {"decoder": [causal] * 3})
+        af.masks.attach(model, per_layer={"decoder": [causal] * 3})
+    with pytest.raises(TypeError, match=r'got a list: one mask for each layer is per_layer=\{"decoder": \[...\]\}'):
+        inspect.unwrap(af.masks.attach)(model, {"decoder": [causal] * 2})
+    with pytest.raises(ValueError, match="layers= goes with one mask on one stack"):
+        af.masks.attach(model, {"decoder": causal}, layers=[0])
     with pytest.raises(ValueError, match="square"):
         af.masks.attach(model, {"encoder": af.masks.full(2, 3)})
 

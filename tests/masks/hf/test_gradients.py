@@ -55,7 +55,7 @@ def test_gradients_are_those_of_an_explicit_additive_mask(kind, implementation, 
     # BERT and GPT-2 compute eager attention in float64 throughout; the others take the softmax in float32.
     oracle.set_attn_implementation("sdpa" if name == "Llama" else "eager")
     expected = gradients(oracle, ids, positions, attention_mask=additive(mask).expand(2, -1, -1, -1))
-    with af.masks.attach(model, mask, attn_implementation=implementation):
+    with af.masks.attach(model, mask, backend=implementation):
         ours = gradients(model, ids, positions)
     assert_same(ours, expected, 1e-5 if (name, implementation) == ("Llama", "eager") else 1e-11)
 
@@ -90,7 +90,7 @@ def test_a_query_with_nothing_allowed_gets_zero_from_attention_and_gives_zero_gr
     for where, module in model.named_modules():
         if where.endswith(("o_proj", "attn.c_proj", "attention.output.dense")):
             module.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    with af.masks.attach(model, EMPTY, attn_implementation=implementation):
+    with af.masks.attach(model, EMPTY, backend=implementation):
         loss, found = gradients(model, ids)
     assert len(seen) == 2
     for output in seen:
@@ -105,7 +105,7 @@ def test_routes_agree_on_empty_rows(name):
     model, ids = tiny(name), tokens(2, 8)
     with af.masks.attach(model, EMPTY):
         sdpa = gradients(model, ids)
-    with af.masks.attach(model, EMPTY, attn_implementation="eager"):
+    with af.masks.attach(model, EMPTY, backend="eager"):
         eager = gradients(model, ids)
     assert_same(eager, sdpa, 1e-5)
 
@@ -115,7 +115,7 @@ def test_gradient_checkpointing(reentrant):
     model, (mask, positions) = tiny("Llama"), LAYOUTS["butterfly"]
     masks = [mask, mask & ~af.masks.from_edges([(12, 0)], 13)]
     ids = tokens(2, mask.num_queries)
-    with af.masks.attach(model, masks):
+    with af.masks.attach(model, per_layer=masks):
         expected = gradients(model, ids, positions)
         model.train()
         # Renamed in 5.23, where the old name warns.

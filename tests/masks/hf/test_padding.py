@@ -38,7 +38,7 @@ def test_each_row_is_what_it_is_alone(name, implementation, side, kind):
     model, mask = tiny(name), MASKS[kind]
     rows = [tokens(1, n)[0] for n in LENGTHS]
     ids, real, positions = padded(rows, side)
-    with torch.no_grad(), af.masks.attach(model, mask, attn_implementation=implementation, crop=True):
+    with torch.no_grad(), af.masks.attach(model, mask, backend=implementation, crop=True):
         batch = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
         for i, row in enumerate(rows):
             alone = outputs(model, input_ids=row[None])[0]
@@ -140,5 +140,5 @@ def test_a_row_of_padding_alone_is_finite():
     real = torch.ones_like(ids)
     real[1] = 0
     for implementation in ("sdpa", "eager"):
-        with torch.no_grad(), af.masks.attach(model, MASKS["causal"], attn_implementation=implementation):
+        with torch.no_grad(), af.masks.attach(model, MASKS["causal"], backend=implementation):
             assert outputs(model, input_ids=ids, attention_mask=real).isfinite().all()

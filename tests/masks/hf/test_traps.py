@@ -23,7 +23,7 @@ def additive(mask, dtype=torch.float64):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
 def test_both_registries_know_the_name(implementation):
-    with af.masks.attach(tiny("Llama"), af.masks.causal(2), attn_implementation=implementation) as handle:
+    with af.masks.attach(tiny("Llama"), af.masks.causal(2), backend=implementation) as handle:
         name = handle.model.config._attn_implementation
     assert name == f"attnflow_masked_{implementation}"
     assert name in ALL_ATTENTION_FUNCTIONS
@@ -89,7 +89,7 @@ def test_position_ids_that_jump_do_not_cut_the_sequence(implementation, use_cach
 def test_four_dimensional_masks_and_block_masks_are_refused(implementation):
     model, ids = tiny("Llama"), tokens(1, LENGTH)
     block_mask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, LENGTH, LENGTH, device="cpu")
-    with torch.no_grad(), af.masks.attach(model, LAYOUT, attn_implementation=implementation):
+    with torch.no_grad(), af.masks.attach(model, LAYOUT, backend=implementation):
         with pytest.raises(ValueError, match=r"Tensor of shape \(1, 1, 8, 8\), which would bypass the mask"):
             model(ids, attention_mask=additive(af.masks.full(LENGTH)))
         with pytest.raises(ValueError, match="BlockMask of shape"):
@@ -130,7 +130,7 @@ def test_other_keywords_reach_the_kernel_unchanged(name, keyword, monkeypatch):
 def test_flex_attention_with_gradients_on_the_cpu_is_a_clear_error():
     model, ids = tiny("Llama", torch.float32), tokens(1, LENGTH)
     with (
-        af.masks.attach(model, LAYOUT, attn_implementation="flex_attention"),
+        af.masks.attach(model, LAYOUT, backend="flex_attention"),
         pytest.raises(RuntimeError, match=r"no gradients on the CPU.*flex_on_cpu='sdpa'"),
     ):
         model(ids)
@@ -138,13 +138,13 @@ def test_flex_attention_with_gradients_on_the_cpu_is_a_clear_error():
 
 def test_sdpa_stands_in_for_flex_attention_on_the_cpu_where_the_caller_said_so():
     model, ids = tiny("Llama"), tokens(1, LENGTH)
-    with af.masks.attach(model, LAYOUT, attn_implementation="flex_attention", flex_on_cpu="sdpa") as handle:
+    with af.masks.attach(model, LAYOUT, backend="flex_attention", flex_on_cpu="sdpa") as handle:
         ours = model(ids).logits
         ours.sum().backward()
         assert handle.backend == "flex_attention"
     gradient = model.model.embed_tokens.weight.grad.clone()
     model.zero_grad()
-    with af.masks.attach(model, LAYOUT, attn_implementation="sdpa"):
+    with af.masks.attach(model, LAYOUT, backend="sdpa"):
         expected = model(ids).logits
         expected.sum().backward()
     assert torch.equal(ours, expected)
@@ -154,7 +154,7 @@ def test_sdpa_stands_in_for_flex_attention_on_the_cpu_where_the_caller_said_so()
 def test_sdpa_does_not_stand_in_where_it_would_drop_a_soft_cap():
     model = tiny("Gemma2", torch.float32)
     with (
-        af.masks.attach(model, af.masks.causal(4), attn_implementation="flex_attention", flex_on_cpu="sdpa"),
+        af.masks.attach(model, af.masks.causal(4), backend="flex_attention", flex_on_cpu="sdpa"),
         pytest.raises(ValueError, match="passes softcap, which sdpa cannot apply"),
     ):
         model(tokens(1, 4))

@@ -9,15 +9,16 @@ from typing import Final, Literal, cast, get_args
 import torch
 from torch import nn
 
+from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.masks.hf.attention import MaskedAttention
 from attnflow.masks.hf.forms import MaskForms
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
+from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
 
-Masks = Mask | Sequence[Mask]
 FlexOnCpu = Literal["forward", "sdpa"]
 OtherMixers = Literal["error", "keep"]
 
@@ -45,7 +46,7 @@ class MaskHandle(Handle):
             self._active = False
             raise RuntimeError(
                 f"the model's attention implementation was set to {changed[0]!r} while a mask was in use, which took "
-                "the mask out of force; choose it with attach(..., attn_implementation=...)"
+                "the mask out of force; choose it with attach(..., backend=...)"
             )
 
     def _summary(self) -> str:
@@ -56,10 +57,12 @@ class MaskHandle(Handle):
 
 
 def attach(
-    model: nn.Module,
-    mask: Masks | Mapping[str, Masks],
+    model: nn.Module | Loaded,
+    mask: Mask | Mapping[str, Mask] | None = None,
     *,
-    attn_implementation: str | None = None,
+    per_layer: Sequence[Mask] | Mapping[str, Sequence[Mask]] | None = None,
+    layers: Sequence[int] | None = None,
+    backend: str | None = None,
     crop: bool = False,
     flex_on_cpu: FlexOnCpu = "forward",
     other_mixers: OtherMixers = "error",
@@ -72,16 +75,19 @@ def attach(
     causality nor a sliding window nor packed sequences read into position ids. A query that may attend to nothing
     gets the attention output 0 on every route.
 
-    Use it as a call (in force at once, until `.remove()`) or in a `with` statement. A mask put on top of another
-    replaces it until removed; the newest is removed first.
+    Use it as a call (in force at once, until `.remove()`) or in a `with` statement. A mask put on top of another rules
+    until it is removed; handles may be removed in any order.
 
     Args:
         model: any model whose attention goes through the attention interface of transformers, or a part of it that
-            is a model itself (`model.get_decoder()`, the language model of a vision model).
-        mask: one mask for all layers; or a sequence with one per attention layer; or, for an encoder-decoder model,
-            a dict with any of "encoder", "decoder" (square) and "cross" (decoder x encoder positions); parts that it
-            leaves out keep the model's own mask.
-        attn_implementation: "sdpa", "eager" or "flex_attention"; default the model's own.
+            is a model itself (`model.get_decoder()`, the language model of a vision model), or what `load_model`
+            returns.
+        mask: one mask for all layers; or, for an encoder-decoder model, a dict with any of "encoder", "decoder"
+            (square) and "cross" (decoder x encoder positions); parts that it leaves out keep the model's own mask.
+        per_layer: in place of `mask`, one mask for each attention layer, in order; for an encoder-decoder model a dict
+            of such lists.
+        layers: numbers of the attention layers that `mask` is for; the others keep the model's own mask.
+        backend: "sdpa", "eager" or "flex_attention"; default the model's own.
         crop: allow sequences so short that the mask lets a query attend to a key beyond their end. Without it such
             a sequence is an error; shorter sequences that lose no allowed key always run under the leading part.
         flex_on_cpu: on the CPU, FlexAttention has no backward pass. "forward" runs it and raises where a gradient is
@@ -93,10 +99,12 @@ def attach(
         A handle with `.remove()`, `.backend` and `.masks`, which is also a context manager.
 
     Raises:
-        ValueError: a mask that is not square (except "cross"), a wrong number of masks, an implementation without
+        TypeError: something that is no mask, with the call that makes one of it.
+        ValueError: a mask that is not square (except "cross"), a wrong number of masks or layers, a backend without
             masks. While the model runs: a sequence longer than the mask, a 4D attention mask, keys that the model's
             cache has dropped.
-        UnsupportedArchitecture: the model does not take the attention interface, or mixes positions in other ways.
+        UnsupportedArchitecture: the model does not take the attention interface, mixes positions in other ways, or
+            (while it runs) makes its own mask.
 
     Cost: sdpa and eager hold the mask dense, n * n bytes; flex_attention holds its blocks, and never n * n.
 
@@ -109,13 +117,15 @@ def attach(
     >>> handle.backend, handle.active
     ('sdpa', False)
     """
+    model, _ = split(model)
     _check_options(flex_on_cpu, other_mixers)
     sites = find_sites(model)
-    masks = _assign(sites, mask)
+    masks = _assign(sites, mask, per_layer, layers)
     masked = [site for site in sites if site.module in masks]
     if other_mixers == "error":
-        _refuse_mixers(model, masked)
-    backend = _implementation(model, masked, attn_implementation)
+        owners = {id(site.owner) for site in masked}
+        _refuse_mixers(model, [site for site in sites if id(site.owner) in owners])
+    backend = _implementation(model, masked, backend)
     forms = {one: MaskForms(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
         devices = {parameter.device for site in masked for parameter in site.module.parameters()}
@@ -152,59 +162,88 @@ def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
         )
 
 
-def _assign(sites: Sequence[Site], mask: object) -> dict[nn.Module, Mask]:
+def _assign(
+    sites: Sequence[Site], mask: object, per_layer: object, layers: Sequence[int] | None
+) -> dict[nn.Module, Mask]:
     """The mask of each attention module that gets one."""
+    if (mask is None) == (per_layer is None):
+        raise TypeError("attach takes either one mask or per_layer=[...], one mask for each attention layer")
+    if layers is not None and (per_layer is not None or isinstance(mask, Mapping)):
+        raise ValueError("layers= goes with one mask on one stack; per_layer= has a place for each layer")
+    value = per_layer if mask is None else mask
     by_part: dict[str, list[Site]] = {}
     for site in sites:
         by_part.setdefault("cross" if site.kind == "cross" else site.part, []).append(site)
-    two = any(site.part for site in sites)
-    if isinstance(mask, Mapping):
-        if not two:
-            raise ValueError("only an encoder-decoder model takes a dict of masks; pass one mask, or one per layer")
-        given = cast(Mapping[str, object], mask)
-        unknown = sorted(set(given) - {"encoder", "decoder", "cross"})
-        if unknown or not given:
-            raise ValueError(f'a dict of masks has keys "encoder", "decoder", "cross", got {unknown or "none"}')
-    elif two:
-        raise ValueError(
-            'an encoder-decoder model takes a dict of masks with any of "encoder", "decoder", "cross", got '
-            f"{type(mask).__name__}; or pass one half of it, such as model.get_decoder()"
-        )
-    else:
-        given = {"": mask}
-    found: dict[nn.Module, Mask] = {}
-    for part, value in given.items():
+    masks: dict[nn.Module, Mask] = {}
+    for part, one in _by_part(sites, value).items():
         here = by_part.get(part, [])
         if not here:
             raise UnsupportedArchitecture(f"the model has no {part or 'self'}-attention on the attention interface")
         _one_tower(here, part)
-        found |= dict(zip((s.module for s in here), _per_layer(value, here, part), strict=True))
-    return found
+        here = here if layers is None else [here[layer] for layer in _numbers(layers, len(here))]
+        values = [_not_a_list(one, part)] * len(here) if per_layer is None else _one_each(one, here)
+        masks |= {site.module: _checked(value, part) for site, value in zip(here, values, strict=True)}
+    return masks
 
 
-def _per_layer(value: object, sites: Sequence[Site], part: str) -> list[Mask]:
-    """One mask per site, checked."""
-    if isinstance(value, Mask):
-        masks: list[object] = [value] * len(sites)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        masks = list(cast(Sequence[object], value))
-        if len(masks) != len(sites):
-            layers = getattr(sites[0].owner.config, "num_hidden_layers", len(sites))
-            shared = f" (shared by its {layers} layers: give it one mask)" if layers > len(sites) == 1 else ""
-            raise ValueError(f"expected one mask per attention module, {len(sites)}{shared}, got {len(masks)}")
-    else:
-        raise TypeError(
-            f"expected a Mask or a sequence of them, got {type(value).__name__}; wrap a tensor with af.masks.from_dense"
-        )
-    for one in masks:
-        if not isinstance(one, Mask):
-            raise TypeError(f"expected a Mask, got {type(one).__name__}; wrap a tensor with af.masks.from_dense")
-        if part != "cross" and one.num_queries != one.num_keys:
+def _not_a_list(mask: object, part: str) -> object:
+    """One mask; a list could mean one for each layer, or for each sequence of a batch."""
+    if not isinstance(mask, list | tuple):
+        return mask
+    by_name = f'{{"{part}": [...]}}' if part else "[...]"
+    raise TypeError(
+        f"expected one Mask, got a {type(mask).__name__}: one mask for each layer is per_layer={by_name}; one for each "
+        "sequence of a batch is a 4D attention_mask for the model (af.tasks.Collator makes it), without attach"
+    )
+
+
+def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
+    """What was asked for, for each part of the model; of a model of one part, that part is ""."""
+    two = any(site.part for site in sites)
+    if not isinstance(value, Mapping):
+        if two:
             raise ValueError(
-                f"self-attention needs a square mask, got {one!r} of shape {one.shape}; a cache is handled by taking "
-                "the rows of the new tokens from a square mask over all tokens"
+                'an encoder-decoder model takes a dict of masks with any of "encoder", "decoder", "cross", got '
+                f"{type(value).__name__}; or pass one half of it, such as model.get_decoder()"
             )
-    return cast(list[Mask], masks)
+        return {"": value}
+    if not two:
+        raise ValueError("only an encoder-decoder model takes a dict of masks; pass one mask, or per_layer=[...]")
+    parts = cast(Mapping[str, object], value)
+    unknown = sorted(set(parts) - {"encoder", "decoder", "cross"})
+    if unknown or not parts:
+        raise ValueError(f'a dict of masks has keys "encoder", "decoder", "cross", got {unknown or "none"}')
+    return parts
+
+
+def _numbers(layers: Sequence[int], count: int) -> list[int]:
+    numbers = [integer("layers", layer, 0, count - 1) for layer in layers]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"layers must name at least one attention layer, each once, got {numbers}")
+    return numbers
+
+
+def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
+    """The masks given for the layers, as many as there are."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"per_layer takes a list of masks, one for each attention layer, got {type(values).__name__}")
+    masks = list(cast(Sequence[object], values))
+    if len(masks) != len(sites):
+        layers = getattr(sites[0].owner.config, "num_hidden_layers", len(sites))
+        shared = f" (shared by its {layers} layers: give it one mask)" if layers > len(sites) == 1 else ""
+        raise ValueError(f"expected one mask per attention module, {len(sites)}{shared}, got {len(masks)}")
+    return masks
+
+
+def _checked(mask: object, part: str) -> Mask:
+    if not isinstance(mask, Mask):
+        raise not_a_mask(mask)
+    if part != "cross" and mask.num_queries != mask.num_keys:
+        raise ValueError(
+            f"self-attention needs a square mask, got {mask!r} of shape {mask.shape}; a cache is handled by taking "
+            "the rows of the new tokens from a square mask over all tokens"
+        )
+    return mask
 
 
 def _one_tower(sites: Sequence[Site], part: str) -> None:
@@ -218,7 +257,7 @@ def _implementation(model: nn.Module, sites: Sequence[Site], wanted: str | None)
     """The implementation to use, supported by every owner."""
     owners = list({id(site.owner): site.owner for site in sites}.values())
     name = wanted if wanted is not None else base_implementation(owners[0].config)
-    origin = "attn_implementation" if wanted is not None else f"the implementation of {type(model).__name__}"
+    origin = "backend" if wanted is not None else f"the implementation of {type(model).__name__}"
     for owner in owners:
         check_implementation(owner, name, origin, "mask of ours")
     return name

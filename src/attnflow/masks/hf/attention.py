@@ -76,13 +76,13 @@ class MaskedAttention:
             if lost:
                 raise ValueError(
                     f"{self.name} passes {' and '.join(lost)}, which sdpa cannot apply in place of flex_attention; "
-                    "use attn_implementation='eager'"
+                    "use backend='eager'"
                 )
             return "sdpa"
         learns = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
         if torch.is_grad_enabled() and learns and not proceed.following:
             raise RuntimeError(
-                "FlexAttention computes no gradients on the CPU. Use attn_implementation='sdpa' (the same numbers), "
+                "FlexAttention computes no gradients on the CPU. Use backend='sdpa' (the same numbers), "
                 "or flex_on_cpu='sdpa' to let SDPA stand in on the CPU only; torch.no_grad() for inference"
             )
         return FLEX

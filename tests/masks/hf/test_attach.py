@@ -13,7 +13,7 @@ import attnflow as af
 from tests.models import outputs, tiny, tokens
 
 LENGTH = 8
-USE_MASK = inspect.unwrap(af.masks.attach)  # our own messages, also where a type checker would speak first
+ATTACH = inspect.unwrap(af.masks.attach)  # our own messages, also where a type checker would speak first
 WINDOW, CAUSAL = af.masks.sliding_window(LENGTH, 2), af.masks.causal(LENGTH)
 
 
@@ -69,13 +69,15 @@ def test_undone_after_exceptions_inside_and_outside_of_the_model(model):
     assert state(model) == before
 
 
-def test_nothing_is_left_behind_when_use_mask_itself_fails(model):
+def test_nothing_is_left_behind_when_attach_itself_fails(model):
     before = state(model)
-    for bad in (af.masks.full(4, 5), [WINDOW], [WINDOW] * 3):
-        with pytest.raises(ValueError, match=r"square|one mask per"):
-            af.masks.attach(model, bad)
+    with pytest.raises(ValueError, match="square"):
+        af.masks.attach(model, af.masks.full(4, 5))
+    for bad in ([WINDOW], [WINDOW] * 3):
+        with pytest.raises(ValueError, match="one mask per"):
+            af.masks.attach(model, per_layer=bad)
     with pytest.raises(ValueError, match="flash"):
-        af.masks.attach(model, WINDOW, attn_implementation="flash_attention_2")
+        af.masks.attach(model, WINDOW, backend="flash_attention_2")
     assert state(model) == before
 
 
@@ -83,7 +85,7 @@ def test_the_newest_mask_holds_and_handles_go_in_any_order(model):
     ids, before = tokens(1, LENGTH), state(model)
     with af.masks.attach(model, WINDOW):
         window = logits(model, ids)
-        with af.masks.attach(model, CAUSAL, attn_implementation="eager") as inner:
+        with af.masks.attach(model, CAUSAL, backend="eager") as inner:
             assert inner.backend == "eager"
             causal = logits(model, ids)
         assert torch.equal(logits(model, ids), window)
@@ -143,7 +145,7 @@ def test_models_that_share_a_config_do_not_share_the_mask(model):
     with torch.no_grad():
         plain_padded = twin(ids, attention_mask=real).logits
     for implementation in ("sdpa", "eager"):
-        with af.masks.attach(model, WINDOW, attn_implementation=implementation), torch.no_grad():
+        with af.masks.attach(model, WINDOW, backend=implementation), torch.no_grad():
             torch.testing.assert_close(logits(twin, ids), plain, rtol=1e-6, atol=1e-6)
             shown = twin(ids, attention_mask=real).logits[:, :6]
             torch.testing.assert_close(shown, plain_padded[:, :6], rtol=1e-6, atol=1e-6)
@@ -151,7 +153,7 @@ def test_models_that_share_a_config_do_not_share_the_mask(model):
 
 def test_copies_and_pickles_carry_the_mask_and_saved_models_do_not(model, tmp_path):
     ids = tokens(1, LENGTH)
-    with af.masks.attach(model, [WINDOW, CAUSAL]):
+    with af.masks.attach(model, per_layer=[WINDOW, CAUSAL]):
         masked = logits(model, ids)
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         model.save_pretrained(tmp_path)
@@ -249,41 +251,76 @@ def test_masks_of_size_one_and_zero(model):
     ("bad", "error", "message"),
     [
         (af.masks.full(LENGTH, 5), ValueError, r"square mask, got full\(n=8, num_keys=5\) of shape \(8, 5\)"),
-        (CAUSAL.dense(), TypeError, r"got Tensor; wrap a tensor with af\.masks\.from_dense"),
-        ([CAUSAL.dense(), CAUSAL.dense()], TypeError, "expected a Mask, got Tensor"),
-        ([CAUSAL], ValueError, "one mask per attention module, 2, got 1"),
-        ([], ValueError, "one mask per attention module, 2, got 0"),
+        (CAUSAL.dense(), TypeError, r"got Tensor; make one with af\.masks\.from_dense\(tensor\)"),
+        ([CAUSAL, WINDOW], TypeError, r"got a list: one mask for each layer is per_layer=\[...\]; one for each seq"),
         ("causal", TypeError, "got str"),
-        (None, TypeError, "got NoneType"),
+        (None, TypeError, r"attach takes either one mask or per_layer="),
         ({"decoder": CAUSAL}, ValueError, "only an encoder-decoder model takes a dict"),
     ],
 )
 def test_bad_masks(model, bad, error, message):
     with pytest.raises(error, match=message):
-        USE_MASK(model, bad)
+        ATTACH(model, bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([CAUSAL.dense(), CAUSAL.dense()], TypeError, "expected a Mask, got Tensor"),
+        ([CAUSAL], ValueError, "one mask per attention module, 2, got 1"),
+        ([], ValueError, "one mask per attention module, 2, got 0"),
+        (CAUSAL, TypeError, "per_layer takes a list of masks, one for each attention layer, got Mask"),
+    ],
+)
+def test_bad_masks_per_layer(model, bad, error, message):
+    with pytest.raises(error, match=message):
+        ATTACH(model, per_layer=bad)
+
+
+def test_a_mask_on_some_layers_leaves_the_others_their_own(model):
+    ids = tokens(1, LENGTH)
+    with af.masks.attach(model, WINDOW, layers=[1]) as handle:
+        assert list(handle.masks) == ["model.layers.1.self_attn"]
+        ours = logits(model, ids)
+    with af.masks.attach(model, per_layer=[CAUSAL, WINDOW]):
+        torch.testing.assert_close(ours, logits(model, ids), rtol=1e-12, atol=1e-12)
+    for bad, message in (([2], "layers must be at most 1, got 2"), ([], "at least one"), ([0, 0], "each once")):
+        with pytest.raises(ValueError, match=message):
+            ATTACH(model, CAUSAL, layers=bad)
+    with pytest.raises(ValueError, match="layers= goes with one mask"):
+        ATTACH(model, per_layer=[CAUSAL, CAUSAL], layers=[0])
+
+
+def test_what_load_model_returns_is_a_model(model):
+    from attnflow.models.loaded import Loaded
+
+    ids = tokens(1, LENGTH)
+    with af.masks.attach(Loaded(model, None), WINDOW) as handle:
+        assert handle.model is model
+        assert torch.equal(logits(model, ids), logits_under(model, WINDOW, ids))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_implementation": "flash_attention_2"}, "flash_attention_2.*choose one of sdpa, eager, flex_attention"),
-        ({"attn_implementation": "paged"}, "'paged'"),
+        ({"backend": "flash_attention_2"}, "flash_attention_2.*choose one of sdpa, eager, flex_attention"),
+        ({"backend": "paged"}, "'paged'"),
         ({"flex_on_cpu": "eager"}, "flex_on_cpu must be one of 'forward', 'sdpa', got 'eager'"),
         ({"other_mixers": "ignore"}, "other_mixers must be one of 'error', 'keep', got 'ignore'"),
     ],
 )
 def test_bad_options(model, options, message):
     with pytest.raises(ValueError, match=message):
-        USE_MASK(model, CAUSAL, **options)
+        ATTACH(model, CAUSAL, **options)
 
 
 def test_not_a_model(model):
-    with pytest.raises(TypeError, match="expected a transformers model, got str"):
-        USE_MASK("smollm2-135m", CAUSAL)
+    with pytest.raises(TypeError, match=r"expected a torch module or what af\.load_model returns, got str"):
+        ATTACH("smollm2-135m", CAUSAL)
     with pytest.raises(ValueError, match=r"with a config, got Linear"):
-        USE_MASK(nn.Linear(2, 2), CAUSAL)
+        ATTACH(nn.Linear(2, 2), CAUSAL)
     with pytest.raises(ValueError, match="pass the model, not one layer"):
-        USE_MASK(model.model.layers[0], CAUSAL)
+        ATTACH(model.model.layers[0], CAUSAL)
 
 
 def test_implementations_that_an_architecture_lacks():
@@ -291,7 +328,7 @@ def test_implementations_that_an_architecture_lacks():
     if model._supports_sdpa:
         pytest.skip("this version of transformers lets Gemma 2 run with sdpa, without its soft cap")
     with pytest.raises(af.UnsupportedArchitecture, match="Gemma2Model does not run with 'sdpa'"):
-        USE_MASK(model, CAUSAL, attn_implementation="sdpa")
+        ATTACH(model, CAUSAL, backend="sdpa")
 
 
 def test_models_of_several_stacks_ask_which():
@@ -306,11 +343,11 @@ def test_models_of_several_stacks_ask_which():
     )
     # A vision-language model takes a mask on its language model.
     with pytest.raises(ValueError, match=r"several stacks.*CLIPText.*CLIPVision.*pass the one"):
-        USE_MASK(model, CAUSAL)
+        ATTACH(model, CAUSAL)
     ids, image = tokens(1, LENGTH) % 20, torch.randn(1, 3, 8, 8)
     with torch.no_grad():
         text, picture = (model.text_model(ids)[0], model.vision_model(image)[0])
-        with USE_MASK(model.text_model, af.masks.full(LENGTH)):
+        with ATTACH(model.text_model, af.masks.full(LENGTH)):
             assert not torch.allclose(model.text_model(ids)[0], text, atol=1e-4)
             assert torch.equal(model.vision_model(image)[0], picture)
         assert torch.equal(model.text_model(ids)[0], text)
