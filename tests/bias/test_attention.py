@@ -1,18 +1,22 @@
 """`attention`: the choice of an implementation, and what holds whatever computes it."""
 
+import importlib
 import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
 from attnflow.bias import attention
-from attnflow.bias.attention import choose
+from attnflow.bias.attention import UNPROVEN, choose
+from attnflow.bias.call import make_call
 from attnflow.bias.terms import Additive, Dense, Guidance, Product
 from tests.bias.cases import MASKS, TERMS, Case, cast, outcome
 
 BACKENDS = ["reference", "tiled"]
+attention_module = importlib.import_module("attnflow.bias.attention")  # the room's function hides it
 
 
 def run(call, backend):
@@ -183,3 +187,36 @@ def test_a_guidance_network_with_a_zero_output_layer_changes_nothing():
     for backend in BACKENDS:
         without = attention(call.query, call.key, call.value, [], call.allow, backend=backend)[0]
         assert torch.equal(attention(call.query, call.key, call.value, [zero], call.allow, backend=backend)[0], without)
+
+
+def on_cuda(dtype=torch.bfloat16, head_dim=32, needs_grad=False):
+    """A call whose tensors say that they are on a GPU, and hold nothing."""
+    with FakeTensorMode():
+        query, key = (torch.empty(1, heads, 256, head_dim, dtype=dtype, device="cuda") for heads in (4, 2))
+        bias = Additive(torch.empty(1, 1, 256, device="cuda"))
+        query.requires_grad_(needs_grad)
+        return make_call(query, key, key, [bias], None, None, None, None, 0.0)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_auto_chooses_nothing_on_cuda_that_has_never_run_there(needs_grad):
+    call = on_cuda(needs_grad=needs_grad)
+    assert choose(call, "auto") == "flex"
+    assert choose(on_cuda(head_dim=8), "auto") == "tiled"  # what FlexAttention refuses
+    assert choose(call, "auto", need_weights=True) == "reference"
+    assert list(UNPROVEN) == ["triton"]
+    assert "never on a GPU" in UNPROVEN["triton"]
+
+
+def test_what_is_unproven_is_chosen_where_it_is_asked_for_and_by_auto_once_it_is_proven(monkeypatch):
+    class Willing:
+        def refuses(self, call):
+            return None
+
+    call = on_cuda()
+    real = attention_module.module_of
+    monkeypatch.setattr(attention_module, "module_of", lambda name: Willing() if name == "triton" else real(name))
+    assert choose(call, "triton") == "triton"
+    assert choose(call, "auto") == "flex"
+    monkeypatch.setattr(attention_module, "UNPROVEN", {})
+    assert choose(call, "auto") == "triton"

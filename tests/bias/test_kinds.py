@@ -246,6 +246,30 @@ def test_kaiming_begins_away_from_zero(kind):
     assert not config_of(kind, start=True).module(SHAPE).is_zero()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "fan_in"),
+    [
+        ("guidance", "output_weight", 64),
+        ("key", "output_weight", 64),
+        ("lowrank", "key.weight", 2 * 64),
+        ("bilinear", "query.weight", 32 * 64),
+    ],
+)
+def test_kaiming_is_hes_initialisation_of_the_last_layer(kind, name, fan_in):
+    """daa, sec. 5.7: "a standard Kaiming (He) initialization instead of zeros": std sqrt(2 / fan_in), 0.177 for 64."""
+    shape = LayerShape(index=0, num_heads=32, num_kv_heads=2, head_dim=64, hidden_size=20, is_causal=True)
+    torch.manual_seed(0)
+    module = config_of(kind, start=True, hidden_dim=64, share_heads=False).module(shape)
+    weight = module.get_parameter(name).detach()
+    assert float(weight.std()) == pytest.approx(math.sqrt(2 / fan_in), rel=0.05)
+    assert abs(float(weight.mean())) < 0.1 * math.sqrt(2 / fan_in)
+    if kind == "guidance":
+        assert math.sqrt(2 / fan_in) == pytest.approx(0.177, abs=1e-3)
+        assert not module.output_bias.any()
+        bound = 1 / math.sqrt((32 + 2) * 64)  # the hidden layer is as with init="zero"
+        assert float(module.query.weight.detach().abs().max()) == pytest.approx(bound, rel=1e-3)
+
+
 def test_what_is_cached_of_a_key_does_not_depend_on_when_it_came():
     """Columns of a prefix, extended by those of the next tokens, are the columns of all: a cache may be filled so."""
     _, keys = vectors()
