@@ -89,6 +89,11 @@ def test_no_file_imports_by_string_but_the_top_level():
     assert by_string == []
 
 
+def test_no_annotation_that_the_checker_of_types_cannot_follow():
+    """`typing.Self` in a checked module fails when it is imported under `--jaxtyping-packages`."""
+    assert [name for name, path in FILES.items() if "typing.Self" in imported(path)] == []
+
+
 @pytest.fixture(scope="module")
 def opened():
     """What happened to each room in a process where no optional package can be imported."""

@@ -67,6 +67,22 @@ def test_every_public_name_exists():
             assert getattr(module, name) is not None
 
 
+def test_no_file_hides_a_public_name():
+    """A submodule `trace.py` would take the place of a function `trace` that is bound on use, once it is imported."""
+    code = """
+import importlib, pkgutil, sys
+import attnflow
+for info in pkgutil.walk_packages(attnflow.__path__, "attnflow."):
+    if info.name != "attnflow.__main__":
+        importlib.import_module(info.name)
+rooms = ["models", "masks", "order", "audit", "tasks", "bias", "geometry", "knowledge", "report"]
+modules = {name: getattr(attnflow, name) for name in rooms}
+print([f"{room}.{name}" for room, module in modules.items() for name in module.__all__
+       if type(getattr(module, name)) is type(sys)])
+"""
+    assert python(code).strip() == "[]"
+
+
 def test_completion_shows_the_public_names_and_nothing_else():
     for module in (af, *ROOMS):
         assert {name for name in dir(module) if not name.startswith("_")} == {

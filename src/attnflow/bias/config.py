@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, Self, get_args, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from attnflow._core.checks import integer
 
@@ -26,6 +26,9 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "rope": ("keep", "remove"),
 }
 _POSITIVE: Final = ("hidden_dim", "rank", "max_length", "max_distance")
+
+
+_Config = TypeVar("_Config", bound="BiasConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class BiasConfig:
         return {"kind": self.kind, "version": self.version, **values, "layers": layers}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls: type[_Config], values: Mapping[str, object]) -> _Config:
         """From `to_dict()` of this kind.
 
         Raises:

@@ -4,3 +4,7 @@ from attnflow.order.flow import Flow, Sparse, analyze
 from attnflow.order.hasse import Hasse
 
 __all__ = ["Flow", "Hasse", "Sparse", "analyze"]
+
+
+def __dir__() -> list[str]:
+    return __all__

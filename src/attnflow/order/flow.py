@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, cast, overload
+from typing import cast, overload
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Sparse(Result):
         return {"attnflow": "Sparse", "version": self.version, "mask": mask_to_dict(self.mask), "depth": self.depth}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> Sparse:
         """What `to_dict` described."""
         content = cls._content(values)
         return cls(mask_from_dict(content.get("mask")), as_integer(content.get("depth"), "depth"))
@@ -128,7 +128,7 @@ class Flow(Result):
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> Flow:
         """The flow of the masks that `to_dict` wrote; its numbers are computed again."""
         content = cls._content(values)
         masks = [mask_from_dict(each) for each in as_list(content.get("masks"), "masks")]

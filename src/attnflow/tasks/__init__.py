@@ -50,3 +50,7 @@ __all__ = [
     "permutation_lm",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

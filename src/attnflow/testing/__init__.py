@@ -19,3 +19,7 @@ __all__ = [
     "product_depth",
     "tolerance",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
