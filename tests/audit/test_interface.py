@@ -232,9 +232,17 @@ def test_bad_arguments_of_measure(arguments, message):
         measure(tiny("Llama"), tokens(), **arguments)
 
 
-def test_a_length_that_cannot_be_told_from_a_width():
-    with pytest.raises(ValueError, match="another length"):
-        check(tiny("Llama"), tokens(length=32))  # the hidden width is 32
+@pytest.mark.parametrize("mode", ["perturb", "vjp"])
+def test_a_sequence_as_long_as_the_width(mode):
+    """The hidden width is 32: layers and the model are read as [batch, positions, width], what lies inside is not."""
+    model = tiny("Llama")
+    report = check(model, tokens(length=32), mode=mode)
+    assert report.ok
+    assert "model.layers.0" in {each.module for each in report.modules}
+    assert "model.layers.0.mlp" in {name for name, _ in report.skipped}
+    with wrapped(model.model.layers[1].mlp, lambda out, hidden: out + hidden.roll(-1, dims=1)):
+        first = check(model, tokens(length=32), mode=mode).violations[0]
+    assert (first.module, first.source) == ("model.layers.1", first.target + 1)
 
 
 class Plain(nn.Module):

@@ -231,12 +231,6 @@ class Auditor:
                 f"order with {len(relation.layers)}"
             )
         watched = {event.key.module for event in events if event.key.side == "out"}
-        unclear = [name for name in (*runner.layer_names, "") if name in runner.skipped and name not in watched]
-        if unclear:
-            raise ValueError(
-                f"cannot tell the sequence axis of {unclear[0] or type(self.model).__name__}: "
-                f"{runner.skipped[unclear[0]]}; pass a sequence of another length"
-            )
         if not watched:
             raise UnsupportedArchitecture(
                 f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "

@@ -68,7 +68,7 @@ class Replay:
 
     def rows(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """(a view [batch, positions, width], joint position of its first row)."""
-        found = canonical(tensor, self.frame)
+        found = canonical(tensor, self.frame, layered=True)
         return found if isinstance(found, tuple) else None
 
     def run(self, changed: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Tensor, int]:

@@ -72,8 +72,12 @@ def layer_names(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def canonical(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | str | None:
-    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it cannot be told."""
+def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
+    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it cannot be told.
+
+    Of a tensor whose width is the length of the sequence too, only a layer's or the model's is read, as [batch,
+    positions, width]: inside a layer either axis may be the sequence.
+    """
     if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
         return None
     sizes = list(tensor.shape)
@@ -89,11 +93,9 @@ def canonical(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | str | None:
         axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
     if not axes:
         return None
-    if len(axes) > 1:
-        # [batch, heads, queries, keys]: the rows are the queries
-        if len(sizes) < 4 or axes != [len(sizes) - 2, len(sizes) - 1]:
-            return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
-        axes = axes[:1]
+    scores = len(sizes) > 3 and axes == [len(sizes) - 2, len(sizes) - 1]  # [batch, heads, queries, keys]: of queries
+    if len(axes) > 1 and not scores and not (layered and len(sizes) == 3):
+        return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
     values = tensor.movedim(axes[0], 1)
     return values.reshape(values.shape[0], values.shape[1], -1), frame.segments[sizes[axes[0]]]
 
@@ -164,12 +166,12 @@ class Tracer:
             self._current.pop()
 
     def _emit(self, key: Key, blame: str, tensor: Tensor) -> None:
-        found = canonical(tensor, self.frame)
-        if isinstance(found, str):
-            self.skipped[key.module] = found
-        elif found is not None:
+        rows = canonical(tensor, self.frame, layered=key.module in self.layers or not key.module)
+        if isinstance(rows, str):
+            self.skipped[key.module] = rows
+        elif rows is not None:
             label = blame or type(self.model).__name__
-            self.visit(Event(key, label, self._current[-1], self.depth, found[1], found[0], tensor))
+            self.visit(Event(key, label, self._current[-1], self.depth, rows[1], rows[0], tensor))
 
 
 def _leaves(root: object) -> list[tuple[str, Tensor]]:
