@@ -165,3 +165,62 @@ def test_a_mask_mod_of_any_value_but_bool_is_refused(dtype):
 def test_a_mask_mod_may_ignore_an_argument():
     assert masks.from_mask_mod(lambda b, h, q, k: k < 2, 3, 4).dense().int().tolist() == [[1, 1, 0, 0]] * 3
     assert masks.from_mask_mod(lambda b, h, q, k: q < 1, 2).dense().int().tolist() == [[1, 1], [0, 0]]
+
+
+WINDOW = masks.sliding_window(3, 2)
+TABLE = WINDOW.dense()
+ADVISED = {
+    "function": WINDOW.mask_mod,
+    "block_mask": WINDOW.block_mask(2),
+    "tensor": TABLE,
+    "array": TABLE.numpy(),
+    "rows": TABLE.tolist(),
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (ADVISED["function"], "from_mask_mod(function, num_queries)"),
+        (ADVISED["block_mask"], "from_mask_mod(block_mask.mask_mod, *block_mask.shape[-2:])"),
+        (ADVISED["array"], "from_dense(torch.from_numpy(array))"),
+        (ADVISED["rows"], "from_dense(torch.tensor(rows))"),
+        (ADVISED["tensor"], "from_dense(tensor)"),
+        (TABLE[None, None], "from_dense(tensor[0][0])"),
+        (torch.where(TABLE, 0.0, -torch.inf)[None, None], "from_dense(tensor[0][0] == 0)"),
+        (TABLE.int(), "from_dense(tensor.bool())"),
+    ],
+)
+def test_the_advice_of_an_error_makes_the_mask(value, advice):
+    """What the message says is run as it stands."""
+    with pytest.raises(TypeError, match=r"expected a Mask, got .*af\.masks\.") as caught:
+        unchecked(masks.Mask.__and__)(WINDOW, value)
+    assert advice in str(caught.value)
+    names = {**ADVISED, "tensor": value, "torch": torch, "num_queries": 3}
+    assert eval(advice, {**names, **{name: getattr(masks, name) for name in masks.__all__}}) == WINDOW
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "advice"),
+    [
+        (masks.from_dense, WINDOW, "got a Mask, which needs no wrapping"),
+        (masks.from_dense, ADVISED["rows"], r"got list; pass torch\.tensor\(rows\)"),
+        (masks.from_dense, ADVISED["block_mask"], r"from_mask_mod\(block_mask.mask_mod"),
+        (masks.from_dense, ADVISED["function"], r"from_mask_mod\(function, num_queries"),
+        (masks.from_dense, ADVISED["array"], r"from_dense\(torch.from_numpy\(array\)\)"),
+        (lambda value: masks.from_mask_mod(value, 3), TABLE, r"from_dense\(tensor\)"),
+        (lambda value: masks.from_mask_mod(value, 3), ADVISED["block_mask"], r"from_mask_mod\(block_mask.mask_mod"),
+        (WINDOW.difference, masks.causal, "call causal with its arguments first"),
+        (WINDOW.difference, "causal", r"the catalogue, such as af.masks.causal\(n\)"),
+    ],
+)
+def test_constructors_name_the_one_that_is_right(make, value, advice):
+    with pytest.raises(TypeError, match=advice):
+        unchecked(make)(value) if make is masks.from_dense else make(value)
+
+
+def test_a_task_in_place_of_its_mask():
+    from attnflow import tasks
+
+    with pytest.raises(TypeError, match=r"got Task; pass its \.mask"):
+        unchecked(masks.Mask.__and__)(WINDOW, tasks.causal_lm([1, 2, 3])[0])

@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache
 
-from attnflow.models.interception import IMPLEMENTATIONS, check_implementation, intercept, request_of
+from attnflow.models.interception import IMPLEMENTATIONS, check_implementation, intercept
+from attnflow.models.mask_request import request_of
 from attnflow.models.sites import find_sites, models_around
 from tests.models import outputs, tiny, tokens
 from tests.models.table import BIDIRECTIONAL, CAUSAL

@@ -358,7 +358,7 @@ def _how_to_make_one(value: object) -> str:
         return f"make one with {make}from_dense({table})"
     if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
         return f"make one with {make}from_mask_mod(block_mask.mask_mod, *block_mask.shape[-2:])"
-    if callable(value) and getattr(value, "__module__", "").startswith("attnflow.masks."):
+    if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
         return f"call {getattr(value, '__name__', 'it')} with its arguments first"
     if callable(value):
         return f"make one with {make}from_mask_mod(function, num_queries)"

@@ -10,7 +10,8 @@ import torch
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.hf.forms import MaskForms
 from attnflow.masks.hf.positions import Positions
-from attnflow.models.interception import FLEX, AttentionCall, MaskRequest, Output, Proceed
+from attnflow.models.interception import AttentionCall, Output, Proceed
+from attnflow.models.mask_request import FLEX, MaskRequest
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnflow.masks.hf.forms import MaskForms, Span
-from attnflow.models.interception import FLEX, AttentionMask, MaskRequest
+from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest
 
 
 class Positions:

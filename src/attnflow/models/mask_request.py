@@ -1,0 +1,180 @@
+"""What a model asked transformers for when it made a mask: a note beside the mask, found again by its identity."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+AttentionMask = Tensor | BlockMask | None
+
+FLEX: Final = "flex_attention"
+_REQUEST: Final = "_attnflow_request"  # of a mask
+_recent: Final[deque[ref[Tensor]]] = deque(maxlen=16)  # masks that were made, to know copies of them by
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRequest:
+    """What a model asked transformers for when it made a mask.
+
+    Attributes:
+        batch_size: sequences.
+        num_queries: new tokens.
+        num_keys: keys, those of a cache included.
+        first_query: position of the first query; a tensor only while a model with a static cache is compiled.
+        first_key: position of the first key, above 0 where a sliding cache has dropped some.
+        padding: [batch, positions], False or 0 at pads, or None.
+        arguments: of transformers' mask function, all of them.
+        derived: what interceptors make of the request; it lives as long as the mask, so that layers share it.
+    """
+
+    batch_size: int
+    num_queries: int
+    num_keys: int
+    first_query: int | Tensor = 0
+    first_key: int = 0
+    padding: Tensor | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    derived: dict[object, Any] = field(default_factory=dict)
+
+    def pads(self) -> tuple[Tensor | None, Tensor | None]:
+        """(real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None if there are none.
+
+        A compiled model cannot look into its padding: there both are tensors if there is a padding mask at all.
+        """
+        if self.padding is None:
+            return None, None
+        if "pads" not in self.derived:
+            self.derived["pads"] = self._pads(self.padding.bool(), not torch.compiler.is_compiling())
+        return self.derived["pads"]
+
+    def _pads(self, padding: Tensor, eager: bool) -> tuple[Tensor | None, Tensor | None]:
+        slots = self.first_key + self.num_keys
+        if padding.shape[1] < slots:
+            padding = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
+        padding = padding[:, :slots]
+        written = self.first_query + self.num_queries  # a static cache has written nothing behind
+        if eager and bool(padding[:, :written].all()):
+            return None, None
+        left = (~padding).cumprod(dim=1).sum(dim=1)
+        return padding, None if eager and not bool(left.any()) else left
+
+    def own(self, implementation: str) -> AttentionMask:
+        """The mask that the model would have had without us."""
+        key = "own", implementation
+        if key not in self.derived:
+            mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**self.arguments))
+            self.derived[key] = mask
+        return self.derived[key]
+
+
+def request_of(mask: object) -> MaskRequest | None:
+    """What the model asked for when transformers made this mask; None of a mask of another making.
+
+    A copy (on another device, or detached for gradient checkpointing) is known by its values, as long as the mask that
+    it was copied from is alive.
+    """
+    request = getattr(mask, _REQUEST, None)
+    if isinstance(mask, Tensor) and request is not None and _version(mask) != request.derived.get("version"):
+        return None  # the model has written into it
+    if request is None and isinstance(mask, BlockMask):  # `BlockMask.to` keeps nothing but this function
+        request = getattr(mask.mask_mod, _REQUEST, None)
+    if request is None and isinstance(mask, Tensor) and not torch.compiler.is_compiling():
+        request = _request_of_copy(mask)
+    return cast("MaskRequest | None", request)
+
+
+def _request_of_copy(mask: Tensor) -> MaskRequest | None:
+    alive = [one for one in (reference() for reference in _recent) if one is not None and one.shape == mask.shape]
+    same = [one for one in alive if one.dtype == mask.dtype and torch.equal(one, mask.detach().to(one.device))]
+    requests = [cast(MaskRequest, getattr(one, _REQUEST)) for one in same]
+    places = {(r.first_query, r.first_key, id(r.padding)) for r in requests}
+    return requests[-1] if len(places) == 1 else None
+
+
+def mask_function(implementation: str, replaced: bool) -> Callable[..., AttentionMask]:
+    """The mask function to register for an implementation: transformers' own, which leaves a note on what it makes.
+
+    Args:
+        implementation: "sdpa", "eager" or "flex_attention".
+        replaced: whether a mask will not be used, but must be there; under FlexAttention it says the padding alone.
+    """
+
+    def make(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        **others: Any,
+    ) -> AttentionMask:
+        if isinstance(q_offset, Tensor):
+            # A static cache hands out its live counter, which the first layer moves on before it attends.
+            q_offset = q_offset.clone() if torch.compiler.is_compiling() else int(q_offset)
+        arguments = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "attention_mask": attention_mask,
+            **others,
+        }
+        request = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, arguments)
+        if replaced and implementation == FLEX:
+            mask: AttentionMask = _padding_alone(request)
+        else:
+            skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if replaced else {}
+            mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**(arguments | skips)))
+        if isinstance(mask, Tensor) and replaced and not torch.is_grad_enabled():
+            mask = mask.contiguous()  # as `generate` wants masks made in advance, which would copy it otherwise
+        if mask is not None:
+            _note(mask, request)
+        return mask
+
+    return make
+
+
+def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
+    setattr(mask, _REQUEST, request)
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(mask, BlockMask):
+        setattr(mask.mask_mod, _REQUEST, request)
+    else:
+        request.derived["version"] = _version(mask)
+        _recent.append(ref(mask))
+
+
+def _version(mask: Tensor) -> int | None:
+    """How often a tensor has been written to, where torch counts it."""
+    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
+
+
+def _padding_alone(request: MaskRequest) -> BlockMask:
+    """A block mask of one block, which lets every query attend to every key that is no pad."""
+    device = request.arguments.get("device", "cpu")
+    real = torch.ones(request.batch_size, request.num_keys, dtype=torch.bool, device=device)
+    if request.padding is not None:
+        given = request.padding[:, request.first_key : request.first_key + request.num_keys].to(device).bool()
+        real = torch.nn.functional.pad(given, (0, request.num_keys - given.shape[1]))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return real[b, k]
+
+    size = request.batch_size, 1, 1
+    return BlockMask.from_kv_blocks(
+        torch.ones(size, dtype=torch.int32, device=device),
+        torch.zeros((*size, 1), dtype=torch.int32, device=device),
+        BLOCK_SIZE=(max(request.num_queries, 1), max(request.num_keys, 1)),
+        mask_mod=mask_mod,
+        seq_lengths=(request.num_queries, request.num_keys),
+    )
