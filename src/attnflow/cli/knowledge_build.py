@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
 
 
 class Split(StrEnum):
@@ -38,17 +37,21 @@ def knowledge_build(
     Each line of a text file becomes an entry with its embedding; in "key<tab>value" only the key is embedded. If it is
     interrupted, the same command goes on where it was.
     """
-    from attnflow.cli import _knowledge
+    from attnflow.cli._knowledge import durable, note_truncated, shown
+    from attnflow.knowledge import texts
+    from attnflow.knowledge.store.backends import check_uri
 
     if (file is None) == (from_model is None):
         raise BadUsage("give a FILE or --from-model, one of them")
-    with working("reading") as spinner:
+    durable(store)
+    check_uri(store)
+    with working(f"reading {file or from_model}") as spinner:
         if file is not None:
-            done = _knowledge.build(store, file, encoder, split.value, spinner)
+            written = texts.build(store, file, encoder, split=split.value, progress=shown(spinner, "embedding"))
         else:
-            spinner(f"loading {from_model}")
-            done = _knowledge.build_from_model(store, str(from_model), spinner)
+            written = texts.build_from_model(store, str(from_model), progress=shown(spinner, "writing"))
+    note_truncated(written.truncated, written.entries)
     if json_output:
-        print_json("attnflow.knowledge.build/1", asdict(done))
+        print_result(written)
         return
-    say(console(), done.line)
+    say(console(), str(written))

@@ -18,11 +18,12 @@ def knowledge_delete(
 
     All of them, or none if one is unknown. Their ids are not given out again.
     """
-    from attnflow.cli import _knowledge
+    from attnflow.cli._knowledge import opened
 
     unique = list(dict.fromkeys(ids))
-    with working(f"opening {store}"):
-        left = _knowledge.delete(store, unique)
+    with working(f"opening {store}"), opened(store, read_only=False, search="exact") as held:
+        held.delete(unique)
+        left = len(held)
     if json_output:
         print_json("attnflow.knowledge.delete/1", {"store": store, "ids": unique, "entries": left})
         return

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
+
+_LARGEST = 2**63 - 1
 
 
 def knowledge_insert(
@@ -22,9 +24,11 @@ def knowledge_insert(
     source: Annotated[str | None, typer.Option("--source", metavar="TEXT", help="Where they come from.")] = None,
     ids: Annotated[
         list[int] | None,
-        typer.Option(
-            "--id", metavar="ID", min=0, max=2**63 - 1, help="Correct the entry with this id; once for each text."
-        ),
+        typer.Option("--id", metavar="ID", min=0, max=_LARGEST, help="Correct the entry with this id, once for each."),
+    ] = None,
+    new_ids: Annotated[
+        list[int] | None,
+        typer.Option("--new-id", metavar="ID", min=0, max=_LARGEST, help="Give a new entry this id, once for each."),
     ] = None,
     encoder: Annotated[
         str | None, typer.Option("--encoder", metavar="MODEL", help="Default: the one that made the entries.")
@@ -33,18 +37,29 @@ def knowledge_insert(
 ) -> None:
     """Insert entries into a store.
 
-    New ones get ids that were never used before; with --id, the entry keeps its id and gets the next version.
+    New ones get ids that were never used before, or those of --new-id; with --id, the entry keeps its id and gets the
+    next version.
     """
-    from attnflow.cli import _knowledge, _stores
+    from attnflow.cli._knowledge import note_truncated, opened, shown
+    from attnflow.knowledge import texts
+    from attnflow.knowledge.records import read_records, readable, records
 
-    new = _stores.given(text, value, file, source)
-    with working(f"opening {store}") as spinner:
-        written, version, total = _knowledge.insert(store, new, ids, encoder, spinner)
+    if (file is None) == (not text):
+        raise BadUsage("give --text or --file, one of them")
+    if ids and new_ids:
+        raise BadUsage("--id corrects entries, --new-id makes new ones: give one of them")
+    new = records(text or [], value, source) if file is None else read_records(file, source=source)
+    with working(f"opening {store}") as spinner, opened(store, read_only=False, search="exact") as held:
+        progress = shown(spinner, "embedding")
+        if ids:
+            written = texts.correct(held, ids, new, encoder=encoder, progress=progress)
+        else:
+            written = texts.insert(held, new, ids=new_ids or None, encoder=encoder, progress=progress)
+    note_truncated(written.truncated, len(new))
     if json_output:
-        about = {"store": store, "ids": written, "encoder": version, "entries": total}
-        print_json("attnflow.knowledge.insert/1", about)
+        print_result(written)
         return
     screen = console()
-    for key, record in zip(written, new, strict=True):
-        say(screen, f"{key}  {_stores.shown(record.text)}")
-    say(screen, f"{store} holds {total:,} entries")
+    for key, record in zip(written.ids, new, strict=True):
+        say(screen, f"{key}  {readable(record.text)}")
+    say(screen, f"{store} holds {written.entries:,} entries")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import warnings
 from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._output import JsonFlag, console, print_result, say, working
 
 
 def knowledge_reembed(
@@ -22,11 +22,15 @@ def knowledge_reembed(
     Those that another encoder version made, from their texts, batch by batch. If it is interrupted, the same command
     goes on where it was.
     """
-    from attnflow.cli import _knowledge
+    from attnflow.cli._knowledge import opened, shown
+    from attnflow.knowledge import TextEncoder, reembed
 
-    with working(f"opening {store}") as spinner:
-        done = _knowledge.reembed(store, encoder, spinner)
+    with working(f"opening {store}") as spinner, opened(store, read_only=False, search="exact") as held:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
+            now = TextEncoder.of(held, encoder, current=True)
+            done = reembed(held, now, progress=shown(spinner, "embedding"))
     if json_output:
-        print_json("attnflow.knowledge.reembed/1", {"store": store, **asdict(done)})
+        print_result(done)
         return
     say(console(), f"{store}: {done}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_json, say, working
+from attnflow.cli._output import JsonFlag, console, print_result, say, working
 
 
 def knowledge_stats(
@@ -28,14 +29,15 @@ def knowledge_stats(
 
     How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates or drift and found some.
     """
-    from attnflow.cli import _knowledge
+    from attnflow.cli._knowledge import opened, shown
+    from attnflow.knowledge import texts
 
-    with working(f"opening {store}") as spinner:
-        found = _knowledge.stats(store, threshold if duplicates else None, drift, encoder, sample, spinner)
+    with working(f"opening {store}") as spinner, opened(store) as held, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
+        asked = {"threshold": threshold if duplicates else None, "sample": sample if drift else None}
+        inspection = texts.inspect(held, **asked, encoder=encoder, progress=shown(spinner, "comparing"))
     if json_output:
-        print_json("attnflow.knowledge.stats/1", found.to_dict())
+        print_result(inspection)
     else:
-        screen = console()
-        for line in found.lines():
-            say(screen, line)
-    raise typer.Exit(1 if found.found else 0)
+        say(console(), str(inspection))
+    raise typer.Exit(0 if inspection.ok else 1)

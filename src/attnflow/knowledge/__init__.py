@@ -18,6 +18,7 @@ from attnflow.knowledge.provenance import Trace
 from attnflow.knowledge.store import Entry, Store, StoreError
 
 if TYPE_CHECKING:
+    from attnflow.knowledge.hf import texts
     from attnflow.knowledge.hf.activity import activity
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
@@ -51,6 +52,7 @@ __all__ = [
     "from_ffn",
     "reembed",
     "save_entries",
+    "texts",
     "to_ffn",
     "trace",
 ]

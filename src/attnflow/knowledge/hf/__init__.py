@@ -7,6 +7,7 @@ from attnflow._core.errors import MissingExtra
 if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
 
+from attnflow.knowledge.hf import texts
 from attnflow.knowledge.hf.activity import activity
 from attnflow.knowledge.hf.attach import attach
 from attnflow.knowledge.hf.convert import from_ffn, to_ffn
@@ -23,6 +24,7 @@ __all__ = [
     "attach",
     "from_ffn",
     "save_entries",
+    "texts",
     "to_ffn",
     "trace",
 ]

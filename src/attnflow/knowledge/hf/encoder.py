@@ -22,6 +22,9 @@ from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import integer, preview
 from attnflow.knowledge.encoder import Progress
+from attnflow.knowledge.records import SEPARATOR
+from attnflow.knowledge.store import Store
+from attnflow.models.evaluation import evaluating
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.packages import MODELS
@@ -29,6 +32,8 @@ from attnflow.models.packages import MODELS
 Pooling = Literal["mean", "first"]
 
 _POOLINGS: Final = ("mean", "first")
+_POOLING: Final = "1_Pooling/config.json"
+_CONVERTED: Final = "from_ffn:"
 _WINDOW: Final = 64  # batches that are sorted by length together: all tokens of a million texts need not fit
 _DIGITS: Final = 12  # of the digest in a version
 
@@ -106,6 +111,11 @@ class TextEncoder:
             source = str(getattr(self.model.config, "name_or_path", "") or "")
         if "decoder_input_ids" in inspect.signature(self.model.forward).parameters:
             raise ValueError(f"{self.name} has an encoder and a decoder; pass (model.get_encoder(), tokenizer)")
+        if pooling is None and _writes_texts(self.model) and not _beside(source, _POOLING):
+            raise ValueError(
+                f"{self.name} is a decoder that writes texts ({type(self.model).__name__}), and nothing beside it says "
+                'that it embeds them: take an encoder, such as "minilm"; in Python, pooling="mean" takes it all the same'
+            )
         self.pooling: Pooling = _pooling(source) if pooling is None else pooling
         if self.pooling not in _POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
@@ -114,6 +124,41 @@ class TextEncoder:
         self.batch_size = integer("batch_size", batch_size, 1)
         self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
         integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
+
+    @classmethod
+    def of(cls, store: Store, name: str | None = None, *, current: bool = False) -> TextEncoder:
+        """The encoder that made the entries of a store, found by the version that is stored with them; or another.
+
+        Args:
+            store: with entries of texts.
+            name: of the encoder to take instead.
+            current: take it as it is now, even if it has changed since, as for embedding the entries anew.
+
+        Raises:
+            ValueError: entries that no encoder of texts made, or that do not say which one did, or one that has changed.
+        """
+        encoders = store.stats().encoders
+        version = max(encoders, key=lambda one: encoders[one], default="")
+        if version.startswith(_CONVERTED):
+            raise ValueError(
+                f"{store.uri} holds feed-forward entries of {version.removeprefix(_CONVERTED)}, not of texts: see "
+                "`attnflow knowledge trace` for those that a text activates"
+            )
+        if name is None and not version and len(store):
+            raise ValueError(f"{store.uri} does not say which encoder made its entries: name it (--encoder NAME)")
+        chosen = name or version.rpartition("@")[0] or "minilm"
+        encoder = cls(chosen)
+        if not version or encoder.version == version:
+            return encoder
+        keyed = cls((encoder.model, encoder.tokenizer), name=encoder.name, separator=SEPARATOR)
+        if keyed.version == version or (current and _has_keys(store)):  # versions do not say it, but these are the two
+            return keyed
+        if not current and name is None:
+            raise ValueError(
+                f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing. "
+                f"`attnflow knowledge reembed {store.uri}` embeds them anew; --encoder {chosen} searches all the same"
+            )
+        return encoder
 
     @property
     def dim(self) -> int:
@@ -211,9 +256,21 @@ class TextEncoder:
         return (functional.normalize(pooled, dim=-1) if self.normalise else pooled).cpu()
 
 
+def _writes_texts(model: PreTrainedModel) -> bool:
+    """Whether a model is a decoder with a language model's head."""
+    config = model.config
+    names = [type(model).__name__, *(getattr(config, "architectures", None) or [])]
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def _has_keys(store: Store) -> bool:
+    """Whether entries have keys and values."""
+    return any(SEPARATOR in (entry.text or "") for entry in store.get(store.ids()[:1]))
+
+
 def _pooling(source: str) -> Pooling:
     """What sentence-transformers wrote beside the model; means where it wrote nothing."""
-    settings = _beside(source, "1_Pooling/config.json")
+    settings = _beside(source, _POOLING)
     chosen = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
     if not chosen or chosen == ["pooling_mode_mean_tokens"]:
         return "mean"

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from torch import Tensor
 
-from attnflow._core.markup import shorten
+from attnflow._core.markup import plural, shorten
 from attnflow._core.results import Result
 
 
@@ -73,3 +73,17 @@ class StoreStats(Result):
     versions: Mapping[int, int]
     encoders: Mapping[str, int]
     snapshots: tuple[str, ...]
+
+    def __str__(self) -> str:
+        size = "" if self.bytes_on_disk is None else f", {self.bytes_on_disk / 2**10:,.0f} KiB"
+        columns = f" and {plural(self.num_thresholds, 'threshold column')}" if self.num_thresholds else ""
+        made = sorted(self.encoders.items(), key=lambda item: -item[1])
+        return "\n".join(
+            [
+                f"{self.uri} ({self.backend}): {plural(self.count, 'entry', 'entries')} of width {self.dim}{columns}{size}",
+                f"search     {self.mode}: {self.reason}",
+                *(f"made by    {name or '(unknown)'}: {count:,}" for name, count in made),
+                "versions   " + (", ".join(f"{v}: {n:,}" for v, n in sorted(self.versions.items())) or "none"),
+                "snapshots  " + (", ".join(self.snapshots) or "none"),
+            ]
+        )

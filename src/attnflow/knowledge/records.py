@@ -1,0 +1,109 @@
+"""Texts that become entries: lines or paragraphs of a file, or keys with values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, cast
+
+Split = Literal["line", "paragraph"]
+
+SEPARATOR: Final = "\t"  # between the key of an entry, which is embedded, and its value
+
+
+@dataclass(frozen=True)
+class Record:
+    """An entry to be.
+
+    Attributes:
+        text: what it says; with a value, "key<tab>value", of which the key is embedded.
+        source: where it comes from.
+    """
+
+    text: str
+    source: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it comes from, or how it begins."""
+        return self.source or repr(self.text[:20])
+
+
+def records(texts: Sequence[str], values: Sequence[str] | None = None, source: str | None = None) -> list[Record]:
+    """Texts as records; with values, texts are their keys.
+
+    Raises:
+        ValueError: an empty text, a tab in a key, or another number of values than of texts.
+    """
+    if values and len(values) != len(texts):
+        raise ValueError(f"give one value for each text: got {len(values)} and {len(texts)}")
+    if not all(text.strip() for text in texts):
+        raise ValueError("a text is empty")
+    return [Record(_keyed(*pair), source) for pair in zip(texts, values or [None] * len(texts), strict=True)]
+
+
+def read_records(path: str | Path, split: Split = "line", source: str | None = None) -> list[Record]:
+    """The records of a file: lines or paragraphs of text; of a .jsonl file, objects with "text" or "key" and "value".
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: nothing in it, not UTF-8, or a line that is no such object.
+    """
+    file = Path(path).expanduser()
+    try:
+        content = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if file.suffix.lower() in (".jsonl", ".ndjson"):
+        numbered = ((i, line) for i, line in enumerate(content.splitlines(), 1) if line.strip())
+        read = [_from_json(f"{file.name}:{i}", line, source) for i, line in numbered]
+    else:
+        parts = _paragraphs(content) if split == "paragraph" else _lines(content)
+        read = [Record(text, source or f"{file.name}:{i}") for i, text in parts]
+    if not read:
+        raise ValueError(f"{path} holds no text")
+    return read
+
+
+def readable(text: str | None) -> str:
+    """The text of an entry as people read it."""
+    return (text or "(no text)").replace(SEPARATOR, " -> ")
+
+
+def _keyed(key: str, value: str | None, place: str = "") -> str:
+    if value is None:
+        return key
+    if SEPARATOR in key:
+        raise ValueError(f"{place}{': ' if place else ''}a key cannot hold a tab, got {key!r}")
+    return f"{key}{SEPARATOR}{value}"
+
+
+def _from_json(place: str, line: str, source: str | None) -> Record:
+    try:
+        parsed = cast(object, json.loads(line))
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON: {error}") from error
+    fields = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
+    key = fields.get("key", fields.get("text"))
+    value = fields.get("value", fields.get("text") if "key" in fields else None)
+    where = fields.get("source", source or place)
+    if not (isinstance(key, str) and key.strip() and isinstance(value, str | None) and isinstance(where, str | None)):
+        raise ValueError(f'{place} must be an object with "text", or "key" and "value", and maybe "source": all strings')
+    return Record(_keyed(key, value, place), where)
+
+
+def _lines(content: str) -> Iterator[tuple[int, str]]:
+    return ((i, line.strip()) for i, line in enumerate(content.splitlines(), 1) if line.strip())
+
+
+def _paragraphs(content: str) -> Iterator[tuple[int, str]]:
+    start, lines = 0, list[str]()
+    for i, line in enumerate([*content.splitlines(), ""], 1):
+        if line.strip():
+            start = start if lines else i
+            lines.append(line.strip())
+        elif lines:
+            yield start, " ".join(lines)
+            lines = []
