@@ -10,6 +10,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from attnflow.knowledge.hf.encoder import TextEncoder
+from attnflow.knowledge.hf.texts import Inspection, Matches
 from attnflow.knowledge.store import Store
 from attnflow.models.packages import MODELS
 
@@ -72,8 +73,8 @@ def test_build_from_paragraphs_and_json_lines(run, tmp_path, encoder, file):
     found = json.loads(
         run("knowledge", "build", place, file, "--encoder", encoder, "--split", "paragraph", "--json").out
     )
-    assert found["schema"] == "attnflow.knowledge.build/1"
-    assert (found["entries"], found["written"], found["dim"], found["backend"]) == (2, 2, 16, "lancedb")
+    assert found["attnflow"] == "Written"
+    assert (found["entries"], found["ids"], found["dim"], found["backend"]) == (2, [0, 1], 16, "lancedb")
     assert next((e.text, e.source) for e in entries(place)) == ("the cat sat on the mat", "lines.txt:1")
     assert found["truncated"] == ["lines.txt:3"]
     path = tmp_path / "facts.jsonl"
@@ -100,12 +101,12 @@ def test_what_is_cut_is_said(run, tmp_path, encoder):
     path.write_text("a dog\n" + "the cat sat on the mat " * 3)
     code, _, err = run("knowledge", "build", str(tmp_path / "store"), str(path), "--encoder", encoder)
     assert code == 0
-    assert "1 of 2 texts have more than 8 tokens, and their ends are not embedded: long.txt:2" in err
+    assert "1 of 2 texts are longer than the encoder reads, and their ends are not embedded: long.txt:2" in err
 
 
 def test_an_interrupted_build_goes_on(run, tmp_path, encoder, file, monkeypatch):
     place = str(tmp_path / "store")
-    monkeypatch.setattr("attnflow.cli._stores._WINDOW", 2)
+    monkeypatch.setattr("attnflow.knowledge.hf.texts._WINDOW", 2)
     encode, calls = TextEncoder.encode, []
 
     def stop(self, texts, progress=None):
@@ -118,7 +119,7 @@ def test_an_interrupted_build_goes_on(run, tmp_path, encoder, file, monkeypatch)
     assert run("knowledge", "build", place, file, "--encoder", encoder).code == 130
     assert len(entries(place)) == 4
     found = json.loads(run("knowledge", "build", place, file, "--encoder", encoder, "--json").out)
-    assert (found["entries"], found["written"]) == (5, 1)
+    assert (found["entries"], found["ids"]) == (5, [4])
     assert [e.text for e in entries(place)] == TEXTS
     code, _, err = run("knowledge", "build", place, file, "--encoder", encoder)
     assert code == 2
@@ -135,14 +136,14 @@ def test_search(run, encoder, store):
     assert lines[1].split() == ["id", "score", "text", "source"]
     assert lines[2].split() == ["2", "1.000", "the", "cat", "sat", "lines.txt:4"]
     found = json.loads(run("knowledge", "search", store, "the cat sat", "-k", "9", "--json").out)
-    assert found["schema"] == "attnflow.knowledge.search/1"
+    assert Matches.from_dict(found).matches[0].text == "the cat sat"
     assert (found["label"], found["total"], found["other_encoders"]) == ("exact", 5, 0)
     scores = TextEncoder(encoder)(TEXTS) @ TextEncoder(encoder)(["the cat sat"])[0]
-    assert [hit["id"] for hit in found["results"]] == scores.argsort(descending=True).tolist()
-    assert [hit["score"] for hit in found["results"]] == pytest.approx(scores.sort(descending=True).values.tolist())
-    least = str(found["results"][1]["score"] + 1e-4)
+    assert [hit["id"] for hit in found["matches"]] == scores.argsort(descending=True).tolist()
+    assert [hit["score"] for hit in found["matches"]] == pytest.approx(scores.sort(descending=True).values.tolist())
+    least = str(found["matches"][1]["score"] + 1e-4)
     above = json.loads(run("knowledge", "search", store, "the cat sat", "--above", least, "--json").out)
-    assert [hit["id"] for hit in above["results"]] == [2]
+    assert [hit["id"] for hit in above["matches"]] == [2]
 
 
 def test_insert_correct_and_delete(run, encoder, store, file):
@@ -150,13 +151,8 @@ def test_insert_correct_and_delete(run, encoder, store, file):
     assert (code, err) == (0, "")
     assert out.splitlines() == ["5  rain", "6  wind", f"{store} holds 7 entries"]
     found = json.loads(run("knowledge", "insert", store, "--text", "a cat", "--id", "0", "--json").out)
-    assert found == {
-        "schema": "attnflow.knowledge.insert/1",
-        "store": store,
-        "ids": [0],
-        "encoder": TextEncoder(encoder).version,
-        "entries": 7,
-    }
+    assert (found["store"], found["ids"], found["entries"]) == (store, [0], 7)
+    assert found["encoder"] == TextEncoder(encoder).version
     corrected = entries(store)[0]
     assert (corrected.text, corrected.version, corrected.source) == ("a cat", 2, "lines.txt:1")
     assert json.loads(run("knowledge", "insert", store, "--file", file, "--json").out)["ids"] == [7, 8, 9, 10, 11]
@@ -167,6 +163,28 @@ def test_insert_correct_and_delete(run, encoder, store, file):
     assert "no entries with ids [77]" in err
     assert len(entries(store)) == 10
     assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--json").out)["ids"] == [12]
+
+
+def test_a_new_entry_may_be_given_its_id(run, store):
+    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--new-id", "999", "--json").out)["ids"] == [
+        999
+    ]
+    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--json").out)["ids"] == [1000]
+
+
+def test_the_advice_of_an_error_works(run, tmp_path, encoder, file, monkeypatch):
+    """Swapped arguments: no folder appears, and the other order builds the store."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "facts.jsonl").write_text('{"text": "a dog ran"}\n')
+    for name in ("facts.jsonl", "other.jsonl"):
+        code, _, err = run("knowledge", "build", name, "folder", "--encoder", encoder)
+        assert code == 2
+        assert "the folder comes first and the file second" in err
+    assert not (tmp_path / "other.jsonl").exists()
+    assert run("knowledge", "build", "folder", "facts.jsonl", "--encoder", encoder).code == 0
+    assert "build nothing FILE" in run("knowledge", "search", "nothing", "a dog").err
+    assert run("knowledge", "build", "nothing", file, "--encoder", encoder).code == 0
+    assert run("knowledge", "search", "nothing", "a dog").code == 0
 
 
 def test_stats(run, encoder, store):
@@ -182,8 +200,9 @@ def test_stats(run, encoder, store):
     assert "duplicates 1 groups of 6 entries, 1 of which say nothing new" in out
     assert out.splitlines()[-1].split() == ["2", "[3,", "5]", "rain", "and", "wind"]
     found = json.loads(run("knowledge", "stats", store, "--duplicates", "--drift", "--json").out)
-    assert found["schema"] == "attnflow.knowledge.stats/1"
-    assert (found["count"], found["versions"], found["drift"]["versions"][0]["compared"]) == (6, {"1": 6}, 6)
+    inspection = Inspection.from_dict(found)
+    assert (inspection.store.count, inspection.store.versions) == (6, {1: 6})
+    assert inspection.drift.versions[0].compared == 6
 
 
 def test_an_encoder_that_has_changed(run, tmp_path, encoder, store):
@@ -201,7 +220,7 @@ def test_an_encoder_that_has_changed(run, tmp_path, encoder, store):
     assert f"drift against {new}" in out
     assert out.splitlines()[-1].endswith("drifted")
     found = json.loads(run("knowledge", "reembed", store, "--json").out)
-    assert found["schema"] == "attnflow.knowledge.reembed/1"
+    assert found["attnflow"] == "Reembedded"
     assert (found["encoder"], found["done"], found["current"]) == (new, 5, 0)
     assert run("knowledge", "search", store, "a dog").code == 0
     assert run("knowledge", "stats", store, "--drift").code == 0
@@ -243,27 +262,31 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
         (["build", "new", "nothing.txt"], "nothing.txt: No such file"),
         (["build", "FILE", "FILE", "--encoder", "ENCODER"], "the folder comes first and the file second"),
         (["build", "new", "FILE", "--encoder", "./nothing"], "no file or folder './nothing'"),
-        (["search", "nothing", "a dog"], "no store at"),
+        (["search", "nothing", "a dog"], "there is no store at nothing"),
         (["search", "STORE", " "], "the query is empty"),
         (["search", "STORE", "a dog", "-k", "0"], "Invalid value for '-k'"),
         (["insert", "nothing", "--text", "a dog"], "there is no store at nothing"),
         (["insert", "STORE"], "give --text or --file, one of them"),
-        (["insert", "STORE", "--text", " "], "--text is empty"),
-        (["insert", "STORE", "--text", "a", "--id", "1", "--id", "2"], "one --id for each text: got 2 and 1 text"),
+        (["insert", "STORE", "--text", " "], "a text is empty"),
+        (["insert", "STORE", "--text", "a", "--id", "1", "--id", "2"], "one id for each text: got 2 and 1 text"),
         (
             ["insert", "STORE", "--text", "a", "--value", "b", "--value", "c"],
-            "one --value for each --text: got 2 and 1",
+            "one value for each text: got 2 and 1",
         ),
         (["insert", "STORE", "--text", "a", "--value", "b"], "are embedded whole, without values"),
+        (["insert", "STORE", "--text", "a", "--id", "999"], "has no entries with ids [999] to correct"),
+        (["insert", "STORE", "--text", "a", "--new-id", "1"], "entries [1] exist already"),
+        (["insert", "STORE", "--text", "a", "--id", "1", "--new-id", "9"], "give one of them"),
+        (["build", "new", "FILE", "--encoder", "DECODER"], "is a decoder that writes texts (LlamaForCausalLM)"),
         (["delete", "nothing", "1"], "there is no store at nothing"),
         (["delete", "STORE", "-1"], "-1"),
         (["stats", "STORE", "--duplicates", "--threshold", "2"], "a cosine in (0, 1], got 2.0"),
         (["reembed", "nothing"], "there is no store at nothing"),
     ],
 )
-def test_bad_usage(run, tmp_path, monkeypatch, encoder, file, store, arguments, message):
+def test_bad_usage(run, tmp_path, monkeypatch, encoder, file, store, tiny_model, arguments, message):
     monkeypatch.chdir(tmp_path)
-    names = {"STORE": store, "FILE": file, "ENCODER": encoder}
+    names = {"STORE": store, "FILE": file, "ENCODER": encoder, "DECODER": tiny_model}
     before = [(e.id, e.text, e.version) for e in entries(store)]
     code, out, err = run("knowledge", *(names.get(argument, argument) for argument in arguments))
     assert (code, out) == (2, "")
@@ -299,4 +322,4 @@ def test_minilm_is_the_default(run, tmp_path, file):
     place = str(tmp_path / "store")
     assert " by minilm@" in run("knowledge", "build", place, file).out
     found = json.loads(run("knowledge", "search", place, "bad weather", "-k", "1", "--json").out)
-    assert found["results"][0]["text"] == "rain and wind"
+    assert found["matches"][0]["text"] == "rain and wind"

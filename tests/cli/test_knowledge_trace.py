@@ -1,7 +1,6 @@
 """`attnflow knowledge trace` on a tiny model, with its own entries and with those of a store."""
 
 import csv
-import json
 import shutil
 
 import pytest
@@ -19,31 +18,55 @@ def test_text(run, tiny_model):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == tiny_model
-    assert lines[1].startswith("token thy at position 5, target ")
-    assert lines[2].endswith("of 96 entries are active")
-    assert lines[4].split()[:3] == ["layer", "token", "entry"]
-    assert len(lines) == 5 + 3
-    assert all("thy (5)" in line for line in lines[5:])
+    assert lines[1] == f"prompt {TEXT.replace(' ', '')}"
+    assert lines[2].startswith("token thy at position 5, target ")
+    assert lines[3].endswith("of 96 entries are active")
+    assert lines[5].split()[:3] == ["layer", "token", "entry"]
+    assert len(lines) == 6 + 3
+    assert all("thy (5)" in line for line in lines[6:])
 
 
 def test_json(run, tiny_model):
     arguments = ("--position", "2", "--target", "my", "--layer", "1", "--count", "4", "--json")
-    found = json.loads(run("knowledge", "trace", tiny_model, TEXT, *arguments).out)
-    assert found["schema"] == "attnflow.knowledge.trace.show/1"
-    assert found["tokens"] == TEXT.split()
-    assert (found["position"], found["target"], found["store"], found["written"]) == (2, "my", None, None)
-    assert [layer["layer"] for layer in found["layers"]] == [1]
-    assert found["layers"][0]["entries"] == 48
-    effects = [entry["effect"] for entry in found["entries"]]
-    assert len(effects) == 4
+    found = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, *arguments).out)
+    assert found.model == tiny_model
+    assert list(found.tokens) == TEXT.split()
+    assert set(found.targets) == {"my"}
+    assert [one.layer for one in found] == [1]
+    assert found.layer(1).num_entries == 48
+    entries = found.fired(2, count=4)
+    effects = [one.effect for one in entries]
     assert effects == sorted(effects, key=abs, reverse=True)
-    assert all(entry["layer"] == 1 and 48 <= entry["entry"] < 96 for entry in found["entries"])
+    assert all(one.layer == 1 and 48 <= one.entry < 96 for one in entries)
+
+
+def test_the_command_and_the_library_name_the_same_entries(run, tiny_model):
+    loaded = load_model(tiny_model)
+    expected = af.knowledge.trace(loaded, TEXT).fired(-1, count=12)
+    everything = af.knowledge.trace(loaded, TEXT, top=96).fired(-1, count=12)
+    lines = run("knowledge", "trace", tiny_model, TEXT).out.splitlines()[6:]
+    assert [one.entry for one in expected] == [one.entry for one in everything] == [int(x.split()[3]) for x in lines]
+    few = run("knowledge", "trace", tiny_model, TEXT, "--count", "30").out.splitlines()[6:]
+    more = af.knowledge.trace(loaded, TEXT, top=96).fired(-1, count=30)
+    assert [int(line.split()[3]) for line in few] == [one.entry for one in more]
+
+
+def test_token_ids_instead_of_a_text(run, tiny_model):
+    loaded = load_model(tiny_model)
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    by_text = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--json").out)
+    by_ids = Trace.from_json(run("knowledge", "trace", tiny_model, "--ids", ",".join(map(str, ids)), "--json").out)
+    assert by_ids.tokens == tuple(map(str, ids))
+    assert [one.entry for one in by_ids.fired()] == [one.entry for one in by_text.fired()]
+    for arguments in ((), (TEXT, "--ids", "1,2")):
+        assert "give a TEXT or --ids, one of them" in run("knowledge", "trace", tiny_model, *arguments).err
+    assert "--ids must be integers" in run("knowledge", "trace", tiny_model, "--ids", "a").err
 
 
 def test_files(run, tiny_model, tmp_path):
     for suffix in ("svg", "png", "html", "csv", "json"):
         file = tmp_path / f"trace.{suffix}"
-        code, out, err = run("knowledge", "trace", tiny_model, TEXT, "--top", "5", "-o", str(file))
+        code, out, err = run("knowledge", "trace", tiny_model, TEXT, "--top", "5", "--count", "5", "-o", str(file))
         assert (code, err) == (0, "")
         assert out.splitlines()[-1] == f"written: {file}"
     saved = Trace.from_json((tmp_path / "trace.json").read_text())
@@ -57,21 +80,21 @@ def test_files(run, tiny_model, tmp_path):
 def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
     model = af.knowledge.from_ffn(load_model(tiny_model).model)
     base = model.knowledge
-    before = json.loads(run("knowledge", "trace", tiny_model, TEXT, "--json").out)
-    strongest = before["entries"][0]["entry"]
+    before = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--json").out)
+    strongest = before.fired(-1)[0].entry
     uri = str(tmp_path / "store")
     with af.knowledge.Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_layers) as store:
         save_entries(model, store, texts={strongest: "the strongest"})
-    same = json.loads(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
-    assert same["logit"] == pytest.approx(before["logit"], rel=1e-5)
-    assert same["entries"][0]["text"] == "the strongest"
+    same = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
+    assert float(same.logits[-1]) == pytest.approx(float(before.logits[-1]), rel=1e-5)
+    assert same.fired(-1)[0].text == "the strongest"
     with af.knowledge.Store.open(uri) as store:
         row = store.vectors([strongest])
         row[:, base.layout.value] = 0
         store.upsert(ids=[strongest], embeddings=row)
-    edited = json.loads(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
-    assert strongest not in [entry["entry"] for entry in edited["entries"]]
-    assert edited["logit"] != pytest.approx(before["logit"], rel=1e-4)
+    edited = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
+    assert strongest not in [one.entry for one in edited.fired(-1, count=12)]
+    assert float(edited.logits[-1]) != pytest.approx(float(before.logits[-1]), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +103,9 @@ def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
         (("--layer", "2"), "layers must list some of the layers with entries, 0 to 1"),
         (("--position", "9"), "position must be one of the traced"),
         (("--target", "I my"), "a target must be one token"),
-        (("--store", "nowhere"), "nowhere"),
+        (("--store", "nowhere"), "there is no store at nowhere"),
+        (("--position", "99"), "--position 99 is no position of this text"),
+        (("--top", "3", "--count", "5"), "lists more than the --top 3"),
         (("-o", "trace.dot"), "the name must end in .svg or .png or .html or .csv or .json"),
     ],
 )
@@ -98,3 +123,14 @@ def test_an_empty_text_and_a_store_of_another_model_are_refused(run, tiny_model,
     assert code == 2
     assert "8" in err
     shutil.rmtree(tmp_path / "store")
+
+
+def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monkeypatch):
+    def loaded(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("attnflow.cli._options.load", loaded)
+    for arguments in (("--store", "nowhere"), ("-o", "nowhere/trace.svg"), ("--position", "99"), ("--ids", "1")):
+        code, _, err = run("knowledge", "trace", tiny_model, TEXT, *arguments)
+        assert code == 2
+        assert "the model was loaded" not in err

@@ -25,11 +25,14 @@ def knowledge_reembed(
     from attnflow.cli._knowledge import opened, shown
     from attnflow.knowledge import TextEncoder, reembed
 
-    with working(f"opening {store}") as spinner, opened(store, read_only=False, search="exact") as held:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
-            now = TextEncoder.of(held, encoder, current=True)
-            done = reembed(held, now, progress=shown(spinner, "embedding"))
+    with (
+        working(f"opening {store}") as spinner,
+        opened(store, read_only=False, search="exact") as held,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
+        now = TextEncoder.of(held, encoder, current=True)
+        done = reembed(held, now, progress=shown(spinner, "embedding"))
     if json_output:
         print_result(done)
         return

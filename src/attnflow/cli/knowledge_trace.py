@@ -5,11 +5,17 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from attnflow.cli import _options
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+
+if TYPE_CHECKING:
+    from attnflow.knowledge import Trace
+
+_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
 
 def knowledge_trace(
@@ -30,6 +36,10 @@ def knowledge_trace(
     target: Annotated[
         str | None, typer.Option("--target", metavar="TOKEN", help="Effects on this token (default: the next one).")
     ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="Entries kept for each token and layer (default: 16 or more)."),
+    ] = None,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries listed.")] = 12,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json.")
@@ -42,23 +52,21 @@ def knowledge_trace(
     less what they add to all tokens alike. Their words are their texts, or the tokens that they promote (+) or
     suppress (-).
     """
-    from attnflow._core.errors import MissingExtra
     from attnflow.cli._knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
     from attnflow.knowledge.hf.readers import reads_entries
-    from attnflow.models import load_model
 
     inputs = _inputs(text, ids)
-    path = None if output is None else output_path(output, (".svg", ".png", ".html", ".csv", ".json"))
-    if path is not None and path.suffix.lower() in (".svg", ".png"):
-        try:
-            import matplotlib  # noqa: F401  (said before the work)
-        except ImportError as error:
-            raise MissingExtra("matplotlib", "report", "a trace as a figure") from error
+    path = None if output is None else output_path(output, _SUFFIXES, "a trace as a figure")
+    longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
+    if not -longest <= position < longest:
+        raise BadUsage(f"--position {position} is no position of {'this text' if ids is None else '--ids'}")
+    if not json_output and path is None and top is not None and top < count:
+        raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
     with ExitStack() as stack:
         held = None if store is None else stack.enter_context(opened(store, search="exact"))
         spinner = stack.enter_context(working(f"loading {model}"))
-        loaded = load_model(model, tokenizer=ids is None)
+        loaded = _options.load(model, ids is None, "give token ids, as in --ids 5,6,7")
         if not reads_entries(loaded.model):
             spinner("opening its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
@@ -66,38 +74,43 @@ def knowledge_trace(
             attach(loaded, held)
         spinner("tracing")
         layers = None if layer is None else [layer]
-        result = trace(loaded, inputs, layers=layers, top=max(16, count), targets=_target(target))
-        result = replace(result, model=model)
-        row = result.row(position)
+        kept = max(16, count) if top is None else top
+        targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
+        result = replace(trace(loaded, inputs, layers=layers, top=kept, targets=targets), model=model)
+        result.row(position)
         if path is not None:
             spinner(f"writing {output}")
-            result.save(path)
+            _write(result, position, path, store)
     if json_output:
         print_result(result)
         return
     screen = console()
     say(screen, model if store is None else f"{model} on {store}", "bold")
-    say(screen, result.summary(row))
-    say(screen, "")
-    say(screen, result.table(position, count=count))
+    say(screen, f"{result.summary(position)}\n")
+    say(screen, result.table(position, count=min(count, result.top)))
     if output is not None:
         say(screen, f"written: {output}")
 
 
 def _inputs(text: str | None, ids: str | None) -> str | list[int]:
     """The text, or the token ids."""
-    if (text is None) == (ids is None):
+    if ids is not None and text is None:
+        return _options.integers(ids, "--ids")
+    if text is None or ids is not None:
         raise BadUsage("give a TEXT or --ids, one of them")
-    if ids is None:
-        if not text:
-            raise BadUsage("the text is empty: nothing can fire")
-        return str(text)
-    try:
-        return [int(part) for part in ids.split(",")]
-    except ValueError:
-        raise BadUsage(f"--ids takes token ids with commas between them, such as 5,6,7, got {ids!r}") from None
+    if not text:
+        raise BadUsage("the text is empty: nothing can fire")
+    return text
 
 
-def _target(word: str | None) -> str | int | None:
-    """A token by its text, or by its id."""
-    return int(word) if word is not None and word.isdecimal() else word
+def _write(result: Trace, position: int, path: Path, store: str | None) -> None:
+    """The file that the suffix of `path` asks for; whole or not at all."""
+    from attnflow.report import figure, save_figure, trace_report
+
+    suffix = path.suffix.lower()
+    if suffix == ".html":
+        trace_report(result, details={} if store is None else {"Store": store}).save(path)
+    elif suffix in (".svg", ".png"):
+        save_figure(figure(result, position=position), path)
+    else:
+        result.save(path)

@@ -234,6 +234,19 @@ class Trace(Result):
         places.sort()
         return [self._fired(chosen[index], row, place) for _, row, index, place in places[:count]]
 
+    def summary(self, position: int = -1) -> str:
+        """The prompt, and a token and its target in a few lines."""
+        row = self.row(position)
+        said = [f"prompt {shorten(self.prompt, 100)}"]
+        said += [f"token {token_label(self.tokens[self.positions[row]])} at position {self.positions[row]}"]
+        if self.targets and self.logits is not None:
+            said[1] += f", target {token_label(self.targets[row])}: logit {float(self.logits[row]):.3g} above the mean"
+        else:
+            said.append(f"no direct effects: {self.without}")
+        active = sum(int(one.active[row]) for one in self.layers)
+        every = sum(one.num_entries for one in self.layers)
+        return "\n".join([*said, f"{active:,} of {every:,} entries are active"])
+
     def table(self, position: int | None = -1, layer: int | None = None, count: int = 12, by: By | None = None) -> str:
         """The strongest entries as lines for a terminal; see `fired`."""
         words = "text, or + promoted, − suppressed tokens"

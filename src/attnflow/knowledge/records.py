@@ -90,7 +90,9 @@ def _from_json(place: str, line: str, source: str | None) -> Record:
     value = fields.get("value", fields.get("text") if "key" in fields else None)
     where = fields.get("source", source or place)
     if not (isinstance(key, str) and key.strip() and isinstance(value, str | None) and isinstance(where, str | None)):
-        raise ValueError(f'{place} must be an object with "text", or "key" and "value", and maybe "source": all strings')
+        raise ValueError(
+            f'{place} must be an object with "text", or "key" and "value", and maybe "source", all strings'
+        )
     return Record(_keyed(key, value, place), where)
 
 

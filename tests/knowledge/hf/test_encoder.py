@@ -127,7 +127,9 @@ def test_a_language_model_embeds_by_its_trunk():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, **sizes)).eval()
     tokens = tokenizer(special=False)
-    encoder = TextEncoder((model, tokens))
+    with pytest.raises(ValueError, match="is a decoder that writes texts"):  # unless it is asked for
+        TextEncoder((model, tokens))
+    encoder = TextEncoder((model, tokens), pooling="mean")
     assert isinstance(encoder, Encoder)
     torch.testing.assert_close(encoder(["a cat sat", "mat"])[1], alone(model.model, tokens, "mat"))
     with pytest.raises(ValueError, match="text 1 has no tokens: ''"):

@@ -25,7 +25,6 @@ from attnflow.knowledge.encoder import Progress
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
-from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.packages import MODELS
 
@@ -114,7 +113,7 @@ class TextEncoder:
         if pooling is None and _writes_texts(self.model) and not _beside(source, _POOLING):
             raise ValueError(
                 f"{self.name} is a decoder that writes texts ({type(self.model).__name__}), and nothing beside it says "
-                'that it embeds them: take an encoder, such as "minilm"; in Python, pooling="mean" takes it all the same'
+                'that it embeds them: take an encoder such as "minilm"; in Python, pooling="mean" takes it all the same'
             )
         self.pooling: Pooling = _pooling(source) if pooling is None else pooling
         if self.pooling not in _POOLINGS:
@@ -135,7 +134,7 @@ class TextEncoder:
             current: take it as it is now, even if it has changed since, as for embedding the entries anew.
 
         Raises:
-            ValueError: entries that no encoder of texts made, or that do not say which one did, or one that has changed.
+            ValueError: entries that no encoder of texts made, or that do not say which did, or one that has changed.
         """
         encoders = store.stats().encoders
         version = max(encoders, key=lambda one: encoders[one], default="")
@@ -155,8 +154,8 @@ class TextEncoder:
             return keyed
         if not current and name is None:
             raise ValueError(
-                f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing. "
-                f"`attnflow knowledge reembed {store.uri}` embeds them anew; --encoder {chosen} searches all the same"
+                f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
+                f" `attnflow knowledge reembed {store.uri}` embeds them anew; --encoder {chosen} searches all the same"
             )
         return encoder
 

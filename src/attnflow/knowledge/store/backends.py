@@ -12,14 +12,29 @@ from attnflow.knowledge.store.milvus_search import MilvusBackend
 _FILES = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
 
 
-def open_backend(
-    uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, search: SearchMode, target_recall: float
-) -> tuple[str, Backend]:
-    """The backend's name, and it."""
+def check_uri(uri: str) -> None:
+    """Refuse what cannot name a store, before anything is read or made.
+
+    Raises:
+        ValueError: an unknown scheme, or a folder that is named like a file of texts.
+    """
     if not uri or ("://" in uri and not uri.startswith("milvus:")):
         raise ValueError(
             f'uri must be a directory, "memory", "milvus:FILE.db" or "milvus:http://HOST:19530", got {uri!r}'
         )
+    path = Path(uri)
+    if not uri.startswith("milvus:") and path.suffix.lower() in _FILES and not path.is_dir():
+        raise ValueError(
+            f"a store is a folder, and {uri} is named like a file: name a folder (of a file of texts, the folder comes "
+            f"first and the file second{'; a file of Milvus is milvus:' + uri if path.suffix == '.db' else ''})"
+        )
+
+
+def open_backend(
+    uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, search: SearchMode, target_recall: float
+) -> tuple[str, Backend]:
+    """The backend's name, and it."""
+    check_uri(uri)
     if uri == "memory":
         if dim is None:
             raise ValueError("give dim, the width of an embedding, to make a store in memory")
@@ -27,10 +42,4 @@ def open_backend(
     if uri.startswith("milvus:"):
         address = uri.removeprefix("milvus:")
         return "milvus", MilvusBackend(address, dim, num_thresholds, read_only, search, target_recall)
-    path = Path(uri).absolute()
-    if path.suffix.lower() in _FILES and not path.is_dir():
-        raise ValueError(
-            f"a store is a folder, and {uri} is named like a file: name a folder (of a file of texts, the folder comes "
-            f"first and the file second{'; a file of Milvus is milvus:' + uri if path.suffix == '.db' else ''})"
-        )
-    return "lancedb", LanceBackend(path, dim, num_thresholds, read_only, search, target_recall)
+    return "lancedb", LanceBackend(Path(uri).absolute(), dim, num_thresholds, read_only, search, target_recall)
