@@ -94,11 +94,11 @@ class Named(Generic[_T]):
         Raises:
             ValueError: an unknown name, or text that is no value.
         """
-        known = {parameter.name: parameter for parameter in self.parameters}
+        parameters = {parameter.name: parameter for parameter in self.parameters}
         for name in settings:
-            if name not in known:
-                raise ValueError(f"{self.signature} has no parameter {name!r}{close_to(name, known)}")
-        return {name: known[name].read(text) for name, text in settings.items()}
+            if name not in parameters:
+                raise ValueError(f"{self.signature} has no parameter {name!r}{close_to(name, parameters)}")
+        return {name: parameters[name].read(text) for name, text in settings.items()}
 
     def require(self, values: Mapping[str, object]) -> None:
         """Refuse values that lack a parameter without a default."""
@@ -130,16 +130,16 @@ def named(function: Callable[..., _T], leading: Sequence[str] = ()) -> Named[_T]
     return Named(function.__name__, function, described, summary, tuple(leading))
 
 
-def find(name: str, known: Mapping[str, _T], what: str) -> _T:
-    """`known[name]`.
+def find(name: str, entries: Mapping[str, _T], what: str) -> _T:
+    """`entries[name]`.
 
     Raises:
         ValueError: an unknown name, with the closest ones.
     """
-    if name not in known:
-        hint = close_to(name, known) or f"; known: {', '.join(sorted(known))}"
+    if name not in entries:
+        hint = close_to(name, entries) or f"; known: {', '.join(sorted(entries))}"
         raise ValueError(f"unknown {what} {name!r}{hint}")
-    return known[name]
+    return entries[name]
 
 
 def _parameter(parameter: inspect.Parameter, hint: object) -> Parameter:

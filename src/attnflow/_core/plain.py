@@ -64,18 +64,18 @@ def only_keys(
     values: Mapping[str, object], where: str, required: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> None:
     """Refuse missing names and names that mean nothing: a misspelt one would be ignored silently."""
-    known = (*required, *optional)
+    names = (*required, *optional)
     for name in values:
-        if name not in known:
-            raise ValueError(f"{where}: unknown name {name!r}{close_to(name, known)} (known: {', '.join(known)})")
+        if name not in names:
+            raise ValueError(f"{where}: unknown name {name!r}{close_to(name, names)} (known: {', '.join(names)})")
     missing = [name for name in required if name not in values]
     if missing:
-        raise ValueError(f"{where} lacks {' and '.join(missing)}; it has {', '.join(known)}")
+        raise ValueError(f"{where} lacks {' and '.join(missing)}; it has {', '.join(names)}")
 
 
-def close_to(name: str, known: Iterable[str]) -> str:
+def close_to(name: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown name: ": did you mean ...?", or nothing."""
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=2, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=2, cutoff=0.5)
     return f": did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -131,10 +131,10 @@ class Auditor:
         sets = batch_sets(self.call.batch, self.call.size)
         order = self._plan().passes
         total = len(sets) + len(order)
-        found: list[Violation] = []
+        violations: list[Violation] = []
         prober.settle()
         if prober.stateful is not None:
-            found.append(prober.state_violation())
+            violations.append(prober.state_violation())
             self.notes.append("outputs depend on earlier calls, so the order was not tested: repair that first")
             sets, order = [], ()
         crosstalk = False
@@ -145,17 +145,17 @@ class Auditor:
                 rows = [done % self.call.batch]
                 selected = torch.zeros_like(selected).index_copy_(0, torch.tensor(rows), selected[rows])
             hit = prober.probe(selected, rows)
-            if hit is not None and hit.moved.event.blame not in {v.module for v in found}:
-                found.append(prober.violation(hit))
-                crosstalk |= found[-1].kind == "batch"
+            if hit is not None and hit.moved.event.blame not in {v.module for v in violations}:
+                violations.append(prober.violation(hit))
+                crosstalk |= violations[-1].kind == "batch"
         if prober.rounding:
             self.notes.append(
                 f"changes up to {prober.rounding:.2g} were rounding (they scale with the precision), not leaks"
             )
-        if any(violation.confirmed is None and violation.kind != "state" for violation in found):
+        if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("the model does not run in another precision, so small changes may be rounding")
         place = {event.blame: number for number, event in reversed(list(enumerate(prober.base.events.values())))}
-        self.violations += sorted(found, key=lambda v: place[v.module])
+        self.violations += sorted(violations, key=lambda v: place[v.module])
         self.forward_passes += runner.passes
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
@@ -190,7 +190,7 @@ class Auditor:
         self._say(len(sets), len(sets), "backward: done")
 
     def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
-        """Everything found, as a report."""
+        """Everything seen, as a report."""
         assert self.base is not None
         breaks = {violation.module for violation in self.violations}
         modules: dict[str, ModuleResult] = {}
@@ -199,7 +199,7 @@ class Auditor:
                 name = key.module or type(self.model).__name__
                 status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
-        made = self._plan()
+        plan = self._plan()
         skipped = tuple((name, why) for name, why in self.skipped.items() if name not in modules)
         return AuditReport(
             violations=tuple(self.violations),
@@ -210,8 +210,8 @@ class Auditor:
             batch=self.call.batch,
             forward_passes=self.forward_passes,
             backward_passes=self.backward_passes,
-            coverage=made.coverage,
-            forbidden=made.forbidden,
+            coverage=plan.coverage,
+            forbidden=plan.forbidden,
             noise=self.noise,
             modules=tuple(modules.values()),
             skipped=skipped,

@@ -59,9 +59,9 @@ def mismatch(full: Runner, cached: Runner, base: Recording, stepped: Recording) 
         other = exact.events.get(key._replace(step=0))
         if whole is None or other is None or event.offset < whole.offset:
             continue
-        found = _beyond(event, whole, other, ratio if ratio < 1 else 1.0, torch.finfo(dtype).eps)
-        if found is not None:
-            row, target, change = found
+        beyond = _beyond(event, whole, other, ratio if ratio < 1 else 1.0, torch.finfo(dtype).eps)
+        if beyond is not None:
+            row, target, change = beyond
             return Violation(
                 "cache", event.layer, event.blame, None, target, change, None, row, cached.path, confirmed=True
             )

@@ -111,9 +111,9 @@ def declared(model: nn.Module, inputs: Inputs) -> Relation:
         return _encoder_decoder(model, inputs)
     stack = _stack(model, config, _direction(model, config))
     slot = inputs.slots[0]
-    given = _given_mask(inputs, "attention_mask", slot.length)
-    if given is not None:
-        return Relation((given,), True, "the pairs that attention_mask allows")
+    passed = _given_mask(inputs, "attention_mask", slot.length)
+    if passed is not None:
+        return Relation((passed,), True, "the pairs that attention_mask allows")
     allow, words = _rows(stack, slot.length, inputs)
     keep = padding(inputs, "attention_mask", slot.length)
     if keep is not None:
@@ -178,10 +178,10 @@ def _rows(stack: _Stack, n: int, inputs: Inputs) -> tuple[list[Tensor], str]:
     kinds: dict[str, Callable[[], Tensor]] = {"chunked_attention": lambda: base & _same_chunk(stack.chunk, n, inputs)}
     kinds |= dict.fromkeys(_LOCAL, lambda: base & near)
     kinds |= dict.fromkeys(_POINTWISE, lambda: torch.eye(n, dtype=torch.bool)[None])
-    made = {kind: kinds[kind]() if kind in kinds else base for kind in dict.fromkeys(stack.kinds)}
-    if len(made) > 1 or not set(made) <= _FULL:
-        words += f" ({_names(stack.kinds)}" + (f"; window {stack.window})" if _LOCAL & set(made) else ")")
-    return [made[kind] for kind in stack.kinds], words
+    relations = {kind: kinds[kind]() if kind in kinds else base for kind in dict.fromkeys(stack.kinds)}
+    if len(relations) > 1 or not set(relations) <= _FULL:
+        words += f" ({_names(stack.kinds)}" + (f"; window {stack.window})" if _LOCAL & set(relations) else ")")
+    return [relations[kind] for kind in stack.kinds], words
 
 
 def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:

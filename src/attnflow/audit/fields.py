@@ -177,7 +177,7 @@ def _candidates(stages: Sequence[Tensor], limit: int) -> Bool[Tensor, "sets n"]:
             blocks.append(block)
         width *= 2
     pool = {tuple(candidate.tolist()): candidate for candidate in (*cuts, *singles, *blocks) if candidate.any()}
-    kept = list(pool.values())
-    if len(kept) > limit:
-        kept = [kept[i] for i in torch.linspace(0, len(kept) - 1, limit).long().tolist()]
-    return torch.stack(kept) if kept else torch.zeros(0, size, dtype=torch.bool)
+    sets = list(pool.values())
+    if len(sets) > limit:
+        sets = [sets[i] for i in torch.linspace(0, len(sets) - 1, limit).long().tolist()]
+    return torch.stack(sets) if sets else torch.zeros(0, size, dtype=torch.bool)

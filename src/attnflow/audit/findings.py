@@ -84,7 +84,7 @@ class AuditReport(Result):
         layers: number of layer calls in one forward.
         positions: number of positions (encoder and decoder together).
         batch: number of sequences.
-        forward_passes: forward passes that were run, all told.
+        forward_passes: forward passes that were run.
         backward_passes: backward passes, in mode "vjp".
         coverage: share of the forbidden pairs (target, source) that were put to the test; 1.0 if none is forbidden.
         forbidden: number of forbidden pairs over the whole batch, and over several depths where fields grow from

@@ -230,11 +230,11 @@ def _embedding(model: nn.Module) -> nn.Embedding | None:
     getter = getattr(model, "get_input_embeddings", None)
     if callable(getter):
         try:
-            found = getter()
+            module = getter()
         except NotImplementedError:
-            found = None
-        if isinstance(found, nn.Embedding):
-            return found
+            module = None
+        if isinstance(module, nn.Embedding):
+            return module
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
@@ -245,11 +245,11 @@ def embedding_modules(model: nn.Module) -> list[nn.Module]:
         UnsupportedArchitecture: there is none.
     """
     getter = getattr(model, "get_input_embeddings", None)
-    found = getter() if callable(getter) else _embedding(model)
-    if not isinstance(found, nn.Module):
+    module = getter() if callable(getter) else _embedding(model)
+    if not isinstance(module, nn.Module):
         raise UnsupportedArchitecture(
             f"{type(model).__name__} has no embedding table to start from: pass inputs_embeds, or use mode='perturb'"
         )
-    table = getattr(found, "weight", None)
-    tied = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not found and m.weight is table]
-    return [found, *tied]
+    table = getattr(module, "weight", None)
+    tied = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not module and m.weight is table]
+    return [module, *tied]

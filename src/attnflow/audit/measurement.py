@@ -136,19 +136,19 @@ class _Whole:
         selected = torch.zeros(inputs.batch, inputs.size, dtype=torch.bool)
         if column is not None:
             selected[:, column] = True
-        found: Outputs = {}
+        outputs: Outputs = {}
 
         def visit(event: Event) -> None:
             if event.key.side == "out":
-                found[event.offset] = event.values
+                outputs[event.offset] = event.values
 
         with torch.no_grad():
             self._runner.run(inputs.changed(selected, self._drawn[sample]), visit)
-        if not found:
+        if not outputs:
             raise UnsupportedArchitecture(f"{type(self.module).__name__} returned nothing with a sequence axis")
-        for offset, values in found.items():
+        for offset, values in outputs.items():
             refuse_nan(inputs, "", offset, values)
-        return found
+        return outputs
 
 
 def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = None) -> Tensor:

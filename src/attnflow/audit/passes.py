@@ -98,8 +98,8 @@ class Runner:
         seen: dict[int, tuple[Tensor, int]] = {}  # holds the tensors, so that no id is used twice
 
         def keep(event: Event) -> None:
-            known = seen.get(id(event.raw))
-            if event.key.side == "in" and known is not None and known[1] == event.raw._version:
+            earlier = seen.get(id(event.raw))
+            if event.key.side == "in" and earlier is not None and earlier[1] == event.raw._version:
                 return
             seen[id(event.raw)] = (event.raw, event.raw._version)
             events[event.key] = copied(event) if copy else event
@@ -114,7 +114,7 @@ class Runner:
                 f"{type(self.model).__name__}.forward takes no cache: audit it with cache=False"
             )
         *encoder, decoder = self.inputs.slots
-        known: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         start = encoded = 0
         for step, length in enumerate(self.chunks):
             end = start + length
@@ -124,16 +124,16 @@ class Runner:
                 self.inputs.batched,
                 {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start},
             )
-            part = sliced(self.inputs, kwargs, start, end) | known
+            part = sliced(self.inputs, kwargs, start, end) | state
             output = self.model(**part, use_cache=True)
             self.passes += 1
-            known = {name: _entry(output, name)}
-            if known[name] is None:
+            state = {name: _entry(output, name)}
+            if state[name] is None:
                 raise UnsupportedArchitecture(
                     f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
                 )
             if encoder:
-                known |= {encoder[0].name: None, "encoder_outputs": (_entry(output, "encoder_last_hidden_state"),)}
+                state |= {encoder[0].name: None, "encoder_outputs": (_entry(output, "encoder_last_hidden_state"),)}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if "encoder" in path.split("."))
             start = end

@@ -109,10 +109,10 @@ class Prober:
             rows: look only at these rows of the batch.
         """
         drawn = self.runner.inputs.draw(self.generator)
-        found = self._against_order(selected, drawn, rows)
-        if not found:
+        moves = self._against_order(selected, drawn, rows)
+        if not moves:
             return None
-        real, confirmed = self._confirmed(found, selected, drawn)
+        real, confirmed = self._confirmed(moves, selected, drawn)
         self.dirty |= {moved.event.key.module for moved in real if moved.event.key.side == "out"}
         return Hit(selected, drawn, real[0], confirmed) if real else None
 
@@ -139,7 +139,7 @@ class Prober:
         )
 
     def state_violation(self) -> Violation:
-        """What `settle` found, as a violation."""
+        """What `settle` saw, as a violation."""
         assert self.stateful is not None
         event, (row, target) = self.stateful.event, self.stateful.largest()
         change = float(self.stateful.change.max())
@@ -147,14 +147,14 @@ class Prober:
 
     def _differences(self, kwargs: Mapping[str, Any]) -> list[Moved]:
         everything = torch.ones(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
-        found: list[Moved] = []
+        moves: list[Moved] = []
         with torch.no_grad():
-            self.runner.run(kwargs, lambda event: self._compare(event, everything, found))
-        return found
+            self.runner.run(kwargs, lambda event: self._compare(event, everything, moves))
+        return moves
 
     def _against_order(self, selected: Tensor, drawn: Mapping[str, Tensor], rows: Sequence[int] | None) -> list[Moved]:
         clean: dict[int, Tensor] = {}
-        found: list[Moved] = []
+        moves: list[Moved] = []
 
         def visit(event: Event) -> None:
             depth = max(event.depth, 1) if self.layered else -1
@@ -163,13 +163,13 @@ class Prober:
                 if rows is not None:
                     others = torch.ones(len(selected), dtype=torch.bool).index_fill(0, torch.tensor(list(rows)), False)
                     clean[depth][others] = False
-            self._compare(event, clean[depth], found)
+            self._compare(event, clean[depth], moves)
 
         with torch.no_grad():
             self.runner.run(self.runner.inputs.changed(selected, drawn), visit)
-        return found
+        return moves
 
-    def _compare(self, event: Event, watched: Tensor, found: list[Moved]) -> None:
+    def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
         before = self.base.events.get(event.key)
         if before is None or before.values.shape != event.values.shape:
             return
@@ -181,15 +181,15 @@ class Prober:
             watched = watched.all(0, keepdim=True)
         change = torch.where(watched & (change > self._noise.get(event.key, 0.0)), change, 0.0)
         if change.any():
-            found.append(Moved(before, change))
+            moves.append(Moved(before, change))
 
     def _confirmed(
-        self, found: list[Moved], selected: Tensor, drawn: Mapping[str, Tensor]
+        self, moves: list[Moved], selected: Tensor, drawn: Mapping[str, Tensor]
     ) -> tuple[list[Moved], bool | None]:
-        """What of `found` is no rounding, and whether that could be told."""
+        """What of `moves` is no rounding, and whether that could be told."""
         other = other_precision(self.runner.dtype)
         if self._other_fails:
-            return found, None
+            return moves, None
         inputs = self.runner.inputs.in_precision(other)
         try:
             with precision(self.runner.model, other):
@@ -197,10 +197,10 @@ class Prober:
                     self._other = self.runner.record(inputs.kwargs)
                 second = self.runner.record(inputs.changed(selected, drawn))
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            self._other_fails = True  # the model insists on its precision: what was found stands, unconfirmed
-            return found, None
+            self._other_fails = True  # the model insists on its precision: what moved stands, unconfirmed
+            return moves, None
         real: list[Moved] = []
-        for moved in found:
+        for moved in moves:
             before, after = self._other.events.get(moved.event.key), second.events.get(moved.event.key)
             if before is None or after is None or before.values.shape != after.values.shape:
                 real.append(moved)

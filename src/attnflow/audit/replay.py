@@ -56,35 +56,35 @@ class Replay:
         """One subject for each of these inputs."""
         names = [name for name in self.call.kwargs if name in (next(iter(self.call.kwargs)), *_CARRIERS)]
         tensors = {name: self.call.kwargs[name] for name in names if isinstance(self.call.kwargs[name], Tensor)}
-        found = {
+        carriers = {
             name: t for name, t in tensors.items() if t.ndim == 2 + self.frame.batched and self.rows(t) is not None
         }
-        if not found:
+        if not carriers:
             raise UnsupportedArchitecture(
                 f"{type(self.call.module).__name__} takes no tensor [batch, n, width]: measure the model with "
                 "by='output'"
             )
-        return (Part(self, name, tensor) for name, tensor in found.items())
+        return (Part(self, name, tensor) for name, tensor in carriers.items())
 
     def rows(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """(a view [batch, positions, width], joint position of its first row)."""
-        found = canonical(tensor, self.frame, layered=True)
-        return found if isinstance(found, tuple) else None
+        view = canonical(tensor, self.frame, layered=True)
+        return view if isinstance(view, tuple) else None
 
     def run(self, changed: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Tensor, int]:
         """The layer's output as rows, with some arguments changed."""
         module = self.call.module
         bound = inspect.signature(module.forward).bind_partial()
-        given = {name: _isolated(changed.get(name, value), dtype) for name, value in self.call.kwargs.items()}
-        bound.arguments.update(given)
+        arguments = {name: _isolated(changed.get(name, value), dtype) for name, value in self.call.kwargs.items()}
+        bound.arguments.update(arguments)
         output = module.forward(*bound.args, **bound.kwargs)
         first = cast(tuple[Any, ...], output)[0] if isinstance(output, tuple | list) else output
-        found = self.rows(first) if isinstance(first, Tensor) else None
-        if found is None:
+        view = self.rows(first) if isinstance(first, Tensor) else None
+        if view is None:
             raise UnsupportedArchitecture(
                 f"{type(module).__name__} returns no tensor [batch, n, width]: measure the model with by='output'"
             )
-        return found
+        return view
 
 
 class Part:

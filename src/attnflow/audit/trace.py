@@ -61,15 +61,15 @@ def layer_names(model: nn.Module) -> dict[str, int]:
 
     A list of leaf modules (projections, norms) is not a stack of layers, nor is an `nn.Sequential` of unlike modules.
     """
-    found: dict[str, int] = {}
+    layers: dict[str, int] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in found):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
             continue
         blocks = list(module)
         alike = isinstance(module, nn.ModuleList) or (len(blocks) > 1 and len({type(block) for block in blocks}) == 1)
         if blocks and alike and all(any(True for _ in block.children()) for block in blocks):
-            found |= {f"{name}.{index}": index for index in range(len(blocks))}
-    return found
+            layers |= {f"{name}.{index}": index for index in range(len(blocks))}
+    return layers
 
 
 def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
@@ -176,15 +176,15 @@ class Tracer:
 
 def _leaves(root: object) -> list[tuple[str, Tensor]]:
     """All tensors in nested tuples, lists and mappings, each with its path; caches and other objects are left out."""
-    found: list[tuple[str, Tensor]] = []
+    leaves: list[tuple[str, Tensor]] = []
     left: list[tuple[str, object]] = [("", root)]
     while left:  # a loop: it runs for every module of every pass
         path, value = left.pop()
         if isinstance(value, Tensor):
-            found.append((path, value))
+            leaves.append((path, value))
         elif isinstance(value, Mapping):
             items = cast(Mapping[Any, object], value).items()
             left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
         elif isinstance(value, tuple | list):
             left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
-    return found
+    return leaves

@@ -120,13 +120,13 @@ def _four_russians(left: Words, right: Words) -> Words:
     """The Boolean product of bit matrices: for eight rows of `right` at a time, all 256 unions are looked up."""
     index = left.view(np.uint8)
     result = np.zeros((len(left), right.shape[1]), dtype="<u8")
-    table, found = np.zeros((256, right.shape[1]), dtype="<u8"), np.empty_like(result)
+    table, unions = np.zeros((256, right.shape[1]), dtype="<u8"), np.empty_like(result)
     for group in range(-(-len(right) // 8)):
         eight = right[8 * group : 8 * group + 8]
         for bit, row in enumerate(eight):
             table[1 << bit : 2 << bit] = table[: 1 << bit] | row
         if len(eight) < 8:
             table[1 << len(eight) :] = 0
-        np.take(table, index[:, group], axis=0, out=found)
-        result |= found
+        np.take(table, index[:, group], axis=0, out=unions)
+        result |= unions
     return result

@@ -127,18 +127,18 @@ def close(rows: IntervalRows) -> Order:
 
 def _topological_classes(rows: IntervalRows) -> IntArray:
     """Strong components, numbered by their first or last nodes if that is a topological order, else as found."""
-    found = strong_components(rows)
+    component = strong_components(rows)
     if is_shattered(rows):
-        return found
-    first, last = (np.full(int(found.max()) + 1, start) for start in (rows.num_rows, -1))
-    np.minimum.at(first, found, np.arange(rows.num_rows))
-    np.maximum.at(last, found, np.arange(rows.num_rows))
+        return component
+    first, last = (np.full(int(component.max()) + 1, start) for start in (rows.num_rows, -1))
+    np.minimum.at(first, component, np.arange(rows.num_rows))
+    np.maximum.at(last, component, np.arange(rows.num_rows))
     for number in (np.argsort(np.argsort(first)), np.argsort(np.argsort(-last))):
-        class_of = number[found]
+        class_of = number[component]
         highest = bits.range_reduce(np.maximum, class_of, rows.starts, rows.ends)
         if (highest <= class_of[rows.row_index()]).all():
             return class_of
-    return found
+    return component
 
 
 def _quotient(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:

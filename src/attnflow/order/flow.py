@@ -155,8 +155,8 @@ class Flow(Result):
     @cached_property
     def _layers(self) -> list[IntervalRows]:
         """A = allow | I of each layer, in positions; equal masks are converted once."""
-        known: dict[int, IntervalRows] = {id(mask): mask.intervals().with_diagonal() for mask in self.masks}
-        return [known[id(mask)] for mask in self.masks]
+        rows_of: dict[int, IntervalRows] = {id(mask): mask.intervals().with_diagonal() for mask in self.masks}
+        return [rows_of[id(mask)] for mask in self.masks]
 
     @cached_property
     def _products(self) -> list[bits.Words]:

@@ -120,13 +120,13 @@ class Collator:
         plain = family_fn
         while isinstance(plain, partial):
             plain = plain.func
-        known = plain in BY_LENGTH
+        of_length_alone = plain in BY_LENGTH
         self.family_fn = family_fn
-        self.by_length = known if by_length is None else by_length
+        self.by_length = of_length_alone if by_length is None else by_length
         self.dtype = dtype
         self.pad_token = integer("pad_token", pad_token)
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1)
-        self._test_first = not known
+        self._test_first = not of_length_alone
         self._templates: dict[int, _Template] = {}
 
     def __call__(self, features: Sequence[object]) -> dict[str, Tensor]:
@@ -198,10 +198,10 @@ def _tokens(feature: object) -> list[int]:
     tokens = index_array("input_ids", sample["input_ids"])
     if sample.get("attention_mask") is None:
         return tokens.tolist()
-    kept = index_array("attention_mask", sample["attention_mask"])
-    if len(kept) != len(tokens):
-        raise ValueError(f"input_ids and attention_mask differ in length: {len(tokens)} and {len(kept)}")
-    return tokens[kept != 0].tolist()
+    real = index_array("attention_mask", sample["attention_mask"])
+    if len(real) != len(tokens):
+        raise ValueError(f"input_ids and attention_mask differ in length: {len(tokens)} and {len(real)}")
+    return tokens[real != 0].tolist()
 
 
 def _with_tokens(task: Task, tokens: list[int]) -> Task:

@@ -115,8 +115,8 @@ class Derivation(Result):
         """The derivation of the family that `to_dict` named."""
         content = cls._content(values)
         parameters = as_object(content.get("parameters"), "parameters")
-        made = derive(str(content.get("family")), as_integer(content.get("num_tokens"), "num_tokens"), **parameters)
-        return cls(**vars(made))
+        derived = derive(str(content.get("family")), as_integer(content.get("num_tokens"), "num_tokens"), **parameters)
+        return cls(**vars(derived))
 
 
 def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:

@@ -38,10 +38,10 @@ class Inputs:
         for task in tasks:
             for token in task.inputs:
                 if id(token) not in by_identity:
-                    known = number.setdefault(token, len(self.tokens))
-                    if known == len(self.tokens):
+                    index = number.setdefault(token, len(self.tokens))
+                    if index == len(self.tokens):
                         self.tokens.append(token)
-                    by_identity[id(token)] = known
+                    by_identity[id(token)] = index
             numbers = map(by_identity.__getitem__, map(id, task.inputs))
             self.of_task.append(np.fromiter(numbers, np.int64, task.size))
 

@@ -144,10 +144,10 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     blank = _mask_tokens(len(data), mask_token)
     tasks: list[Task] = []
     for t, place in enumerate(order):
-        kept = np.argsort(order[: t + 1])  # the steps 0..t by place, so that inputs stand in reading order
-        inputs = [blank[place] if order[step] == place else data[order[step]] for step in kept]
-        position = int(np.flatnonzero(kept == t)[0])
-        tasks.append(Task(inputs, [Label(position, data[place], task=t)], causal(t + 1).permute(kept)))
+        steps = np.argsort(order[: t + 1])  # the steps 0..t by place, so that inputs stand in reading order
+        inputs = [blank[place] if order[step] == place else data[order[step]] for step in steps]
+        position = int(np.flatnonzero(steps == t)[0])
+        tasks.append(Task(inputs, [Label(position, data[place], task=t)], causal(t + 1).permute(steps)))
     return tuple(tasks)
 
 

@@ -55,12 +55,12 @@ class _Search:
 
     def candidates(self, kind: int, below: frozenset[int], used: set[int]) -> list[int]:
         """Free nodes of this type over exactly these nodes; of twins under the same nodes only the first."""
-        found: dict[frozenset[int], int] = {}
+        nodes: dict[frozenset[int], int] = {}
         for node, (other, under) in enumerate(zip(self.types, self.below, strict=True)):
             if other == kind and under == below and node not in used:
                 above = frozenset(upper for upper, lowers in enumerate(self.below) if node in lowers)
-                found.setdefault(above, node)
-        return list(found.values())
+                nodes.setdefault(above, node)
+        return list(nodes.values())
 
     def add(self, kind: int, below: frozenset[int]) -> int:
         """A new node."""

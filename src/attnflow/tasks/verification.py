@@ -179,8 +179,8 @@ def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
 def _require_runnable(model: nn.Module) -> None:
     name = type(model).__name__
     _embedding(model)
-    known = inspect.signature(model.forward).parameters
-    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in known]
+    parameters = inspect.signature(model.forward).parameters
+    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in parameters]
     if missing:
         raise UnsupportedArchitecture(f"the forward pass of {name} takes no {' and no '.join(missing)}")
     config = getattr(model, "config", None)
