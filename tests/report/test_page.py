@@ -14,10 +14,11 @@ import torch
 
 import attnflow as af
 from attnflow import masks, report
-from attnflow.audit import AuditReport, ModuleResult, Violation
+from attnflow.audit.findings import AuditReport, ModuleResult, Violation
 from attnflow.order import analyze
 from attnflow.report import CostModel, Html, Section, mask_report, model_report
-from attnflow.tasks import Label, Task, TaskDifference, Token, Verification, check
+from attnflow.tasks import Label, Task, Token, Verification, check
+from attnflow.tasks.verification import TaskDifference
 from tests.report.reading import parse_page
 
 HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single' \x00 \u202e </title> <!-- ]]>"

@@ -12,6 +12,7 @@ from rich.console import Console
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Task, Token
+from attnflow.tasks.leaks import Leak
 from attnflow.testing import closure, depth, power
 
 
@@ -60,7 +61,7 @@ def test_against_the_definition(spec, layers):
     json.dumps(report.to_dict())
 
 
-def assert_shortest_witness(leak: tasks.Leak, step: np.ndarray) -> None:
+def assert_shortest_witness(leak: Leak, step: np.ndarray) -> None:
     path = leak.witness
     assert (path[0], path[-1]) == (leak.carrier, leak.position)
     assert all(step[there, here] for here, there in pairwise(path))

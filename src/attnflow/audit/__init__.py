@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from attnflow.audit.auditor import check
 from attnflow.audit.declared import declared_order
-from attnflow.audit.findings import AuditReport, ModuleResult, Violation
-from attnflow.audit.guards import Guard, guard
+from attnflow.audit.findings import AuditReport
+from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
 
 if TYPE_CHECKING:
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditReport",
-    "Guard",
     "GuardCallback",
-    "ModuleResult",
-    "Violation",
     "check",
     "declared_order",
     "guard",

@@ -12,25 +12,21 @@ from attnflow.tasks.families import (
     multi_token_prediction,
     permutation_lm,
 )
-from attnflow.tasks.leaks import Leak, LeakReport, check
-from attnflow.tasks.merging import Embedding, MergedTask, MissingNode, embedded, merge
+from attnflow.tasks.leaks import LeakReport, check
+from attnflow.tasks.merging import MergedTask, embedded, merge
 from attnflow.tasks.objective import loss
 from attnflow.tasks.published import butterfly_as_printed
 from attnflow.tasks.task import Task
 from attnflow.tasks.token import Label, Token
-from attnflow.tasks.verification import TaskDifference, Verification, verify
+from attnflow.tasks.verification import Verification, verify
 
 __all__ = [
     "Collator",
     "Derivation",
-    "Embedding",
     "Label",
-    "Leak",
     "LeakReport",
     "MergedTask",
-    "MissingNode",
     "Task",
-    "TaskDifference",
     "Token",
     "Verification",
     "average_embeddings",

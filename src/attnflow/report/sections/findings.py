@@ -13,8 +13,9 @@ from attnflow.report.sections.order import diagram
 from attnflow.report.subject import Section, Subject
 
 if TYPE_CHECKING:
-    from attnflow.audit import AuditReport, Violation
-    from attnflow.tasks import Leak
+    from attnflow.audit import AuditReport
+    from attnflow.audit.findings import Violation
+    from attnflow.tasks.leaks import Leak
 
 _DRAWN: Final = 2  # leaks with a diagram of their own
 _LISTED: Final = 24  # rows of a list before the rest is only counted
