@@ -18,6 +18,7 @@ Placement = Literal["every", "every_other", "every_fourth"]
 ShareHeads = bool | Literal["kv"]
 Init = Literal["zero", "kaiming"]
 
+T = TypeVar("T", bound="BiasConfig")
 _STEP: Final = {"every": 1, "every_other": 2, "every_fourth": 4}
 _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "reference": get_args(Reference),
