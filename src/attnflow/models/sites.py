@@ -13,16 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.families.find import CROSS, Kind
 
 _INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
-_CROSS: Final = re.compile(r"cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
 # Modules that carry information between positions without attention, by class name.
 _MIXER: Final = re.compile(
     r"Mamba|SSM(?![a-z])|Delta(Net|Attention)|Linear(Recurrent)?Attention|Lightning|Recurrent|RgLru|Rwkv|Retention"
     r"|ShortConv|LongConv|Hyena|[sm]LSTM"
 )
 
-Kind = Literal["self", "cross"]
 Part = Literal["", "encoder", "decoder"]
 
 
@@ -65,25 +64,25 @@ def find_sites(model: object) -> tuple[Site, ...]:
         raise ValueError(
             f"expected a transformers model with a config, got {type(model).__name__}; pass the model, not one layer"
         )
-    found = [(name, module) for name, module in model.named_modules() if _calls_interface(module)]
-    if not found:
+    callers = [(name, module) for name, module in model.named_modules() if _calls_interface(module)]
+    if not callers:
         attention = sorted({type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__})
         raise UnsupportedArchitecture(
             f"{type(model).__name__} does not take the attention interface of transformers: no module of it calls "
             f"{_INTERFACE} (its attention: {', '.join(attention) or 'none'}), so that no mask can be given to it from "
             "outside; af.audit still measures its order"
         )
-    parts = {_part(name) for name, _ in found}
+    parts = {_part(name) for name, _ in callers}
     two = {"encoder", "decoder"} <= parts
     return tuple(
         Site(
             name,
             module,
-            "cross" if _CROSS.search(name) or getattr(module, "is_cross_attention", False) is True else "self",
+            "cross" if CROSS.search(name) or getattr(module, "is_cross_attention", False) is True else "self",
             _part(name) if two else "",
             owners[max((o for o in owners if _inside(name, o)), key=len, default=next(iter(owners)))],
         )
-        for name, module in found
+        for name, module in callers
     )
 
 
@@ -102,7 +101,7 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
     A layer without attention in a list of layers that have it, a module of a known recurrent, state-space or
     convolutional class, and a convolution wider than one position inside a layer.
     """
-    found: list[str] = []
+    mixers: list[str] = []
     covered = [site.name for site in sites]
     for path in dict.fromkeys(site.layers for site in sites):
         layers = model.get_submodule(path)
@@ -112,10 +111,10 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
             here = f"{path}.{index}"
             attends = any(_inside(name, here) for name in covered)
             inner = [(name, m) for name, m in layer.named_modules(prefix=here) if m is not layer and _mixes(m)]
-            found += [f"{name} ({type(m).__name__})" for name, m in inner]
+            mixers += [f"{name} ({type(m).__name__})" for name, m in inner]
             if not attends and not inner:
-                found.append(f"{here} ({type(layer).__name__}, without attention)")
-    return found
+                mixers.append(f"{here} ({type(layer).__name__}, without attention)")
+    return mixers
 
 
 def eager_kernel(module: nn.Module) -> Callable[..., object]:

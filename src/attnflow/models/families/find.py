@@ -29,7 +29,7 @@ Kind = Literal["self", "cross"]
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, object]
 
-_CROSS: Final = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|multihead_attn", re.IGNORECASE)
+CROSS: Final = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|multihead_attn", re.IGNORECASE)
 _TOWERS: Final = {
     "vision": re.compile(r"(?:^|\.)(?:vision|visual|image)(?:_(?:model|tower|encoder|backbone))?(?:\.|$)"),
     "audio": re.compile(r"(?:^|\.)audio_(?:model|tower|encoder)(?:\.|$)"),
@@ -94,7 +94,7 @@ class _Site:
 
     @property
     def kind(self) -> Kind:
-        return "cross" if _CROSS.search(f"{self.stem}.{self.word}") else "self"
+        return "cross" if CROSS.search(f"{self.stem}.{self.word}") else "self"
 
     @property
     def tower(self) -> str:

@@ -1,4 +1,4 @@
-"""The registry: how each family of models names and orders its queries and keys."""
+"""The registry: how each family of models names and orders its queries and keys, and names its feed-forward maps."""
 
 from __future__ import annotations
 
@@ -137,3 +137,37 @@ _SEPARATE_TYPES: Final = _words("""
 # Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
 # shapes alone if query and key are separate, and the result says so.
 KNOWN: Final = _SEPARATE_TYPES.union(*(row.model_types for row in FUSED))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardNames:
+    """Names of the linear maps of a feed-forward layer, as paths below their common parent.
+
+    Attributes:
+        first: the maps into the neurons: one; or gate and up; or, where it is gated, one with both side by side.
+        last: the map out of them.
+        gated: whether neurons have a gate.
+    """
+
+    first: tuple[str, ...]
+    last: str
+    gated: bool = False
+
+
+# The first that fits holds, in names and in shapes.
+FEED_FORWARD: Final = (
+    FeedForwardNames(("gate_proj", "up_proj"), "down_proj", gated=True),
+    FeedForwardNames(("wi_0", "wi_1"), "wo", gated=True),
+    FeedForwardNames(("w1", "w3"), "w2", gated=True),
+    FeedForwardNames(("gate_up_proj",), "down_proj", gated=True),
+    FeedForwardNames(("Wi",), "Wo", gated=True),
+    FeedForwardNames(("c_fc",), "c_proj"),
+    FeedForwardNames(("fc1",), "fc2"),
+    FeedForwardNames(("fc_in",), "fc_out"),
+    FeedForwardNames(("dense_h_to_4h",), "dense_4h_to_h"),
+    FeedForwardNames(("intermediate.dense",), "output.dense"),
+    FeedForwardNames(("lin1",), "lin2"),
+    FeedForwardNames(("ffn",), "ffn_output"),
+    FeedForwardNames(("wi",), "wo"),
+    FeedForwardNames(("up_proj",), "down_proj"),
+)
