@@ -71,7 +71,7 @@ def _summary_writer() -> Callable[..., object]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise MissingExtra("tensorboard", "study", 'report_to="tensorboard"') from error
     return SummaryWriter
@@ -85,6 +85,6 @@ def _log_to_tensorboard(writer: Any, values: Mapping[str, float], step: int) -> 
 
 def _log_to_wandb(values: Mapping[str, float], step: int) -> None:
     # The Trainer's own values have this axis; W&B refuses a step below one that it has seen.
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]
 
     wandb.log({**values, "train/global_step": step})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import nn
 
@@ -18,17 +18,17 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
 
 
-def split(given: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+def split(model: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """(the model, its tokenizer if it came with one) of a module or of what `load_model` returned.
 
     Raises:
         TypeError: neither.
     """
-    if isinstance(given, Loaded):
-        return given
-    if not isinstance(given, nn.Module):
+    if isinstance(model, Loaded):
+        return model
+    if not isinstance(cast(object, model), nn.Module):
         raise TypeError(
-            f"expected a torch module or what af.load_model returns, got {type(given).__name__}; "
+            f"expected a torch module or what af.load_model returns, got {type(model).__name__}; "
             "load a model by its name or folder with af.load_model(...)"
         )
-    return given, None
+    return model, None

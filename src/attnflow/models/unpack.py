@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import transformers
@@ -23,11 +23,7 @@ from attnflow.models import cache
 _LOG: Final = logging.getLogger("attnflow.models")
 
 
-class _Saved(Protocol):
-    def save_pretrained(self, save_directory: Path) -> object: ...
-
-
-_Entry = TypeVar("_Entry", bound=_Saved)
+_Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 
 
 def load_gguf(
