@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,8 @@ class Connection:
 
     def _serve(self, file: Path, read_only: bool) -> str:
         """The file as pymilvus wants it: with the ending .db, and with milvus-lite."""
-        try:
-            import milvus_lite  # noqa: F401  (it must be there; pymilvus imports it)
-        except ImportError:
-            raise MissingExtra("milvus-lite", "milvus", "a store in a file of Milvus") from None
+        if find_spec("milvus_lite") is None:  # pymilvus imports it
+            raise MissingExtra("milvus-lite", "milvus", "a store in a file of Milvus")
         if file.suffix != ".db":
             raise ValueError(f"a file of Milvus ends with .db, got {file}")
         if read_only and not file.exists():
