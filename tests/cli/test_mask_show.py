@@ -7,7 +7,7 @@ import pytest
 
 import attnflow as af
 from attnflow.cli._masks import EXAMPLES
-from attnflow.report import subject
+from attnflow.report.sections import mask as mask_section
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
@@ -68,7 +68,7 @@ def test_tiny(run: Callable, n: str) -> None:
 def test_masks_without_an_order_say_why(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     out = run("mask", "show", "full", "--n", "3", "--set", "num_keys=5").out
     assert "order           none: queries and keys are different sequences" in out
-    monkeypatch.setattr(subject, "LARGEST_ORDER", 8)
+    monkeypatch.setattr(mask_section, "LARGEST_ORDER", 8)
     found = json.loads(run("mask", "show", "causal", "--n", "9", "--json").out)
     assert found["order"] is None
     assert found["no_order"] == "the order is not computed above 8 positions"
@@ -119,7 +119,7 @@ def test_a_failed_write_leaves_the_old_file(run: Callable, tmp_path: Path, monke
     def full_disk(*_: object, **__: object) -> str:
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(af.report, "mask_svg", full_disk)
+    monkeypatch.setattr(af.report, "figure", full_disk)
     code, out, err = run("mask", "show", "causal", "-o", str(target))
     assert (code, out) == (2, "")
     assert err == f"attnflow: {target}: No space left on device\n"

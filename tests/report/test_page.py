@@ -13,10 +13,13 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow import masks, report
+from attnflow import masks
 from attnflow.audit.findings import AuditReport, ModuleResult, Violation
 from attnflow.order import analyze
-from attnflow.report import CostModel, Html, Section, mask_report, model_report
+from attnflow.report import page
+from attnflow.report.html import Html
+from attnflow.report.mask_facts import CostModel
+from attnflow.report.part import Section
 from attnflow.tasks import Label, Task, Token, Verification, check
 from attnflow.tasks.verification import TaskDifference
 from tests.report.reading import parse_page
@@ -66,11 +69,11 @@ def bad_audit():
 def full_report():
     task = leaking_task()
     differences = tuple(TaskDifference(i, 1e-13, 2.5) for i in range(3))
-    return mask_report(
-        task.mask,
-        task=task,
-        audit=bad_audit(),
-        verification=Verification(1e-13, 2e-13, 7.5, differences),
+    return page(
+        task.flow,
+        check(task),
+        Verification(1e-13, 2e-13, 7.5, differences),
+        bad_audit(),
         labels=["the", "quick", "brown", "fox", "."],
         cost=CostModel(2, 4, 64),
         details={"Command": "attnflow check"},
@@ -79,19 +82,19 @@ def full_report():
 
 REPORTS = {
     "everything": full_report,
-    "causal": lambda: mask_report(masks.causal(64)),
-    "butterfly": lambda: mask_report(analyze(masks.butterfly(16))),
-    "two streams": lambda: mask_report(masks.block_two_stream(8, 4)),
-    "big_bird": lambda: mask_report(masks.big_bird(1024)),
-    "stack": lambda: mask_report([masks.causal(20), masks.sliding_window(20, 3), masks.causal(20)]),
-    "model": lambda: model_report("org/model", audit_report(), flow=[masks.causal(8)] * 2),
-    "audit alone": lambda: model_report("org/model", bad_audit()),
-    "measured": lambda: model_report("org/model", None, flow=analyze(masks.causal(8))),
-    "not square": lambda: mask_report(masks.full(5, 9)),
-    "no positions": lambda: mask_report(masks.causal(0)),
-    "no keys": lambda: mask_report(masks.full(3, 0)),
-    "one position": lambda: mask_report(masks.causal(1)),
-    "nothing allowed": lambda: mask_report(~masks.full(6)),
+    "causal": lambda: page(masks.causal(64)),
+    "butterfly": lambda: page(analyze(masks.butterfly(16))),
+    "two streams": lambda: page(masks.block_two_stream(8, 4)),
+    "big_bird": lambda: page(masks.big_bird(1024)),
+    "stack": lambda: page(analyze([masks.causal(20), masks.sliding_window(20, 3), masks.causal(20)])),
+    "model": lambda: page(analyze([masks.causal(8)] * 2), audit_report(), title="org/model"),
+    "audit alone": lambda: page(bad_audit()),
+    "measured": lambda: page(analyze(masks.causal(8)), title="org/model"),
+    "not square": lambda: page(masks.full(5, 9)),
+    "no positions": lambda: page(masks.causal(0)),
+    "no keys": lambda: page(masks.full(3, 0)),
+    "one position": lambda: page(masks.causal(1)),
+    "nothing allowed": lambda: page(~masks.full(6)),
 }
 
 
@@ -101,44 +104,47 @@ def made(request):
 
 
 def test_the_page_is_well_formed_and_self_contained(made):
-    page = parse_page(made.html)
+    shown = parse_page(made.html)
     assert len(made.html.encode()) < 200_000
-    assert not {tag for tag, _ in page.tags} & {"img", "iframe", "object", "embed", "base", "form", "input"}
-    for tag, attributes in page.tags:
+    assert not {tag for tag, _ in shown.tags} & {"img", "iframe", "object", "embed", "base", "form", "input"}
+    for tag, attributes in shown.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("style", "src", "srcset")], tag
-        assert attributes.get("href", "#").startswith(("#", "data:,"))
+        inline = "data:image/png;base64," if tag == "image" else "data:,"  # the pixels of a chart's map
+        assert attributes.get("href", "#").startswith(("#", inline))
     outside = re.findall(r"""(?:https?:)?//[^\s"'<>]+""", made.html)
     assert {address for address in outside if "/" in address} <= {"http://www.w3.org/2000/svg"}
-    assert "url(" not in page.inline["style"]
-    assert "@import" not in page.inline["style"]
-    assert page.of("html") == [{"lang": "en"}]
-    assert page.of("meta")[0] == {"charset": "utf-8"}
+    assert "url(" not in shown.inline["style"]
+    assert "@import" not in shown.inline["style"]
+    assert shown.of("html") == [{"lang": "en"}]
+    assert shown.of("meta")[0] == {"charset": "utf-8"}
 
 
 def test_the_policy_allows_exactly_what_is_there(made):
-    page = parse_page(made.html)
-    policy = next(m["content"] for m in page.of("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    shown = parse_page(made.html)
+    policy = next(m["content"] for m in shown.of("meta") if m.get("http-equiv") == "Content-Security-Policy")
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
     assert (rules["base-uri"], rules["form-action"]) == ("'none'", "'none'")
     for rule, tag in (("style-src", "style"), ("script-src", "script")):
-        assert len(page.of(tag)) == 1
-        digest = hashlib.sha256(page.inline[tag].encode()).digest()
+        assert len(shown.of(tag)) == 1
+        digest = hashlib.sha256(shown.inline[tag].encode()).digest()
         assert rules[rule] == f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def test_anchors_lead_to_the_sections(made):
-    page = parse_page(made.html)
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    shown = parse_page(made.html)
+    ids = [attributes["id"] for _, attributes in shown.tags if "id" in attributes]
     assert len(set(ids)) == len(ids)
-    assert {link["href"][1:] for link in page.of("a")} == {section.name for section in made.sections} <= set(ids)
+    assert {link["href"][1:] for link in shown.of("a")} == {section.name for section in made.sections} <= set(ids)
     for section in made.sections:
-        assert section.title in page.text
+        assert section.title in shown.text
 
 
 def test_everything_asked_for_is_shown():
     made = full_report()
-    names = ["mask", "order", "growth", "leaks", "dead", "verification", "audit", "blocks", "cost"]
+    # What failed comes first.
+    names = ["leaks", "dead", "audit", "mask", "order", "growth", "blocks", "cost", "verification"]
+    assert not made.ok
     assert [section.name for section in made.sections] == names
     text = parse_page(made.html).text
     for part in (
@@ -165,22 +171,22 @@ def test_the_reading_says_what_was_found():
     def reading(made):
         return re.search(r'<p class="reading">(.*?)</p>', made.html).group(1).replace("\xa0", " ")
 
-    assert "form a chain, in which each reads all below it; one layer" in reading(mask_report(masks.causal(9)))
-    assert "the order is a single class; it takes 2 layers" in reading(mask_report(masks.big_bird(12, 1)))
-    assert "8 classes read nothing of each other" in reading(mask_report(~masks.full(8)))
-    assert "an order of 3 levels" in reading(mask_report(masks.tree([-1, 0, 0, 1])))
-    assert "there is nothing to allow" in reading(mask_report(masks.causal(0)))
-    assert "no order to report" in reading(mask_report(masks.full(2, 3)))
-    assert "No label can leak: this is proved for all 4." in reading(mask_report(masks.causal(4), task=clean_task()))
-    leak = reading(mask_report(leaking_task().mask, check=check(leaking_task())))
+    assert "form a chain, in which each reads all below it; one layer" in reading(page(masks.causal(9)))
+    assert "the order is a single class; it takes 2 layers" in reading(page(masks.big_bird(12, 1)))
+    assert "8 classes read nothing of each other" in reading(page(~masks.full(8)))
+    assert "an order of 3 levels" in reading(page(masks.tree([-1, 0, 0, 1])))
+    assert "there is nothing to allow" in reading(page(masks.causal(0)))
+    assert "no order to report" in reading(page(masks.full(2, 3)))
+    assert "No label can leak: this is proved for all 4." in reading(page(clean_task()))
+    leak = reading(page(leaking_task().mask, check(leaking_task())))
     assert "1 label can be read" in leak
     assert "the first comes to position 0 from 3 in 2 layers" in leak
-    assert "found no flow against its order (87.5 % of" in reading(model_report("m", audit_report()))
-    assert "first in <code>model.layers.1.self_attn</code>" in reading(model_report("m", bad_audit()))
+    assert "found no flow against its order (87.5 % of" in reading(page(audit_report()))
+    assert "first in <code>model.layers.1.self_attn</code>" in reading(page(bad_audit()))
 
 
 def test_leaks_are_drawn_on_the_diagram():
-    made = mask_report(leaking_task().mask, task=leaking_task())
+    made = page(leaking_task())
     body = next(section for section in made.sections if section.name == "leaks").body.markup
     assert body.count('class="af-badge"') == 2
     assert body.count("af-node af-hot") == 3
@@ -191,47 +197,47 @@ def test_hostile_names_stay_text():
     mask = masks.from_dense(torch.ones(3, 3, dtype=torch.bool), name=HOSTILE)
     audit = audit_report([dataclasses.replace(bad_audit().violations[0], module=HOSTILE)], [])
     pages = [
-        mask_report(mask, title=HOSTILE, labels=[HOSTILE, "\ud800", ""], details={HOSTILE: HOSTILE}),
-        mask_report(task.mask, task=task, labels=[HOSTILE] * 5),
-        model_report(HOSTILE, audit, flow=mask),
+        page(mask, title=HOSTILE, labels=[HOSTILE, "\ud800", ""], details={HOSTILE: HOSTILE}),
+        page(task, labels=[HOSTILE] * 5),
+        page(mask, audit, title=HOSTILE),
     ]
     for made in pages:
-        page = parse_page(made.html)
-        assert len(page.of("script")) == 1
-        assert not page.of("b")
-        assert "alert(1)" not in page.inline["script"]
-        assert "<script>alert(1)</script>" in page.text
+        shown = parse_page(made.html)
+        assert len(shown.of("script")) == 1
+        assert not shown.of("b")
+        assert "alert(1)" not in shown.inline["script"]
+        assert "<script>alert(1)</script>" in shown.text
         assert "\u202e" not in made.html
         assert "\x00" not in made.html
         made.html.encode("utf-8")
 
 
 def test_a_section_of_ones_own_joins_the_page():
-    def bias(subject):
-        return Section("bias", "Bias", Html("<p>of its own</p>")) if subject.masks else None
-
-    made = mask_report(masks.causal(4), sections=[*report.SECTIONS, bias])
-    assert made.sections[-1].name == "bias"
+    own = Section("bias", "Bias", Html("<p>of its own</p>"))
+    made = page(masks.causal(4), own, own)
+    assert [section.name for section in made.sections][-2:] == ["bias", "bias-2"]
     assert "of its own" in parse_page(made.html).text
-    with pytest.raises(ValueError, match="different names"):
-        mask_report(masks.causal(4), sections=[bias, bias])
+
+
+def test_several_results_of_a_kind_have_sections_of_their_own():
+    made = page(masks.causal(4), masks.full(3), audit_report(), bad_audit())
+    names = [section.name for section in made.sections]
+    assert names[:2] == ["audit", "mask"]
+    assert {"mask-2", "order-2", "audit-2"} <= set(names)
+    assert "full(n=3" in parse_page(made.html).text
 
 
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="a label for each of 3 positions, got 1"):
-        mask_report(masks.causal(3), labels=["a"])
-    with pytest.raises(ValueError, match="a label for each of 3 positions, got 1"):
-        model_report("m", None, flow=masks.causal(3), labels=["a"])
-    with pytest.raises(ValueError, match="expected a task with the mask"):
-        mask_report(masks.causal(4), task=leaking_task())
-    with pytest.raises(ValueError, match="empty sequence"):
-        mask_report([])
-    with pytest.raises(ValueError, match="masks of one size"):
-        mask_report([masks.causal(3), masks.causal(4)])
+        page(masks.causal(3), labels=["a"])
+    with pytest.raises(ValueError, match="at least one result, got none"):
+        page()
+    with pytest.raises(TypeError, match=r"expected a result \(AuditReport, BiasGraph, .*\), got list"):
+        page([masks.causal(3)])
 
 
 def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
-    made = mask_report(masks.causal(4))
+    made = page(masks.causal(4))
     path = made.save(tmp_path / "out.html")
     assert path.read_text(encoding="utf-8") == made.html
     mask = os.umask(0)
@@ -239,26 +245,26 @@ def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        mask_report(masks.causal(5)).save(path)
+        page(masks.causal(5)).save(path)
     assert path.read_text(encoding="utf-8") == made.html
     assert [item.name for item in tmp_path.iterdir()] == ["out.html"]
     with pytest.raises(FileNotFoundError, match="create it first"):
         made.save(tmp_path / "missing" / "out.html")
     with pytest.raises(IsADirectoryError, match="got the folder"):
         made.save(tmp_path)
-    assert repr(made).startswith("Report('causal(n=4)': mask, order, growth, blocks, cost; ")
+    assert repr(made).startswith("Page('causal(n=4)': mask, order, growth, blocks, cost; ")
 
 
 @pytest.mark.parametrize("mask", [masks.causal(16_384), masks.butterfly(5461), masks.longformer(16_384, 256)], ids=repr)
 def test_long_sequences_make_small_pages(mask, monkeypatch):
     monkeypatch.setattr(masks.Mask, "dense", lambda *_: pytest.fail("built n x n"))
-    made = mask_report(mask)
+    made = page(mask)
     assert len(made.html.encode()) < 200_000
     parse_page(made.html)
 
 
 def test_the_order_of_a_huge_mask_is_left_out():
-    made = mask_report(masks.causal(40_000))
+    made = page(masks.causal(40_000))
     assert "the order is not computed above 32768 positions" in parse_page(made.html).text
     assert [section.name for section in made.sections] == ["mask", "order", "blocks", "cost"]
 

@@ -93,14 +93,9 @@ def _of_catalogue(name: str, n: int | None, texts: Mapping[str, str]) -> Mask:
 
 def write_picture(mask: Mask, path: Path) -> None:
     """Write the picture, or for `.html` the report, that the suffix of `path` asks for; whole or not at all."""
-    from attnflow._core.files import write_atomically
-    from attnflow.report import mask_png, mask_report, mask_svg
+    from attnflow.report import figure, page
 
-    suffix = path.suffix.lower()
-    if suffix == ".png":
-        mask_png(mask, path)
-    elif suffix == ".html":
-        mask_report(mask).save(path)
+    if path.suffix.lower() == ".html":
+        page(mask).save(path)
     else:
-        with write_atomically(path) as file:
-            file.write(mask_svg(mask).encode())
+        figure(mask).savefig(path)

@@ -103,9 +103,9 @@ def bias_show(
             elif is_graph:
                 graph.save(target)
             elif target.suffix.lower() in (".svg", ".png"):
-                from attnflow.report import figure, save_figure
+                from attnflow.report import figure
 
-                save_figure(figure(bias_map, layer=layer, query=query, head=head), target)
+                figure(bias_map, layer=layer, query=query, head=head).savefig(target)
             else:
                 bias_map.save(target)
     if json_output:

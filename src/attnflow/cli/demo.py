@@ -37,7 +37,7 @@ def demo(
     with working(f"loading {model}") as spinner:
         from attnflow.cli._demo import Sizes, run
         from attnflow.models import load_model, sample_text
-        from attnflow.report import mask_report
+        from attnflow.report import page
 
         def show(text: str, style: str = "") -> None:
             spinner.pause()
@@ -62,8 +62,7 @@ def demo(
         merged, check, _, _, audit, verification, _ = parts
         title = f"Two masks derived, proved, and run on {model}"
         task = merged.task
-        page = mask_report(task.flow, task=task, check=check, verification=verification, audit=audit, title=title)
-        page.save(target)
+        page(task.flow, check, verification, audit, title=title).save(target)
     if json_output:
         print_result(result)
     else:

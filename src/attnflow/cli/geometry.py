@@ -71,7 +71,7 @@ def geometry(
     overrides = {name: _number(name, text) for name, text in settings_from(config or [], "--config").items()}
     with working(f"opening {models[0]}") as spinner:
         from attnflow.geometry.survey import survey
-        from attnflow.report import figure, geometry_report, save_figure
+        from attnflow.report import figure, page
 
         result = survey(
             models,
@@ -85,9 +85,9 @@ def geometry(
         if target is not None and result.models:
             spinner(f"writing {output}")
             if drawn:
-                save_figure(figure(*result.models, picture=picture.value), target)
+                figure(result, picture=picture.value).savefig(target)
             elif target.suffix.lower() == ".html":
-                geometry_report(result.models, unscored=result.unscored).save(target)
+                page(result).save(target)
             else:
                 result.save(target)
     if json_output and result.models:

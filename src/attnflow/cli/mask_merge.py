@@ -30,8 +30,8 @@ def mask_merge(
     Derives the smallest sequence and mask that train every task of the family in one forward pass, compares the mask
     with its closed form, and proves that no label leaks (otherwise exits with 1). -o writes .svg, .png or .html.
     """
+    from attnflow import report
     from attnflow._core.parameters import find
-    from attnflow.report import mask_text
     from attnflow.tasks import derive
     from attnflow.tasks.derivation import named_families
 
@@ -48,7 +48,7 @@ def mask_merge(
     else:
         screen = console()
         say(screen, derivation.call, "bold")
-        say(screen, mask_text(mask, max(20, min(100, screen.width))) + "\n")
+        say(screen, report.text(mask, width=max(20, min(100, screen.width))) + "\n")
         for label, text in derivation.lines():
             say(screen, f"{label:<16}{text}")
         if output is not None:

@@ -34,7 +34,7 @@ def mask_show(
     In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
     density, classes and Hasse diagram of the order, block sparsity.
     """
-    from attnflow.report import mask_text
+    from attnflow import report
     from attnflow.report.mask_summary import summarise
 
     if output is not None and f".{output}" in PICTURES:  # a bare format names the file after the mask
@@ -49,7 +49,7 @@ def mask_show(
         print_result(summary)
         return
     screen = console()
-    say(screen, mask_text(mask, max(20, min(100, screen.width))) + "\n")
+    say(screen, report.text(mask, width=max(20, min(100, screen.width))) + "\n")
     for label, text in summary.lines():
         say(screen, f"{label:<16}{text}")
     if output is not None:

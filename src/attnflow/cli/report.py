@@ -14,7 +14,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print
 
 if TYPE_CHECKING:
     from attnflow.cli._output import Spinner
-    from attnflow.report import Report as Page
+    from attnflow.report import Page
 
 
 def report(
@@ -50,56 +50,41 @@ def report(
         raise BadUsage(f"--n and --set belong to masks, and {subject!r} is none{near}")
     with working(f"reading {subject}") as spinner:
         if is_mask:
-            page, ok = _of_mask(subject, n, settings or [], spinner)
+            page = _of_mask(subject, n, settings or [], spinner)
         else:
-            page, ok = _of_model(subject, text, tokens, spinner)
+            page = _of_model(subject, text, tokens, spinner)
         page.save(target)
     size = target.stat().st_size
     if json_output:
         sections = [section.name for section in page.sections]
-        about = {"subject": subject, "title": page.title, "ok": ok, "sections": sections, "bytes": size}
+        about = {"subject": subject, "title": page.title, "ok": page.ok, "sections": sections, "bytes": size}
         print_json("attnflow.report/1", {**about, "written": str(output)})
     else:
-        verdict = "" if ok else " It reports a leak."
-        say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if ok else "bold red")
-    raise typer.Exit(0 if ok else 1)
+        verdict = "" if page.ok else " It reports a leak."
+        say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if page.ok else "bold red")
+    raise typer.Exit(0 if page.ok else 1)
 
 
-def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Spinner) -> tuple[Page, bool]:
+def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Spinner) -> Page:
     from attnflow._core.plain import read_json
     from attnflow.masks.spec import mask_from_dict
-    from attnflow.report import mask_report
-    from attnflow.tasks import Task, check
+    from attnflow.report import page
+    from attnflow.tasks import Task
 
     spec = read_json(subject) if is_file(subject) and n is None and not settings else {}
     if "inputs" in spec:
         task = Task.from_dict(spec, subject)
         spinner(f"checking {task.size} positions")
-        report = check(task)
-        return mask_report(task.flow, task=task, check=report, title=subject), report.ok
+        return page(task, title=subject)
     mask = mask_from_dict(spec.get("mask", spec), subject) if spec else mask_argument(subject, n, settings)
     spinner(f"analysing {mask.name}")
-    return mask_report(mask), True
+    return page(mask)
 
 
-def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> tuple[Page, bool]:
-    from attnflow.audit import check
-    from attnflow.audit.declared import relation_of
-    from attnflow.audit.inputs import read
+def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> Page:
     from attnflow.audit.text import text_inputs
-    from attnflow.masks import from_dense
-    from attnflow.report import model_report
+    from attnflow.report import model_page
 
     loaded = load(name)
     inputs = text_inputs(loaded, sample() if text is None else text, tokens)
-
-    def progress(done: int, total: int, what: str) -> None:
-        spinner(f"auditing {name}: {what} {done}/{total}")
-
-    audit = check(loaded, inputs, progress=progress)
-    spinner("writing the report")
-    relation = relation_of(loaded.model, read(loaded.model, inputs), None)
-    layers = [from_dense(layer[0], relation.name) for layer in relation.layers]
-    flow = layers[0] if relation.repeat else layers
-    labels = [loaded.tokenizer.decode([token]) for ids in inputs.values() for token in ids[0].tolist()]
-    return model_report(name, audit, flow=flow, labels=labels, details={"Model": describe(name, loaded)}), audit.ok
+    return model_page(loaded, inputs, title=name, details={"Model": describe(name, loaded)}, progress=spinner)

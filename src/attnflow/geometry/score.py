@@ -83,9 +83,10 @@ def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool
     Raises:
         ValueError: weights are NaN or Inf.
     """
-    arguments = (layer.query().detach(), layer.key().detach(), layer.num_heads, layer.num_kv_heads, gamma, mode)
-    rows = rows_of(layer, full_scores(*arguments))
-    return rows + rows_of(layer, head_scores(*arguments)) if per_head else rows
+    query = layer.query().detach()
+    arguments = (query, layer.key().detach(), layer.num_heads, layer.num_kv_heads, gamma, mode)
+    rows = rows_of(layer, full_scores(*arguments), query.shape[1])
+    return rows + rows_of(layer, head_scores(*arguments), query.shape[1]) if per_head else rows
 
 
 def query_keys(

@@ -37,6 +37,7 @@ class MatrixScores:
         tower: "" for a model of one stack, else such as "encoder", "decoder", "vision".
         name: where the weights are, a path of a tensor or of a module.
         flags: "zero" (a zero matrix, whose scores are 0), "not square", and what the reader of the model remarked.
+        width: of the vectors that the matrix compares, on which the scores of chance depend; 0 if not known.
     """
 
     layer: int
@@ -50,12 +51,13 @@ class MatrixScores:
     tower: str = ""
     name: str = ""
     flags: tuple[str, ...] = ()
+    width: int = 0
 
 
 _DERIVED: Final = ("ignored", "summaries", "published")  # keys of the JSON that are no fields
 
 
-def rows_of(place: Place, scores: Scores) -> list[MatrixScores]:
+def rows_of(place: Place, scores: Scores, width: int) -> list[MatrixScores]:
     """Rows of the table: one for the full matrix (0-d scores), or one per head."""
     full = scores.norm.ndim == 0
     rows: list[MatrixScores] = []
@@ -69,6 +71,7 @@ def rows_of(place: Place, scores: Scores) -> list[MatrixScores]:
                 kind=place.kind,
                 tower=place.tower,
                 name=place.name,
+                width=width,
                 flags=tuple(flag for flag, holds in flags.items() if holds),
                 **values,
             )

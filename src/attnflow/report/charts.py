@@ -1,120 +1,177 @@
-"""Charts as SVG: growth by layer, the make-up of a whole."""
+"""What all charts share: one style, one scale of signs, and their SVG as a page holds it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
-import numpy as np
-import numpy.typing as npt
+from attnflow._core.errors import MissingExtra
+from attnflow._core.markup import columns as display_width
+from attnflow.report import html
+from attnflow.report.html import Html
+from attnflow.report.svg import SANS, written
 
-from attnflow._core.markup import element, escape, grouped, number, percent
-from attnflow.report.grid import ticks
-from attnflow.report.hasse_svg import SANS
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-_MOST_POINTS = 160
+P = ParamSpec("P")
+
+INK, SOFT = "#1b1f23", "#59626b"
+SIGNED: Final = "coolwarm_r"  # zero in the middle, positive blue: the paper says so, and "coolwarm" has it reversed
+POSITIVE, NEGATIVE = "#3b4cc0", "#b40426"  # the ends of it
+SIZES: Final = "Blues"  # what has no sign
+SERIES: Final = ("#0072b2", "#c85200", "#00845f", "#a8457f", "#a06f00", "#2a8fc4", "#3a3f44")
+# A page gives these colours their counterparts in the dark.
+_NAMES: Final = {INK: "ink", SOFT: "soft", POSITIVE: "attract", NEGATIVE: "repel"} | {
+    colour: f"s{index}" for index, colour in enumerate(SERIES)
+}
+_STYLE: Final = {
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": SOFT,
+    "axes.titlesize": 10, "axes.titlecolor": INK, "axes.linewidth": 0.8, "axes.spines.top": False,
+    "axes.spines.right": False, "xtick.color": SOFT, "ytick.color": SOFT, "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.frameon": False,
+    "legend.fontsize": 8, "figure.titlesize": 10, "savefig.dpi": 200, "hatch.linewidth": 0.5,
+}  # fmt: skip
+_CELL: Final = 0.26  # inches of a row or column whose name is written
+_NAMED: Final = 64  # rows or columns up to which each has its name
+_WIDEST: Final = 12.0
+_SVG: Final = "{http://www.w3.org/2000/svg}"
+_LINK: Final = "{http://www.w3.org/1999/xlink}href"
 
 
-def growth_chart(shares: npt.NDArray[np.float64], width: float, height: float = 250.0) -> str:
-    """Least, mean and largest share of the final receptive field after each number of layers, as `<svg>`.
+def chart(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    """A function that makes a matplotlib figure, in the style of the package; without matplotlib it names the extra."""
+
+    @wraps(draw)
+    def styled(*arguments: P.args, **options: P.kwargs) -> Figure:
+        try:
+            import matplotlib.figure  # noqa: F401
+            from matplotlib import rc_context
+        except ImportError as error:
+            raise MissingExtra("matplotlib", "report", "a chart") from error
+        with rc_context(_STYLE):
+            return draw(*arguments, **options)
+
+    return styled
+
+
+def blank(width: float, height: float) -> Figure:
+    """A figure of that size in inches, of which nothing global knows."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def table_size(names: Sequence[str], rows: int) -> tuple[float, float]:
+    """Width and height in inches of a table with columns of these names, turned by a quarter, and so many rows."""
+    columns = len(names)
+    cell = _CELL if columns <= _NAMED else _WIDEST / columns
+    label = 0.07 * max(map(display_width, names), default=0.0) if columns <= _NAMED else 0.2
+    return min(_WIDEST, max(4.6, 1.9 + cell * columns)), 0.9 + label + (_CELL * rows if rows <= _NAMED else 8.0)
+
+
+def name_axis(axis: Any, names: Sequence[str], positions: Sequence[int], *, turned: bool = False) -> None:
+    """Names beside rows or columns, or their positions at a few of them where they are many."""
+    if len(names) > _NAMED:
+        step = -(-len(names) // 16)
+        axis.set_ticks(range(0, len(names), step), [str(p) for p in positions[::step]])
+        return
+    axis.set_ticks(range(len(names)), [literal(name) for name in names])
+    for name, text in zip(names, axis.get_ticklabels(), strict=True):
+        text.set_rotation(90 if turned and display_width(name) > 2 else 0)
+
+
+def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, label: str = "") -> None:
+    """A table as colours, its first row at the top: signed ones around zero, others from zero upwards."""
+    colours, least = (SIGNED, -limit) if signed else (SIZES, 0.0)
+    # Not interpolated, so that SVG holds one pixel per cell.
+    image = axes.imshow(table, aspect="auto", interpolation="none", cmap=colours, vmin=least, vmax=limit)
+    axes.spines[["top", "right"]].set_visible(True)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(4, 2 * len(table)), label=label)
+    bar.outline.set_visible(False)
+
+
+def literal(text: str) -> str:
+    """Text in which matplotlib finds no formula: tokens may be dollar signs."""
+    return text.replace("$", r"\$")
+
+
+def svg_of(figure: Figure, title: str) -> str:
+    """A figure as one `<svg>` for a page: no style of its own (the page's policy forbids it), no name used twice.
+
+    The colours of the palette get classes, by which a page sets them for light and dark.
+    """
+    content = written(figure, "svg", transparent=True, rc={"svg.fonttype": "none"})
+    ElementTree.register_namespace("", _SVG[1:-1])
+    root = ElementTree.fromstring(content)
+    prefix = "af" + hashlib.sha256(content).hexdigest()[:8]
+    used = set(re.findall(r"url\(#([^)]+)\)", content.decode()))
+    used |= {node.get(_LINK, "")[1:] for node in root.iter() if node.get(_LINK, "").startswith("#")}
+    for parent in list(root.iter()):
+        for node in list(parent):
+            if node.tag in (f"{_SVG}metadata", f"{_SVG}style"):
+                parent.remove(node)
+            else:
+                _clean(node, used, prefix)
+    width, height = (float(root.get(name, "0").removesuffix("pt")) for name in ("width", "height"))
+    place = {
+        "width": f"{width * 4 / 3:.0f}",
+        "height": f"{height * 4 / 3:.0f}",
+        "role": "img",
+        "class": "af-svg af-chart",
+    }
+    root.attrib.update(place | {"font-family": SANS, "stroke-linejoin": "round"})
+    root.attrib.pop("version", None)
+    words = ElementTree.Element(f"{_SVG}title")
+    words.text = title
+    root.insert(0, words)
+    return re.sub(r">\s+<", "><", ElementTree.tostring(root, encoding="unicode"))
+
+
+def in_page(draw: Callable[[], Figure], title: str, caption: html.Content | None = None) -> Html:
+    """A chart with its caption; without matplotlib, a remark which extra draws it: the page's tables hold the numbers.
 
     Args:
-        shares: [layers + 1, positions], in [0, 1]; row l is after l layers.
-        width: of the drawing in pixels; text stays the same size, so that a phone gets a drawing of its own.
+        draw: makes the figure.
+        title: what it shows, for readers that cannot see it.
+        caption: below it.
     """
-    last = len(shares) - 1
-    chosen = np.unique(np.linspace(0, last, min(_MOST_POINTS, last + 1)).round().astype(np.int64))
-    left, top, right, bottom = 46.0, 14.0, 16.0, 40.0
-    plot_width, plot_height = width - left - right, height - top - bottom
-    x = left + plot_width * (chosen / max(last, 1))
-    lines = [shares[chosen].min(axis=1), shares[chosen].mean(axis=1), shares[chosen].max(axis=1)]
-    y = [top + plot_height * (1 - line) for line in lines]
-    grid = [
-        _horizontal(share, left, top + plot_height * (1 - share), plot_width) for share in (0.0, 0.25, 0.5, 0.75, 1.0)
-    ]
-    marks = [_layer_mark(layer, left + plot_width * layer / max(last, 1), height - 22) for layer in ticks(last + 1, 6)]
-    text = {"font_size": 11.5, "fill": "currentColor"}
-    axis = element("text", "layers", x=left + plot_width / 2, y=height - 5, text_anchor="middle", **text)
-    outline = "M" + "L".join(_points(x, y[2])) + "L" + "L".join(reversed(_points(x, y[0]))) + "Z"
-    band = element("path", d=outline, fill="currentColor", fill_opacity=0.12, class_="af-range")
-    mean = element(
-        "path",
-        d="M" + "L".join(_points(x, y[1])),
-        fill="none",
-        stroke="currentColor",
-        stroke_width=2.25,
-        class_="af-mean",
-    )
-    dots = [
-        _dot(int(layer), float(a), float(b), lines, i)
-        for i, (layer, a, b) in enumerate(zip(chosen, x, y[1], strict=True))
-    ]
-    body = "".join([*grid, *marks, axis, band, mean, *(dots if last <= 40 else ())])
-    what = "Share of the final receptive field after each number of layers: least, mean and largest over positions"
-    return element(
-        "svg",
-        element("title", escape(what)) + body,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {number(width)} {number(height)}",
-        width=width,
-        height=height,
-        role="img",
-        class_="af-svg af-growth",
-        font_family=SANS,
-    )
+    try:
+        picture = svg_of(draw(), title)
+    except MissingExtra as error:
+        return html.note("neutral", html.paragraph(f"{title}: {error}"))
+    return html.figure(picture, caption, kind="chart")
 
 
-def share_bar(parts: Sequence[tuple[str, int, str]], width: float = 220.0) -> str:
-    """A bar cut in proportion to (name, amount, CSS class), as `<svg>`; the table beside it has the numbers."""
-    total = sum(amount for _, amount, _ in parts)
-    x = 0.0
-    pieces: list[str] = []
-    for name, amount, kind in parts:
-        length = width * amount / total if total else 0.0
-        title = element("title", escape(f"{name}: {grouped(amount)} of {grouped(total)}"))
-        pieces.append(element("rect", title, x=x, y=0, width=length, height=12, class_=kind, fill="currentColor"))
-        x += length
-    frame = element(
-        "rect", x=0.5, y=0.5, width=width - 1, height=11, fill="none", stroke="currentColor", stroke_opacity=0.35
-    )
-    return element(
-        "svg",
-        "".join(pieces) + frame,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {number(width)} 12",
-        width=width,
-        height=12,
-        class_="af-svg af-share",
-        role="img",
-        aria_label=", ".join(f"{name} {grouped(amount)}" for name, amount, _ in parts),
-    )
+def _clean(node: ElementTree.Element, used: set[str], prefix: str) -> None:
+    """Turns the inline style of an element into attributes and classes, and its name into one of this figure alone."""
+    style = dict(part.split(":", 1) for part in node.attrib.pop("style", "").split(";") if ":" in part)
+    classes: list[str] = []
+    for name, value in ((name.strip(), value.strip()) for name, value in style.items()):
+        if name == "image-rendering":
+            classes.append("af-pixels")
+        elif name != "font-family":
+            node.set(name, value)
+        if name in ("fill", "stroke") and value in _NAMES:
+            classes.append(f"af-{name}-{_NAMES[value]}")
+    if classes:
+        node.set("class", " ".join(classes))
+    identity = node.attrib.pop("id", None)
+    if identity in used:
+        node.set("id", f"{prefix}-{identity}")
+    for name in ("clip-path", _LINK):
+        target = node.attrib.pop(name, None)
+        if target is not None:
+            plain = name if name == "clip-path" else "href"
+            node.set(plain, target.replace("#", f"#{prefix}-") if "#" in target[:5] else "".join(target.split()))
+    if node.tag == f"{_SVG}path":
+        node.set("d", " ".join(_rounded(node.get("d", "")).split()))
 
 
-def _horizontal(share: float, left: float, y: float, width: float) -> str:
-    line = element("path", d=f"M{number(left)} {number(y)}h{number(width)}", stroke="currentColor", stroke_opacity=0.14)
-    text = element(
-        "text",
-        percent(share),
-        x=left - 7,
-        y=y + 4,
-        text_anchor="end",
-        font_size=11,
-        fill="currentColor",
-        fill_opacity=0.78,
-    )
-    return line + text
-
-
-def _layer_mark(layer: int, x: float, y: float) -> str:
-    return element(
-        "text", grouped(layer), x=x, y=y, text_anchor="middle", font_size=11, fill="currentColor", fill_opacity=0.78
-    )
-
-
-def _dot(layer: int, x: float, y: float, lines: list[npt.NDArray[np.float64]], index: int) -> str:
-    least, mean, largest = (percent(float(line[index])) for line in lines)
-    title = element("title", escape(f"after {grouped(layer)} layers: mean {mean}, least {least}, largest {largest}"))
-    return element("circle", title, cx=x, cy=y, r=3.2, fill="currentColor", class_="af-dot")
-
-
-def _points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> list[str]:
-    return [f"{number(float(a))} {number(float(b))}" for a, b in zip(x, y, strict=True)]
+def _rounded(path: str) -> str:
+    """Coordinates of a path with two decimals."""
+    return re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", path)

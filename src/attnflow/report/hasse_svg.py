@@ -15,17 +15,12 @@ from attnflow.report import hasse_summary as summary
 from attnflow.report import layered_layout as layout
 from attnflow.report.hasse_summary import Band, Box, Grouping
 from attnflow.report.layered_layout import Placement, Point
+from attnflow.report.svg import MONO, SANS, STYLE
 
-MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
-SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
 _HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
 _MARGIN: Final = 14.0
 _MAX_WIDTH, _MAX_HEIGHT = 1240.0, 1700.0
 _LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
-STYLE: Final = (
-    "<style>.af-page{color:#1c2024;background:#fff}"
-    "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
-)
 
 
 def hasse_svg(
@@ -62,7 +57,7 @@ def hasse_svg(
             raise ValueError(f"highlight must hold positions of the diagram, got {position!r}")
     path = [class_of[position] for position in highlight]
     if not hasse.nodes:
-        return _page("", 260.0, 30.0, ["No positions: the diagram is empty."], standalone, "Empty Hasse diagram")
+        return page("", 260.0, 30.0, ["No positions: the diagram is empty."], standalone, "Empty Hasse diagram")
     for grouping in summary.groupings(hasse, max_nodes, list(dict.fromkeys(path))):
         drawn = _boxes(hasse, grouping, labels, path, highlight, standalone)
         if drawn is not None:
@@ -100,7 +95,7 @@ def _boxes(
     inside = sum(a == b for a, b in pairwise(stops))
     caption = _caption(hasse, grouping, highlight, inside)
     what = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
-    return _page("".join(parts), placement.width, placement.height, caption, standalone, what)
+    return page("".join(parts), placement.width, placement.height, caption, standalone, what)
 
 
 def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> tuple[str, str, str]:
@@ -160,23 +155,28 @@ def _edge_note(grouping: Grouping, edge: tuple[int, int], count: int | None) -> 
     return f"{plural(count, 'cover')}: {number(each)} below each of {plural(len(upper.classes), 'class', 'classes')}"
 
 
-def _line(route: list[Point], layer: int | None, note: str, count: int | None) -> str:
-    path = f"M{_pair(route[0])}"
+def bent(route: Sequence[Point]) -> str:
+    """The path along a route, upwards, straight through rows and bent between them."""
+    path = f"M{pair(route[0])}"
     for index, (x, y) in enumerate(route[1:], 1):
         before_x, before_y = route[index - 1]
         if index % 2 or abs(x - before_x) < 0.01:
-            path += "" if (x, y) == (before_x, before_y) else f"L{_pair((x, y))}"
+            path += "" if (x, y) == (before_x, before_y) else f"L{pair((x, y))}"
         else:
             bend = (before_y - y) * 0.5
-            path += f"C{_pair((before_x, before_y - bend))} {_pair((x, y + bend))} {_pair((x, y))}"
+            path += f"C{pair((before_x, before_y - bend))} {pair((x, y + bend))} {pair((x, y))}"
+    return path
+
+
+def _line(route: list[Point], layer: int | None, note: str, count: int | None) -> str:
     x, y = route[-1]
     hot = layer is not None
     colour = _HOT if hot else "currentColor"
     kind = "af-edge af-hot" if hot else "af-edge"
     dash = None if count else "5 4"
     width = (2.25 if hot else 1.1) + 0.8 * math.log10(count or 1)
-    head = element("path", d=f"M{_pair((x - 3.5, y + 7))}L{_pair((x, y))}L{_pair((x + 3.5, y + 7))}Z", fill=colour)
-    stroke = element("path", d=path, fill="none", stroke=colour, stroke_width=width, stroke_dasharray=dash)
+    head = element("path", d=f"M{pair((x - 3.5, y + 7))}L{pair((x, y))}L{pair((x + 3.5, y + 7))}Z", fill=colour)
+    stroke = element("path", d=bent(route), fill="none", stroke=colour, stroke_width=width, stroke_dasharray=dash)
     title = element("title", escape(note)) if note else ""
     return element("g", title + stroke + head, class_=kind, opacity=None if hot else "0.5")
 
@@ -251,7 +251,7 @@ def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone
     band_of = {level: i for i, band in enumerate(bands) for level in range(band.first_level, band.last_level + 1)}
     marks = [(axis, (len(bands) - band_of[hasse.levels[index]] - 0.5) * step) for index in path]
     if marks:
-        line = "M" + "L".join(_pair(mark) for mark in dict.fromkeys(marks))
+        line = "M" + "L".join(pair(mark) for mark in dict.fromkeys(marks))
         dots = [element("circle", cx=x, cy=y, r=4.5, fill=_HOT) for x, y in dict.fromkeys(marks)]
         stroke = element("path", d=line, fill="none", stroke=_HOT, stroke_width=2.25)
         parts.append(element("g", stroke + "".join(dots), class_="af-hot"))
@@ -264,7 +264,7 @@ def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone
     if len(highlight) > 1:
         caption.append(f"Emphasised: the levels on the path from {highlight[0]} to {highlight[-1]}.")
     what = f"Profile of a Hasse diagram of {total}"
-    return _page("".join(parts), axis + reach / 2 + 120, len(bands) * step, caption, standalone, what)
+    return page("".join(parts), axis + reach / 2 + 120, len(bands) * step, caption, standalone, what)
 
 
 def _level_name(band: Band) -> str:
@@ -273,12 +273,12 @@ def _level_name(band: Band) -> str:
     return f"levels {grouped(band.first_level)}–{grouped(band.last_level)}"
 
 
-def _page(body: str, width: float, height: float, caption: list[str], standalone: bool, what: str) -> str:
+def page(body: str, width: float, height: float, caption: Sequence[str], standalone: bool, what: str) -> str:
     """The whole `<svg>`: the drawing centred, the caption wrapped below it."""
     inner = max(width, 340.0 if caption else 0.0)
     lines = [line for text in caption for line in textwrap.wrap(text, max(24, int(inner / 6.1)))]
     full_width, full_height = inner + 2 * _MARGIN, height + 2 * _MARGIN + (8 + 17 * len(lines) if lines else 0)
-    drawing = element("g", body, transform=f"translate({_pair(((full_width - width) / 2, _MARGIN))})")
+    drawing = element("g", body, transform=f"translate({pair(((full_width - width) / 2, _MARGIN))})")
     text = "".join(
         element("text", escape(line), x=_MARGIN, y=height + _MARGIN + 24 + 17 * index)
         for index, line in enumerate(lines)
@@ -298,5 +298,6 @@ def _page(body: str, width: float, height: float, caption: list[str], standalone
     )
 
 
-def _pair(point: Point) -> str:
+def pair(point: Point) -> str:
+    """A point of a path."""
     return f"{number(point[0])},{number(point[1])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -93,3 +94,16 @@ def note(kind: str, *content: Content) -> Html:
     """A framed remark; `kind` is "good", "bad" or "neutral", which also sets its sign."""
     sign = {"good": "✓", "bad": "!", "neutral": "–"}[kind]
     return tag("div", tag("span", sign, class_="sign", aria_hidden="true"), tag("div", *content), class_=f"note {kind}")
+
+
+def numbers(values: Sequence[float], *, signed: bool = False) -> list[str]:
+    """The cells of one column: as many decimals in each, so that they stand under one another; three digits of the
+    largest; a dash for what is not a number.
+
+    >>> numbers([12.5, -0.25, float("nan")])
+    ['12.5', '\u22120.2', '\u2013']
+    """
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    decimals = min(6, max(0, 2 - math.floor(math.log10(largest)))) if largest else 0
+    form = f"+.{decimals}f" if signed else f".{decimals}f"
+    return ["–" if math.isnan(value) else format(value, form).replace("-", "−") for value in values]

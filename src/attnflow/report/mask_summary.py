@@ -9,8 +9,8 @@ from attnflow._core.markup import percent, plural
 from attnflow._core.results import Result
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
-from attnflow.report.facts import BlockSparsity, block_sizes, block_sparsity
-from attnflow.report.subject import order_of
+from attnflow.report.mask_facts import BlockSparsity, block_sizes, block_sparsity
+from attnflow.report.sections.mask import flow_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def summarise(mask: Mask, block_size: int | None = None) -> MaskSummary:
         mask: any mask.
         block_size: of the block sparsity; by default a few that suit the mask.
     """
-    flow, no_order = order_of([mask], stacked=False)
+    flow, no_order = flow_of(mask)
     sizes = block_sizes(mask) if block_size is None else [block_size]
     return MaskSummary(
         name=mask.name,

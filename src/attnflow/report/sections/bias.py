@@ -3,195 +3,182 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from attnflow._core.markup import grouped, percent, plural
-from attnflow.bias.map import BiasMap, LayerMap
-from attnflow.report import bias_charts, html
-from attnflow.report.bias_charts import Array, Truth
-from attnflow.report.bias_figures import query_name, token_name, weight_panels
-from attnflow.report.graph_svg import graph_svg
+from attnflow._core.markup import percent, plural, token_label
+from attnflow.bias.graph import BiasGraph
+from attnflow.bias.map import BiasMap
+from attnflow.bias.trained import Trained
+from attnflow.report import charts, html
+from attnflow.report.bias_chart import map_chart, query_name, token_name
+from attnflow.report.graph_svg import STRONGEST, graph_svg
 from attnflow.report.html import Content, Html, tag
-from attnflow.report.subject import Section, Subject
+from attnflow.report.part import Context, Part, Section
+from attnflow.report.training_chart import training_chart
 
 _MAPS: Final = 3  # layers whose whole map is drawn
-_KEYS: Final = 180  # columns of a picture; of a longer text those that matter most
-_EDGES: Final = 40
 _RANKS: Final = (1, 8)
+_LISTED: Final = 60  # edges of a graph in its table
 
 
-def bias_layers(subject: Subject) -> Section | None:
+def bias_part(bias_map: BiasMap, context: Context) -> Part:
+    """Strength by layer, who is drawn to whom, the weights, the reasoning graph."""
+    sections = [_layers(bias_map)]
+    if _strength(bias_map):
+        sections += [_maps(bias_map), _weights(bias_map)]
+        graph = bias_map.graph()
+        if graph.edges:
+            sections.append(_graph(graph, "in the mean over layers"))
+    shown = plural(len(bias_map.queries), "query", "queries")
+    numbers: list[tuple[str, Content]] = [
+        ("Tokens", tag("span", str(len(bias_map.tokens)), tag("small", f"{shown} captured"))),
+        ("Layers with a bias", str(len(bias_map.layers))),
+        ("Strength", f"{_strength(bias_map):.3g}"),
+        ("Weight moved", percent(_moved(bias_map))),
+    ]
+    source = [("Model", html.code(bias_map.model))]
+    return Part(f"Attention bias of {bias_map.model}", sections, _reading(bias_map), numbers, source)
+
+
+def graph_part(graph: BiasGraph, _: Context) -> Part:
+    """The reasoning graph alone."""
+    title = f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph"
+    return Part(title, [_graph(graph, "here")])
+
+
+def training_part(trained: Trained, _: Context) -> Part:
+    """The course of a training."""
+    curve = trained.curve
+    names = list(dict.fromkeys(name for entry in curve for name in entry))
+    columns = [html.numbers([entry.get(name, math.nan) for entry in curve]) for name in names]
+    picture = charts.in_page(lambda: training_chart(trained), "Losses and strength of the bias by step")
+    table = html.table(names, [list(row) for row in zip(*columns, strict=True)], text_columns=0)
+    body = picture + tag("details", tag("summary", "Numbers"), table)
+    numbers = [(name, f"{value:.3f}") for name, value in (("Before", trained.before), ("After", trained.after))]
+    reading = f"Training takes the held-out loss from {trained.before:.3f} to {trained.after:.3f} nats per token."
+    return Part("Training of a bias", [Section("training", "Course of the training", body)], [reading], numbers)
+
+
+def _layers(bias_map: BiasMap) -> Section:
     """The strength of the bias in each layer, what it moves, and how simple a bias would do the same."""
-    if subject.bias is None:
-        return None
-    found = subject.bias
-    energies = [found.energy(rank) for rank in _RANKS]
     lead = (
         "Softmax cannot see what is added to all keys of a query alike, so that every number here is of the "
         "row-centred bias. Strength is its root mean square over the pairs that exist. Moved is the weight that goes "
         "to another key because of it, with the same queries and keys. Rank 1 and rank 8 are the shares of its energy "
         "that a bias per key, and a product of eight numbers, could give: near 100 %, a network per pair buys little."
     )
+    layers = list(bias_map)
     head = ["Layer", "Strength", "Strongest pull", "Strongest push", "Moved", *(f"Rank {rank}" for rank in _RANKS)]
-    top = max((one.strength for one in found), default=0.0)
-    rows = [[str(one.layer), *_numbers(one), *(_share(energy[one.layer]) for energy in energies)] for one in found]
-    marked = [i for i, one in enumerate(found) if one.strength == top and top > 0 and len(found.layers) > 1]
-    parts = [html.paragraph(lead, kind="lead"), html.table(head, rows, text_columns=1)]
-    if marked:
-        parts.append(html.paragraph(f"The bias is strongest in layer {found.layers[marked[0]].layer}."))
-    if top == 0.0:
+    energies = [bias_map.energy(rank) for rank in _RANKS]
+    columns = [
+        [str(one.layer) for one in layers],
+        html.numbers([one.strength for one in layers]),
+        html.numbers([float(one.bias.max()) for one in layers], signed=True),
+        html.numbers([float(one.bias.min()) for one in layers], signed=True),
+        [_share(one.moved) for one in layers],
+        *([_share(energy[one.layer]) for one in layers] for energy in energies),
+    ]
+    table = html.table(head, [list(row) for row in zip(*columns, strict=True)], text_columns=1)
+    parts = [html.paragraph(lead, kind="lead"), table]
+    strongest = max(layers, key=lambda one: one.strength, default=None)
+    if strongest is not None and strongest.strength > 0 and len(layers) > 1:
+        parts.append(html.paragraph(f"The bias is strongest in layer {strongest.layer}."))
+    if not _strength(bias_map):
         text = "The bias is zero everywhere: the model attends as its base model does."
         parts.append(html.note("neutral", html.paragraph(text)))
-    if len(found.queries) <= max(_RANKS):
-        text = f"With {plural(len(found.queries), 'query', 'queries')}, a rank as large explains everything."
+    if len(bias_map.queries) <= max(_RANKS):
+        text = f"With {plural(len(bias_map.queries), 'query', 'queries')}, a rank as large explains everything."
         parts.append(html.paragraph(text, kind="lead"))
     return Section("bias", "The bias, layer by layer", html.join(parts))
 
 
-def bias_maps(subject: Subject) -> Section | None:
+def _maps(bias_map: BiasMap) -> Section:
     """The bias of the last query in all layers, and of all queries in the layers where it moves the most."""
-    if subject.bias is None or _strength(subject.bias) == 0.0:
-        return None
-    found = subject.bias
-    last = len(found.queries) - 1
-    numbers = [one.layer for one in found]
-    table = np.stack([_numpy(found, layer)[last] for layer in numbers])
-    allowed = np.stack([np.asarray(found.allowed(layer)[last]) for layer in numbers])
-    title = f"Query {query_name(found, last)} in every layer"
-    parts: list[Content] = [tag("h3", title), _map(found, table, allowed, list(map(str, numbers)), "layer")]
-    if len(found.queries) > 1:
-        strongest = sorted(found, key=lambda one: -one.moved)[:_MAPS]
-        names = [query_name(found, row) for row in range(len(found.queries))]
-        for one in sorted(strongest, key=lambda one: one.layer):
-            heading = tag("h3", f"Layer {one.layer}, every query")
-            parts += [
-                heading,
-                _map(found, _numpy(found, one.layer), np.asarray(found.allowed(one.layer)), names, "query"),
-            ]
+    last = len(bias_map.queries) - 1
+    title = f"Query {query_name(bias_map, last)} in every layer"
+    caption = "Blue keys draw the query, red ones turn it away; zero is in the middle."
+    parts: list[Content] = [charts.in_page(lambda: map_chart(bias_map), title, caption)]
+    if len(bias_map.queries) > 1:
+        for one in sorted(sorted(bias_map, key=lambda one: -one.moved)[:_MAPS], key=lambda one: one.layer):
+            title = f"Layer {one.layer}, every query"
+            parts.append(charts.in_page(lambda layer=one.layer: map_chart(bias_map, layer=layer), title))
+    parts.append(tag("details", tag("summary", "Numbers"), _extremes(bias_map)))
     return Section("maps", "Who is drawn to whom", html.join(parts))
 
 
-def bias_weights(subject: Subject) -> Section | None:
+def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
+    """For each layer the keys that the last query is drawn to most and least."""
+    row = len(bias_map.queries) - 1
+    rows: list[list[Content]] = []
+    for one in bias_map:
+        values = bias_map.values("bias", one.layer)[row]
+        keys = [key for key in values.argsort(descending=True).tolist() if bias_map.allowed(one.layer)[row, key]]
+        named = [f"{token_name(bias_map, key)} {float(values[key]):+.3f}".replace("-", "−") for key in keys]
+        rows.append([str(one.layer), ", ".join(named[:count]), ", ".join(named[::-1][:count])])
+    return html.table(["Layer", "drawn to", "turned away from"], rows, text_columns=3)
+
+
+def _weights(bias_map: BiasMap) -> Section:
     """The weights of the last query with and without the bias, in the layer where it moves the most."""
-    if subject.bias is None or _strength(subject.bias) == 0.0:
-        return None
-    found = subject.bias
-    row = len(found.queries) - 1
-    layer = max(found, key=lambda one: float((one.weights - one.weights_without)[:, row].abs().sum())).layer
-    panels = weight_panels({"with the bias": found}, layer, -1, None, None)
-    local = np.asarray(found.values("weights_without", layer)[row])
-    panels.insert(0, ("same queries and keys, without it", local, None))
-    if found.layer(layer).weights_base is not None:
-        base = np.asarray(found.values("weights_base", layer)[row])
-        panels.insert(0, ("base model", base, None))
-    most = np.max([weights for _, weights, _ in panels], axis=0)
-    keys, note = _foremost(most, np.asarray(found.allowed(layer)[row]), "largest weights")
-    shown = [(name, weights[keys], None if bias is None else bias[keys]) for name, weights, bias in panels]
-    limit = max((float(np.abs(bias).max(initial=0.0)) for _, _, bias in shown if bias is not None), default=0.0)
-    names = [token_name(found, key) for key in keys]
-    chart = Html(bias_charts.weight_chart(shown, names, limit))
+    row = len(bias_map.queries) - 1
+    layer = max(bias_map, key=lambda one: float((one.weights - one.weights_without)[:, row].abs().sum())).layer
     caption = (
-        f"Post-softmax weights of query {query_name(found, row)} in layer {layer}, mean over heads: bars are coloured "
-        "by the bias. In the base model the queries and keys themselves differ, because no earlier layer has a bias. "
-        f"A bar that would dwarf the others is cut, and carries its value.{note}"
+        f"Post-softmax weights of query {query_name(bias_map, row)} in layer {layer}, mean over heads: bars are "
+        "coloured by the bias. In the base model the queries and keys themselves differ, because no earlier layer has "
+        "a bias. A bar that would dwarf the others is cut, and carries its value."
     )
-    return Section("weights", "What becomes of the weights", html.figure(chart, caption, kind="natural"))
+    chart = charts.in_page(lambda: map_chart(bias_map, picture="compare", layer=layer), "Attention weights", caption)
+    return Section("weights", "What becomes of the weights", chart)
 
 
-def bias_graph(subject: Subject) -> Section | None:
-    """The reasoning graph."""
-    if subject.bias is None:
-        return None
-    graph = subject.bias.graph()
-    if not graph.edges:
-        return None
+def _graph(graph: BiasGraph, where: str) -> Section:
     kind = (
-        "Attention is causal, so that the graph is acyclic: information flows to later tokens only."
-        if subject.bias.causal
+        "Here the graph is acyclic: information flows to later tokens only."
+        if graph.is_acyclic
         else "Attention is bidirectional: this is a directed graph, which may have cycles."
     )
     lead = (
-        "An arrow goes from a key to a query that the bias draws to it, in the mean over layers; thick arrows are "
-        f"strong. It shows where the bias adds, not what the model does with it. {kind}"
+        f"An arrow goes from a key to a query that the bias draws to it, {where}, and carries its bias; thick arrows "
+        f"are strong. It shows where the bias adds, not what the model does with it. {kind}"
     )
-    picture = Html(graph_svg(graph, max_edges=_EDGES, standalone=False))
-    return Section(
-        "graph", "Reasoning graph", html.paragraph(lead, kind="lead") + html.figure(picture, kind="natural centre")
-    )
+    edges = sorted(graph.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
+    values = html.numbers([edge.bias for edge in edges[:_LISTED]], signed=True)
+    names = [f"{token_label(token, 40)} ({position})" for position, token in enumerate(graph.tokens)]
+    rows = [[names[e.key], names[e.query], value] for e, value in zip(edges, values, strict=False)]
+    summary = tag("summary", f"The strongest of {plural(len(edges), 'edge')}")
+    table = tag("details", summary, html.table(["from key", "to query", "bias"], rows, text_columns=2))
+    picture = Html(graph_svg(graph, max_edges=STRONGEST, standalone=False))
+    body = html.paragraph(lead, kind="lead") + html.figure(picture, kind="natural centre") + table
+    return Section("graph", "Reasoning graph", body)
 
 
-def bias_reading(found: BiasMap) -> list[Content]:
-    """What the bias does, in one or two sentences."""
-    if _strength(found) == 0.0:
+def _reading(bias_map: BiasMap) -> Sequence[Content]:
+    if not _strength(bias_map):
         return ["The bias is zero in every layer: the model attends exactly as its base model does."]
-    most = max(found, key=lambda one: one.moved)
-    row = len(found.queries) - 1
-    mean = found.values("bias")[row]
+    most = max(bias_map, key=lambda one: one.moved)
+    row = len(bias_map.queries) - 1
+    mean = bias_map.values("bias")[row]
     pulled, pushed = int(mean.argmax()), int(mean.argmin())
     return [
-        f"The bias moves {percent(_moved(found))} of the attention weight on average, most in layer {most.layer} "
+        f"The bias moves {percent(_moved(bias_map))} of the attention weight on average, most in layer {most.layer} "
         f"({percent(most.moved)}). Over all layers, query ",
-        html.code(query_name(found, row)),
+        html.code(query_name(bias_map, row)),
         " is drawn most to ",
-        html.code(token_name(found, pulled)),
+        html.code(token_name(bias_map, pulled)),
         f" (position {pulled}) and least to ",
-        html.code(token_name(found, pushed)),
+        html.code(token_name(bias_map, pushed)),
         f" (position {pushed}).",
     ]
 
 
-def bias_numbers(found: BiasMap) -> list[tuple[str, Content]]:
-    """The numbers that head the page."""
-    shown = plural(len(found.queries), "query", "queries")
-    return [
-        ("Tokens", tag("span", str(len(found.tokens)), tag("small", f"{shown} captured"))),
-        ("Layers with a bias", str(len(found.layers))),
-        ("Strength", f"{_strength(found):.3g}"),
-        ("Weight moved", percent(_moved(found))),
-    ]
+def _strength(bias_map: BiasMap) -> float:
+    return math.sqrt(sum(one.strength**2 for one in bias_map) / max(len(bias_map.layers), 1))
 
 
-def _strength(found: BiasMap) -> float:
-    return math.sqrt(sum(one.strength**2 for one in found) / max(len(found.layers), 1))
-
-
-def _moved(found: BiasMap) -> float:
-    return sum(one.moved for one in found) / max(len(found.layers), 1)
-
-
-def _numpy(found: BiasMap, layer: int) -> Array:
-    return np.asarray(found.values("bias", layer), dtype=np.float64)
-
-
-def _map(found: BiasMap, table: Array, allowed: Truth, rows: list[str], side: str) -> Html:
-    keys, note = _foremost(np.abs(table).max(axis=0), np.asarray(allowed.any(axis=0)), "largest bias")
-    names = [token_name(found, key) for key in keys]
-    limit = float(np.abs(table).max(initial=0.0))
-    chart = Html(bias_charts.map_chart(table[:, keys], allowed[:, keys], rows, names, limit, side))
-    return html.figure(chart, _scale(limit) + tag("span", note), kind="natural")
-
-
-def _foremost(size: Array, allowed: Truth, what: str) -> tuple[list[int], str]:
-    """(keys to show, in the order of the text; a remark if some are left out)."""
-    keys = np.flatnonzero(allowed)
-    if len(keys) <= _KEYS:
-        return keys.tolist(), ""
-    chosen = np.sort(keys[np.argsort(-size[keys], kind="stable")[:_KEYS]])
-    return chosen.tolist(), f" Shown are the {_KEYS} of {grouped(len(keys))} keys with the {what}."
-
-
-def _scale(limit: float) -> Html:
-    pull = tag("span", tag("span", class_="swatch-attract"), f"drawn to the key, up to +{limit:.3g}", class_="scale")
-    push = tag("span", tag("span", class_="swatch-repel"), f"turned away, down to −{limit:.3g}", class_="scale")
-    return pull + push
-
-
-def _numbers(one: LayerMap) -> list[str]:
-    pull, push = float(one.bias.max()), float(one.bias.min())
-    return [f"{one.strength:#.3g}", f"{pull:+#.3g}", f"{push:+#.3g}".replace("-", "−"), percent(one.moved)]
+def _moved(bias_map: BiasMap) -> float:
+    return sum(one.moved for one in bias_map) / max(len(bias_map.layers), 1)
 
 
 def _share(value: float) -> str:
-    return "–" if math.isnan(value) else percent(value)
+    return "–" if math.isnan(value) else f"{100 * value:.1f} %"

@@ -7,107 +7,101 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from attnflow._core.markup import grouped, plural
-from attnflow.geometry import GeometryScores
 from attnflow.geometry.summary import Quartiles, Summary
-from attnflow.geometry.table import IGNORED
-from attnflow.report import html, score_charts
+from attnflow.geometry.table import IGNORED, GeometryScores
+from attnflow.report import charts, html
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.score_charts import Series
-from attnflow.report.score_figures import background, head_grid
-from attnflow.report.subject import Section, Subject
+from attnflow.report.part import Context, Part, Section
+from attnflow.report.score_chart import background, score_chart
 
-_MAPS: Final = 24  # attentions whose heads are drawn
+_MAPS: Final = 24  # models whose heads are drawn
+_HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "directionality", "quartiles")
+_LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
+
+Models = Sequence[GeometryScores]
 
 
-def scores(subject: Subject) -> Section | None:
-    """Medians and quartiles of every model: in one plane, and as a table."""
-    if not subject.geometry and not subject.unscored:
-        return None
+def scores_part(models: Models, _: Context) -> Part:
+    """The scores of one or several models: in one plane, by layer, by head."""
+    sections = [_scores(models), _by_layer(models)]
+    if any(one.head != "all" for model in models for one in model):
+        sections.append(_by_head(models))
+    numbers: list[tuple[str, Content]] = []
+    for summary in (s for s in models[0].summaries if s.matrix == "all") if len(models) == 1 else ():
+        where = tag("small", summary.what if _several(models[0]) else f"median of {plural(summary.count, 'layer')}")
+        numbers.append(("Symmetry", tag("span", _text(summary.symmetry.median), where)))
+        numbers.append(("Directionality", tag("span", _text(summary.directionality.median), where)))
+    title = f"Geometry of {models[0].model if len(models) == 1 else plural(len(models), 'model')}"
+    source = [("Model", code(model.model)) for model in models]
+    return Part(title, sections, _reading(models), numbers, source)
+
+
+def _scores(models: Models) -> Section:
+    """Medians and quartiles of every model: in planes of those that were scored alike, and as a table."""
+    readings = sorted({(model.gamma, model.mode) for model in models})
+    words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in readings)
     lead = (
         "M = W_q^T W_k holds what a token looks for (rows) against what others offer (columns). Symmetry is 1 if "
         "M = M^T and −1 if M = −M^T. Directionality is negative where a few columns, the key’s side, have outstanding "
-        f"norms, and positive where rows do. Ignored: {IGNORED}. {_readings(subject)}"
+        f"norms, and positive where rows do. Ignored: {IGNORED}. Directionality has {words}."
+    )
+    caption = (
+        "Crosses: medians over layers with their quartiles. The grey band is that of random weights of this width."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
-    parts += [
-        html.note("bad", html.paragraph(code(model), f" was not scored: {reason}"))
-        for model, reason in subject.unscored.items()
-    ]
-    if subject.geometry:
-        parts += [_plane(subject), html.table(_HEAD, _rows(subject), text_columns=2)]
-        parts += _remarks(subject)
-    return Section("geometry", "Symmetry and directionality", html.join(parts))
+    for reading in readings:
+        alike = [model for model in models if (model.gamma, model.mode) == reading]
+        behind = reading == (2.0, "excess")
+        said = f" Open marks: {len(background())} published records, without those known to be wrong." if behind else ""
+        title = "Symmetry and directionality"
+        parts.append(charts.in_page(lambda alike=alike: score_chart(*alike, title=" "), title, caption + said))
+    parts.append(html.table(_HEAD, _rows(models), text_columns=2))
+    return Section("geometry", "Symmetry and directionality", html.join([*parts, *_remarks(models)]))
 
 
-def by_layer(subject: Subject) -> Section | None:
+def _by_layer(models: Models) -> Section:
     """Both scores of the full matrix in each layer."""
-    lines = series_of(subject)
-    if not lines:
-        return None
-    charts = [
-        html.figure(
-            tag("div", Html(score_charts.layer_chart(lines, which, 510.0, 280.0)), class_="only-wide")
-            + tag("div", Html(score_charts.layer_chart(lines, which, 350.0, 230.0)), class_="only-narrow")
-        )
-        for which in (0, 1)
-    ]
-    body = _key(lines) + tag("div", *charts, class_="halves")
-    tables = [
-        tag("details", tag("summary", f"Numbers of {line.label}"), html.table(_LAYER_HEAD, _layer_rows(line)))
-        for line in lines
-    ]
-    return Section("layers", "Layer by layer", body + html.join(tables))
+    parts: list[Content] = []
+    for reading in sorted({(model.gamma, model.mode) for model in models}):
+        alike = [model for model in models if (model.gamma, model.mode) == reading]
+        draw = lambda alike=alike: score_chart(*alike, picture="layers", title=" ")  # noqa: E731
+        parts.append(charts.in_page(draw, "Scores by layer", "Grey: where random weights of this width would lie."))
+    for model in models:
+        for summary in model.summaries:
+            if summary.matrix == "all":
+                name = f"Numbers of {_name(model, summary)}"
+                parts.append(tag("details", tag("summary", name), html.table(_LAYER_HEAD, _layer_rows(model, summary))))
+    return Section("layers", "Layer by layer", html.join(parts))
 
 
-def by_head(subject: Subject) -> Section | None:
+def _by_head(models: Models) -> Section:
     """Both scores of each head in each layer, as maps."""
-    groups = [(model, s) for model in subject.geometry for s in model.summaries if s.matrix == "head"]
-    if not groups:
-        return None
+    scored = [model for model in models if any(one.head != "all" for one in model)]
     lead = (
-        "Each head has a matrix of its own, and the full matrix is their sum. Colour is the size of the score; each "
-        "map has a scale of its own."
+        "Each head has a matrix of its own, and the full matrix is their sum. Blue is positive, red negative; each "
+        "map has a scale of its own, with zero in the middle."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
-    for model, summary in groups[:_MAPS]:
-        maps = [_map(model, summary, name) for name in ("symmetry", "directionality")]
-        parts += [tag("h3", _name(model, summary)), tag("div", *maps, class_="halves")]
-    if len(groups) > _MAPS:
-        parts.append(html.paragraph(f"… and {grouped(len(groups) - _MAPS)} more.", kind="lead"))
+    for model in scored[:_MAPS]:
+        draw = lambda model=model: score_chart(model, picture="heads")  # noqa: E731
+        parts.append(charts.in_page(draw, f"Scores of each head of {model.model}"))
+    if len(scored) > _MAPS:
+        parts.append(html.paragraph(f"… and {grouped(len(scored) - _MAPS)} more.", kind="lead"))
     return Section("heads", "Head by head", html.join(parts))
 
 
-def series_of(subject: Subject) -> list[Series]:
-    """The full matrices of every model, tower and kind."""
-    found: list[Series] = []
-    for model in subject.geometry:
-        for summary in model.summaries:
-            if summary.matrix == "all":
-                rows = [
-                    row for row in model if row.head == "all" and (row.tower, row.kind) == (summary.tower, summary.kind)
-                ]
-                values = tuple(row.symmetry for row in rows), tuple(row.directionality for row in rows)
-                layers = tuple(row.layer for row in rows)
-                name = _name(model, summary)
-                found.append(Series(name, summary.symmetry, summary.directionality, layers, values))
-    return found
-
-
-def geometry_reading(models: Sequence[GeometryScores]) -> list[Content]:
-    """What the scores say, in one or two sentences."""
-    known = [
+def _reading(models: Models) -> list[Content]:
+    scored = [
         (model, s)
         for model in models
         for s in model.summaries
         if s.matrix == "all" and s.kind == "self" and not math.isnan(s.symmetry.median)
     ]
-    if not known:
+    if not scored:
         return ["No model has a full matrix of self-attention that could be scored."]
-    if len(known) == 1:
-        (model, summary) = known[0]
+    if len(scored) == 1:
+        (model, summary) = scored[0]
         d = summary.directionality.median
         side = "no side has more" if d == 0 else "the key’s side has more" if d < 0 else "the query’s side has more"
         return [
@@ -116,10 +110,10 @@ def geometry_reading(models: Sequence[GeometryScores]) -> list[Content]:
             f", the median symmetry is {_text(summary.symmetry.median)} and the median directionality {_text(d)}: "
             f"{side} of the outstanding norms.",
         ]
-    first = max(known, key=lambda pair: pair[1].symmetry.median)
-    last = min(known, key=lambda pair: pair[1].symmetry.median)
+    first = max(scored, key=lambda pair: pair[1].symmetry.median)
+    last = min(scored, key=lambda pair: pair[1].symmetry.median)
     return [
-        f"Of {len(known)} stacks of self-attention, ",
+        f"Of {len(scored)} stacks of self-attention, ",
         code(_name(*first)),
         f" is the most symmetric ({_text(first[1].symmetry.median)}) and ",
         code(_name(*last)),
@@ -127,45 +121,9 @@ def geometry_reading(models: Sequence[GeometryScores]) -> list[Content]:
     ]
 
 
-def geometry_numbers(model: GeometryScores) -> list[tuple[str, Content]]:
-    """The key numbers of one model: medians of its full matrices."""
-    found: list[tuple[str, Content]] = []
-    for summary in model.summaries:
-        if summary.matrix == "all":
-            where = tag("small", summary.what if _several(model) else f"median of {plural(summary.count, 'layer')}")
-            found.append(("Symmetry", tag("span", _text(summary.symmetry.median), where)))
-            found.append(("Directionality", tag("span", _text(summary.directionality.median), where)))
-    return found
-
-
-_HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "directionality", "quartiles")
-_LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
-
-
-def _plane(subject: Subject) -> Html:
-    lines = series_of(subject)
-    comparable = all((model.gamma, model.mode) == (2.0, "excess") for model in subject.geometry)
-    known = background() if comparable else ()
-    dots = [(record.symmetry.median, record.directionality.median) for record in known]
-    charts = tag("div", Html(score_charts.plane_chart(lines, dots, 760.0, 400.0)), class_="only-wide")
-    charts += tag("div", Html(score_charts.plane_chart(lines, dots, 350.0, 300.0)), class_="only-narrow")
-    caption = "Medians over layers; whiskers span the quartiles."
-    if known:
-        caption += f" Grey: {len(known)} published records of other models, without those known to be wrong."
-    return _key(lines) + html.figure(charts, caption)
-
-
-def _key(lines: list[Series]) -> Html:
-    items = [
-        tag("li", tag("span", class_=f"swatch-series-{index % score_charts.COLOURS}"), line.label)
-        for index, line in enumerate(lines)
-    ]
-    return tag("ul", *items, class_="keyline")
-
-
-def _rows(subject: Subject) -> list[list[Content]]:
+def _rows(models: Models) -> list[list[Content]]:
     rows: list[list[Content]] = []
-    for model in subject.geometry:
+    for model in models:
         for index, summary in enumerate(model.summaries):
             matrices = plural(summary.count, "layer" if summary.matrix == "all" else "head")
             where = f"{summary.what}: {matrices}" if _several(model) else matrices
@@ -178,10 +136,10 @@ def _rows(subject: Subject) -> list[list[Content]]:
     return rows
 
 
-def _remarks(subject: Subject) -> list[Html]:
+def _remarks(models: Models) -> list[Html]:
     """By model: flags, remarks of the reader, and why published values differ."""
-    found: list[Html] = []
-    for model in subject.geometry:
+    remarks: list[Html] = []
+    for model in models:
         flags = Counter(flag for row in model for flag in row.flags)
         lines = [f"{plural(n, 'matrix', 'matrices')} flagged “{flag}”." for flag, n in flags.items()]
         lines += [f"{note[:1].upper()}{note[1:]}." for note in model.notes]
@@ -190,30 +148,13 @@ def _remarks(subject: Subject) -> list[Html]:
                 record = comparison.published
                 lines.append(f"Against {record.model} as published: {'; '.join(comparison.reasons)}.")
         if lines:
-            found.append(html.note("neutral", html.paragraph(code(model.model)), *map(html.paragraph, lines)))
-    return found
+            remarks.append(html.note("neutral", html.paragraph(code(model.model)), *map(html.paragraph, lines)))
+    return remarks
 
 
-def _map(model: GeometryScores, summary: Summary, name: str) -> Html:
-    rows = [row for row in model if (row.tower, row.kind) == (summary.tower, summary.kind)]
-    grid = head_grid(rows, name)
-    limit = float(np.nanmax(np.abs(grid), initial=0.0)) or 1.0
-    charts = tag("div", Html(score_charts.head_map(grid, limit, name, 510.0)), class_="only-wide")
-    charts += tag("div", Html(score_charts.head_map(grid, limit, name, 350.0)), class_="only-narrow")
-    scale = tag(
-        "span",
-        tag("span", class_="swatch-negative"),
-        f"−{limit:.2f}",
-        tag("span", class_="swatch-positive"),
-        f"+{limit:.2f}",
-        class_="scale",
-    )
-    return html.figure(charts, tag("span", f"{name} ", scale))
-
-
-def _layer_rows(line: Series) -> list[list[Content]]:
-    symmetry, directionality = line.by_layer
-    return [[str(layer), _text(s), _text(d)] for layer, s, d in zip(line.layers, symmetry, directionality, strict=True)]
+def _layer_rows(model: GeometryScores, summary: Summary) -> list[list[Content]]:
+    chosen = [r for r in model if r.head == "all" and (r.tower, r.kind) == (summary.tower, summary.kind)]
+    return [[str(row.layer), _text(row.symmetry), _text(row.directionality)] for row in chosen]
 
 
 def _cells(quartiles: Quartiles) -> tuple[str, str]:
@@ -224,11 +165,6 @@ def _cells(quartiles: Quartiles) -> tuple[str, str]:
 
 def _text(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:z.3f}".replace("-", "−")
-
-
-def _readings(subject: Subject) -> str:
-    readings = sorted({f"gamma {model.gamma:g} and mode {model.mode}" for model in subject.geometry})
-    return f"Directionality has {', '.join(readings)}." if readings else ""
 
 
 def _several(model: GeometryScores) -> bool:

@@ -1,47 +1,122 @@
-"""What a mask is: its picture, its blocks, its cost."""
+"""What a mask is and generates: its picture, order, growth, blocks and cost."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from attnflow._core.markup import grouped, percent, plural
+from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
 from attnflow.masks.mask import Mask
-from attnflow.report import charts, html
-from attnflow.report.facts import block_sizes, block_sparsity, mask_memory, prices
+from attnflow.order.flow import Flow, analyze
+from attnflow.report import html
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.picture import mask_svg
-from attnflow.report.subject import Section, Subject
+from attnflow.report.mask_facts import CostModel, block_sizes, block_sparsity, mask_memory, prices
+from attnflow.report.mask_svg import mask_svg
+from attnflow.report.part import Context, Part, Section
+from attnflow.report.sections import order
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
+LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gigabytes
+
+Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (from 1) that use it
 
 
-def picture(subject: Subject) -> Section | None:
+def mask_part(subject: Mask | Flow, context: Context) -> Part:
+    """A mask, or the masks of a stack of layers, with the order that they generate."""
+    masks = subject.masks if isinstance(subject, Flow) else (subject,)
+    flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)
+    layers = _distinct(masks)
+    sections = [_picture(masks, layers, context.labels)]
+    if flow is None:
+        sections.append(Section("order", "Order", html.note("neutral", html.paragraph(f"No order: {missing}."))))
+    elif flow.size:
+        sections += [order.order(flow, context.labels), order.growth_by_layer(flow)]
+    if 0 not in masks[0].shape:
+        sections += [_blocks(layers), _cost(layers, context.cost)]
+    source = ("Mask" if len(layers) == 1 else "Masks", html.join([_name(mask) for mask, _ in layers[:4]], ", "))
+    title = shorten(repr(masks[0]), 200) if len(masks) == 1 else f"{len(masks)} layers of masks"
+    return Part(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
+
+
+def flow_of(mask: Mask) -> tuple[Flow | None, str]:
+    """The order of a mask, or None and the reason."""
+    queries, keys = mask.shape
+    if queries != keys:
+        return None, f"queries and keys are different sequences ({queries} and {keys}): information does not return"
+    if queries > LARGEST_ORDER:
+        return None, f"the order is not computed above {LARGEST_ORDER} positions"
+    return analyze(mask), ""
+
+
+def _distinct(masks: Sequence[Mask]) -> Layers:
+    layers: Layers = []
+    for layer, mask in enumerate(masks, 1):
+        same = next((numbers for other, numbers in layers if other is mask or other == mask), None)
+        if same is None:
+            layers.append((mask, [layer]))
+        else:
+            same.append(layer)
+    return layers
+
+
+def _reading(masks: Sequence[Mask], layers: Layers, flow: Flow | None, missing: str) -> list[Content]:
+    mask = masks[0]
+    queries, keys = mask.shape
+    if 0 in mask.shape:
+        return [
+            f"The mask has {plural(queries, 'query', 'queries')} and {plural(keys, 'key')}: there is nothing to allow."
+        ]
+    if len(layers) > 1:
+        stack = plural(len(masks), "layer")
+        first = f"A stack of {stack} with {len(layers)} different masks over {plural(queries, 'position')}."
+    else:
+        first = (
+            f"Each of {plural(queries, 'query', 'queries')} may attend to {mask.nnz / queries:.4g} of "
+            f"{plural(keys, 'key')} on average, {percent(mask.density)} of all pairs."
+        )
+    return [first, f" There is no order to report: {missing}." if flow is None else order.reading(flow)]
+
+
+def _numbers(masks: Sequence[Mask], layers: Layers, flow: Flow | None) -> list[tuple[str, Content]]:
+    mask = masks[0]
+    square = mask.num_queries == mask.num_keys
+    size = grouped(mask.num_queries) if square else f"{grouped(mask.num_queries)} × {grouped(mask.num_keys)}"
+    rows: list[tuple[str, Content]] = [("Positions" if square else "Queries × keys", size)]
+    if len(layers) == 1:
+        rows.append(("Allowed pairs", percent(mask.density)))
+    else:
+        rows.append(("Layers", tag("span", str(len(masks)), tag("small", f"{len(layers)} different"))))
+    return rows + (order.numbers(flow) if flow is not None and flow.size else [])
+
+
+def _picture(masks: Sequence[Mask], layers: Layers, labels: Sequence[str] | None) -> Section:
     """The mask, or each distinct mask of a stack, as a picture with its numbers."""
-    if not subject.masks:
-        return None
-    distinct = subject.layers_of
-    if len(distinct) == 1:
-        mask = distinct[0][0]
-        small = subject.labels if subject.labels is not None and len(subject.labels) <= 32 else None
+    if len(layers) == 1:
+        mask = layers[0][0]
+        small = labels if labels is not None and len(labels) <= 32 else None
         svg = mask_svg(mask, labels=small, size=520, standalone=False)
         left = html.figure(svg, _caption(mask), read_out=True)
         return Section("mask", "Mask", tag("div", left, html.facts(_facts(mask)), class_="pair"))
     figures = [
         tag(
             "div",
-            tag("h3", _layers(layers)),
+            tag("h3", _layers(numbers)),
             html.figure(mask_svg(mask, size=280, standalone=False), _line(mask), read_out=True),
         )
-        for mask, layers in distinct[:_SHOWN]
+        for mask, numbers in layers[:_SHOWN]
     ]
-    lead = f"{plural(len(subject.masks), 'layer')} with {len(distinct)} different masks."
-    if len(distinct) > _SHOWN:
+    lead = f"{plural(len(masks), 'layer')} with {len(layers)} different masks."
+    if len(layers) > _SHOWN:
         lead += f" The first {_SHOWN} are shown."
     lead += " Row = query, column = key; filled is allowed."
-    rows = [[_layers(layers), code(repr(mask)), percent(mask.density)] for mask, layers in distinct]
+    rows = [[_layers(numbers), _name(mask), percent(mask.density)] for mask, numbers in layers]
     body = html.paragraph(lead, kind="lead") + tag("div", *figures, class_="many")
     return Section("mask", "Masks by layer", body + html.table(["layers", "mask", "allowed"], rows, text_columns=2))
+
+
+def _name(mask: Mask) -> Html:
+    return code(shorten(repr(mask), 300))
 
 
 def _facts(mask: Mask) -> list[tuple[str, Content]]:
@@ -79,17 +154,15 @@ def _caption(mask: Mask) -> str:
 
 
 def _line(mask: Mask) -> Html:
-    return code(repr(mask)) + Html(f", {percent(mask.density)} allowed")
+    return _name(mask) + Html(f", {percent(mask.density)} allowed")
 
 
 def _layers(layers: list[int]) -> str:
     return f"Layer {layers[0]}" if len(layers) == 1 else f"Layers {runs(layers)}"
 
 
-def blocks(subject: Subject) -> Section | None:
+def _blocks(masks: Layers) -> Section:
     """Full, partial and empty blocks, as a block-sparse kernel meets them."""
-    if not subject.masks or 0 in subject.masks[0].shape:
-        return None
     parts = [
         html.paragraph(
             "A block-sparse kernel such as FlexAttention skips blocks without an allowed pair, and applies the mask "
@@ -102,15 +175,13 @@ def blocks(subject: Subject) -> Section | None:
             class_="keyline",
         ),
     ]
-    for mask, layers in subject.layers_of[:_SHOWN]:
-        if len(subject.layers_of) > 1:
-            parts.append(tag("h3", f"{_layers(layers)} · ", code(repr(mask))))
+    for mask, where in masks[:_SHOWN]:
+        if len(masks) > 1:
+            parts.append(tag("h3", f"{_layers(where)} · ", _name(mask)))
         rows: list[list[Content]] = []
         for size in block_sizes(mask):
             s = block_sparsity(mask, size)
-            bar = charts.share_bar(
-                [("full", s.full, "af-full"), ("partial", s.partial, "af-partial"), ("empty", s.empty, "af-empty")]
-            )
+            bar = _share_bar([("full", s.full), ("partial", s.partial), ("empty", s.empty)])
             kept = f"{grouped(s.kept)} of {grouped(s.total)}"
             share = percent(s.kept / s.total)
             rows.append([str(size), Html(bar), share, kept, grouped(s.full), grouped(s.partial), percent(s.used)])
@@ -119,17 +190,14 @@ def blocks(subject: Subject) -> Section | None:
     return Section("blocks", "Block sparsity", html.join(parts))
 
 
-def cost(subject: Subject) -> Section | None:
+def _cost(masks: Layers, model: CostModel) -> Section:
     """What attention under the mask costs, next to dense and causal attention."""
-    if not subject.masks or 0 in subject.masks[0].shape:
-        return None
-    model = subject.cost
     heads, layers = plural(model.num_heads, "head"), plural(model.num_layers, "layer")
     lead = f"For {layers} of {heads} with {model.head_dim} channels, one sequence, forward pass, attention alone."
     parts = [html.paragraph(lead, kind="lead")]
-    for mask, where in subject.layers_of[:_SHOWN]:
-        if len(subject.layers_of) > 1:
-            parts.append(tag("h3", f"{_layers(where)} · ", code(repr(mask))))
+    for mask, where in masks[:_SHOWN]:
+        if len(masks) > 1:
+            parts.append(tag("h3", f"{_layers(where)} · ", _name(mask)))
         rows = [
             [p.name, grouped(p.pairs), percent(p.relative), _si(p.flops, "FLOP"), _bytes(p.score_bytes)]
             for p in prices(mask, model)
@@ -152,6 +220,22 @@ def cost(subject: Subject) -> Section | None:
         )
     )
     return Section("cost", "Cost", html.join(parts))
+
+
+def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
+    """A bar cut in proportion to (name, amount); the columns beside it have the numbers."""
+    total, x = sum(amount for _, amount in parts) or 1, 0.0
+    pieces: list[str] = []
+    for name, amount in parts:
+        title = element("title", escape(f"{name}: {grouped(amount)} of {grouped(total)}"))
+        length = width * amount / total
+        pieces.append(element("rect", title, x=x, y=0, width=length, height=12, class_=f"af-{name}"))
+        x += length
+    frame = {"x": 0.5, "y": 0.5, "width": width - 1, "height": 11, "stroke": "currentColor", "stroke_opacity": 0.35}
+    words = ", ".join(f"{name} {grouped(amount)}" for name, amount in parts)
+    look = {"width": width, "height": 12, "class_": "af-svg af-share", "role": "img", "aria_label": words}
+    body = "".join(pieces) + element("rect", fill="none", **frame)
+    return element("svg", body, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} 12", **look)
 
 
 def _si(value: int, unit: str) -> str:

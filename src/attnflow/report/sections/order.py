@@ -9,43 +9,76 @@ import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, shorten
 from attnflow.order.flow import Flow
+from attnflow.order.hasse import Hasse
 from attnflow.report import charts, html
-from attnflow.report.facts import growth
+from attnflow.report.growth_chart import growth_chart
 from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, tag
-from attnflow.report.subject import Section, Subject
+from attnflow.report.mask_facts import growth
+from attnflow.report.part import Context, Part, Section
 
 _CLASSES: Final = 8
 _WIDE: Final = 640  # pixels above which a diagram takes the width of the page
 
 
-def order(subject: Subject) -> Section | None:
+def hasse_part(hasse: Hasse, context: Context) -> Part:
+    """A diagram alone."""
+    title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
+    return Part(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
+
+
+def order(flow: Flow, labels: Sequence[str] | None) -> Section:
     """The Hasse diagram and the classes."""
-    if not subject.masks:
-        return None
-    flow = subject.flow
-    if flow is None:
-        return Section("order", "Order", html.note("neutral", html.paragraph(f"No order: {subject.no_order}.")))
-    if flow.size == 0:
-        return None
     lead = (
         "Positions that can read each other form a class. An arrow leads from a class to the next one that reads it "
         "(a cover of the order): information flows upwards, and only upwards."
     )
     if flow.num_layers is not None:
         lead += " For a stack of layers, this is the order that repeating the whole stack generates."
-    body = html.paragraph(lead, kind="lead") + diagram(subject, flow, (), html.facts(_facts(flow)))
+    body = html.paragraph(lead, kind="lead") + diagram(flow.hasse, labels, (), html.facts(_facts(flow)))
     return Section("order", "Order and Hasse diagram", body + _classes(flow))
 
 
-def diagram(subject: Subject, flow: Flow, path: Sequence[int], beside: Html) -> Html:
+def diagram(
+    hasse: Hasse,
+    labels: Sequence[str] | None,
+    path: Sequence[int] = (),
+    beside: Html = Html(""),  # noqa: B008
+) -> Html:
     """The Hasse diagram, a path emphasised, with something beside it, or below it where the diagram is wide."""
-    svg = hasse_svg(flow.hasse, labels=subject.labels, highlight=path, standalone=False)
+    svg = hasse_svg(hasse, labels=labels, highlight=path, standalone=False)
     caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
     width = float(svg.split(' width="', 1)[1].split('"', 1)[0])
-    return tag(
-        "div", html.figure(svg, caption, kind="centre"), beside, class_="beside" if width < _WIDE else "beside wide"
-    )
+    kind = "beside" if width < _WIDE else "beside wide"
+    return tag("div", html.figure(svg, caption, kind="centre"), beside, class_=kind)
+
+
+def reading(flow: Flow) -> str:
+    """The order in a sentence."""
+    count, size = len(flow.classes), flow.size
+    if size == 1:
+        return " The only position reads itself."
+    if count == 1:
+        shape = "Every position can read every other, so that the order is a single class"
+    elif not flow.hasse.edges:
+        shape = f"Its {plural(count, 'class', 'classes')} read nothing of each other"
+    elif max(flow.hasse.levels) == count - 1:
+        shape = f"Its {grouped(count)} classes form a chain, in which each reads all below it"
+    else:
+        shape = f"Its {grouped(count)} classes form an order of {plural(max(flow.hasse.levels) + 1, 'level')}"
+    if flow.depth == 1:
+        return f" {shape}; one layer lets everything flow that ever will."
+    return f" {shape}; it takes {plural(flow.depth, 'layer')} until everything has flowed."
+
+
+def numbers(flow: Flow) -> list[tuple[str, Content]]:
+    """The numbers of an order that head a page."""
+    classes, levels = len(flow.classes), max(flow.hasse.levels) + 1
+    depth = tag("span", grouped(flow.depth), tag("small", "dense" if flow.is_dense else "layers"))
+    return [
+        ("Depth", depth),
+        ("Classes", tag("span", grouped(classes), tag("small", f"on {plural(levels, 'level')}"))),
+    ]
 
 
 def _facts(flow: Flow) -> list[tuple[str, Content]]:
@@ -99,45 +132,29 @@ def _classes(flow: Flow) -> Html:
     return title + html.table(["positions", "size", "level", "below", "above"], rows)
 
 
-def growth_by_layer(subject: Subject) -> Section | None:
+def growth_by_layer(flow: Flow) -> Section:
     """How much of its final receptive field a position has after each number of layers."""
-    flow = subject.flow
-    if flow is None or flow.size == 0:
-        return None
     grown = growth(flow)
     whole = "every position" if grown.complete else f"{len(grown.positions)} evenly spaced positions"
-    layers = plural(flow.depth, "layer")
     if flow.depth == 1:
         first = "After one layer every position has everything that can ever reach it: more layers add no new source."
     else:
-        first = f"It takes {layers} until every position has everything that can ever reach it."
+        first = f"It takes {plural(flow.depth, 'layer')} until every position has everything that can ever reach it."
     if flow.num_layers is not None and flow.num_layers > flow.depth:
         first += f" The stack has {flow.num_layers}."
     shares = grown.shares
-    key = tag(
-        "ul",
-        tag("li", tag("span", class_="swatch-mean"), "mean"),
-        tag("li", tag("span", class_="swatch-range"), "least to largest position"),
-        class_="keyline",
-    )
-    charts_ = tag("div", Html(charts.growth_chart(shares, 640.0)), class_="only-wide") + tag(
-        "div", Html(charts.growth_chart(shares, 350.0, 220.0)), class_="only-narrow"
-    )
     caption = f"Share of the final receptive field (a row of the closure) after each number of layers, over {whole}."
-    picture = html.figure(charts_, caption)
+    picture = charts.in_page(lambda: growth_chart(flow), "Receptive fields by layer", caption)
     rows = [
-        [
-            grouped(layer),
-            f"{grown.sizes[layer].mean():.1f}",
-            percent(float(shares[layer].min())),
-            percent(float(shares[layer].mean())),
-            percent(float(shares[layer].max())),
-        ]
+        [grouped(layer), f"{grown.sizes[layer].mean():.1f}", *(percent(float(part(shares[layer]))) for part in _PARTS)]
         for layer in _milestones(len(shares) - 1)
     ]
-    numbers = html.table(["layers", "mean size", "least", "mean", "largest"], rows, text_columns=0)
-    body = html.paragraph(first) + tag("div", tag("div", key, picture), numbers, class_="pair")
+    table = html.table(["layers", "mean size", "least", "mean", "largest"], rows, text_columns=0)
+    body = html.paragraph(first) + tag("div", picture, table, class_="pair")
     return Section("growth", "Depth and receptive fields", body)
+
+
+_PARTS: Final = (np.min, np.mean, np.max)
 
 
 def _milestones(last: int) -> list[int]:

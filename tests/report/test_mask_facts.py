@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from attnflow import masks, testing
 from attnflow.order import analyze
-from attnflow.report import CostModel, block_sparsity, growth
-from attnflow.report.facts import block_sizes, mask_memory, prices
 from attnflow.report.grid import grid, square_grid, ticks
+from attnflow.report.mask_facts import CostModel, block_sizes, block_sparsity, growth, mask_memory, prices
 from tests.strategies import dense_masks, permuted_masks, square_masks
 
 

@@ -12,7 +12,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten
 from attnflow.masks.mask import Mask
 from attnflow.report.grid import Grid, grid, square_grid, ticks
-from attnflow.report.hasse_svg import MONO, SANS, STYLE
+from attnflow.report.svg import MONO, SANS, STYLE
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
 _EXACT: Final = 64  # positions up to which every pair is a cell

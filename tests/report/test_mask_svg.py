@@ -1,7 +1,6 @@
-"""Mask pictures: what is filled is what is allowed; PNG and figures with and without matplotlib."""
+"""Mask pictures: what is filled is what is allowed."""
 
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -9,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attnflow as af
 from attnflow import masks, report
-from attnflow.report.picture import mask_svg
+from attnflow.report.mask_svg import mask_svg
+from attnflow.report.svg import encode
 from tests.report.reading import parse_svg, texts, with_class
 from tests.strategies import dense_masks, permuted_masks
 
@@ -77,7 +76,7 @@ def test_a_long_mask_is_small_and_needs_no_table(monkeypatch):
     monkeypatch.setattr(masks.Mask, "dense_chunks", lambda *_, **__: pytest.fail("built n x n in chunks"))
     for mask in (masks.causal(131_072), masks.block_two_stream(512, 64)):
         assert len(mask_svg(mask)) < 60_000
-        assert report.mask_text(mask, width=80, ascii_only=False)
+        assert report.text(mask, width=80, ascii_only=False)
 
 
 def test_labels_name_both_axes():
@@ -92,31 +91,7 @@ def test_labels_name_both_axes():
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0), (1, 1), (1, 200)])
 def test_odd_shapes_are_drawn(shape):
     parse_svg(mask_svg(masks.full(*shape)))
-    figure = report.mask_figure(masks.full(*shape))
-    assert figure.axes[0].get_xlabel() == "key"
-
-
-def test_png_holds_the_picture(tmp_path):
-    path = report.mask_png(masks.causal(8), tmp_path / "mask.png", dpi=50)
-    assert path == tmp_path / "mask.png"
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert [item.name for item in tmp_path.iterdir()] == ["mask.png"]
-
-
-def test_the_figure_has_the_relation():
-    mask = masks.butterfly(5)
-    image = report.mask_figure(mask, title="five").axes[0].get_images()[0]
-    assert np.array_equal(np.asarray(image.get_array()), mask.dense().numpy().astype(float))
-    assert image.get_extent() == [-0.5, 12.5, 12.5, -0.5]
-
-
-def test_a_figure_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(af.MissingExtra, match=r"attnflow\[report\]"):
-        report.mask_png(masks.causal(4), tmp_path / "mask.png")
-    assert list(tmp_path.iterdir()) == []
+    assert encode(report.figure(masks.full(*shape)), ".png", 30).startswith(b"\x89PNG")
 
 
 def test_a_float_dense_mask_cannot_come_this_far():

@@ -6,9 +6,8 @@ import torch
 
 from attnflow import report
 from attnflow._core.errors import MissingExtra
-from attnflow.bias.map import BiasMap, LayerMap
-from attnflow.report import save_figure
-from attnflow.report.bias_figures import compare_figure
+from attnflow.bias import BiasMap, LayerMap
+from attnflow.report.svg import encode
 from tests.bias.test_map import make
 
 
@@ -39,7 +38,7 @@ def test_one_layer_leaves_forbidden_pairs_out():
     shown = image(figure).get_array()
     assert np.ma.getmaskarray(shown).tolist() == (~found.allowed(2)).tolist()
     assert figure.axes[0].get_ylabel() == "query"
-    weights = report.figure(found, "weights", layer=2)
+    weights = report.figure(found, picture="weights", layer=2)
     assert image(weights).get_clim()[0] == 0.0
     row = report.figure(found, layer=2, query=1, head=None)
     assert image(row).get_array().shape == (1, 2)  # keys that this query cannot see are not there
@@ -49,19 +48,22 @@ def test_one_layer_leaves_forbidden_pairs_out():
 
 def test_three_ways():
     daa, alibi = make(seed=1), make(seed=2)
-    figure = compare_figure({"ALiBi": alibi, "DAA": daa}, layer=0)
-    panels = [axes for axes in figure.axes if axes.get_ylabel() in ("base", "ALiBi", "DAA")]
-    assert [axes.get_ylabel() for axes in panels] == ["base", "ALiBi", "DAA"]
+    figure = report.figure(alibi, daa, picture="compare", names=["ALiBi", "DAA"], layer=0)
+    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert [axes.get_title(loc="left") for axes in panels] == ["base model", "ALiBi", "DAA"]
     heights = [[patch.get_height() for patch in axes.patches] for axes in panels]
     expected = [alibi.layer(0).weights_base, alibi.layer(0).weights, daa.layer(0).weights]
     for bars, weights in zip(heights, expected, strict=True):
         np.testing.assert_allclose(bars, weights[0, 3].tolist(), rtol=1e-6)
-    assert len(compare_figure({"DAA": daa}, base=None, layer=0).axes) == 2
+    names = [axes.get_title(loc="left") for axes in report.figure(daa, picture="compare", layer=0).axes]
+    assert names[:3] == ["base model", "same queries and keys, without it", "with the bias"]
     other = BiasMap("tiny", ("x", "b", "c", "d"), daa.queries, daa.layers)
     with pytest.raises(ValueError, match="'b' has other tokens than 'a'"):
-        compare_figure({"a": daa, "b": other})
-    with pytest.raises(ValueError, match="at least one map"):
-        compare_figure({})
+        report.figure(daa, other, picture="compare", names=["a", "b"])
+    with pytest.raises(ValueError, match="a name for each of 2 maps, got 1"):
+        report.figure(daa, alibi, picture="compare", names=["a"])
+    with pytest.raises(ValueError, match='compared by picture="compare"'):
+        report.figure(daa, alibi)
 
 
 def test_a_dominant_first_token_is_cut_and_says_its_weight():
@@ -69,17 +71,17 @@ def test_a_dominant_first_token_is_cut_and_says_its_weight():
     weights = torch.tensor([[[0.9, 0.05, 0.03, 0.02]]])
     one = LayerMap(0, "x", *(t[:, 3:] for t in (layer.bias, layer.raw, layer.allowed)), weights, weights, weights)
     found = BiasMap("tiny", make().tokens, (3,), (one,))
-    figure = compare_figure({"DAA": found})
+    figure = report.figure(found, picture="compare")
     assert figure.axes[0].patches[0].get_height() < 0.1
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.90"]
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_equal_figures_make_equal_files(suffix, tmp_path):
-    files = [save_figure(report.figure(make()), tmp_path / f"{n}.{suffix}").read_bytes() for n in range(2)]
+def test_equal_figures_make_equal_files(suffix):
+    files = [encode(report.figure(make()), f".{suffix}") for n in range(2)]
     assert files[0] == files[1]
-    with pytest.raises(ValueError, match=r"ends in \.svg, \.png or \.pdf, got 'x\.txt'"):
-        save_figure(report.figure(make()), tmp_path / "x.txt")
+    with pytest.raises(ValueError, match=r"ends in \.svg, \.png or \.pdf, got '\.txt'"):
+        encode(report.figure(make()), ".txt")
 
 
 def test_long_contexts_and_zero_maps():
@@ -100,9 +102,10 @@ def test_without_matplotlib(monkeypatch):
         report.figure(make())
 
 
-def test_dollar_signs_are_no_formulas(tmp_path):
+def test_dollar_signs_are_no_formulas():
     given = make()
     found = BiasMap("$m$", ("$", "$5^{", "a$b$", "\\$"), given.queries, given.layers, produced=("$", "$", "$", "$_$"))
-    for figure in (report.figure(found), report.figure(found, layer=0), compare_figure({"$a$": found})):
-        save_figure(figure, tmp_path / "x.svg")
+    compared = report.figure(found, picture="compare", names=["$a$"])
+    for figure in (report.figure(found), report.figure(found, layer=0), compared):
+        encode(figure, ".svg")
     assert report.figure(found).axes[0].get_title().count(r"\$") == 3

@@ -1,0 +1,72 @@
+"""The report on a trace: what it says, whole and safe, with and without direct effects."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from attnflow._core.markup import token_label
+from attnflow.report import page
+from attnflow.report.trace_chart import entry_name
+from tests.knowledge.test_provenance import made
+from tests.report.reading import parse_page, parse_svg, texts
+
+
+def read(report):
+    return parse_page(report.html)
+
+
+def numbers_of(rows):
+    cells = [re.findall(r'<td class="n">([^<]*)</td>', row) for row in rows]
+    return [[cell for cell in column if cell != "–"] for column in zip(*cells, strict=True)]
+
+
+def test_sections_and_what_they_say():
+    found = made()
+    report = page(found, details={"Store": "folder"})
+    assert [section.name for section in report.sections] == ["prompt", "entries", "maps", "layers"]
+    shown = read(report)
+    strongest = found.fired(-1, count=1)[0]
+    assert (
+        f"{strongest.entry} of layer {strongest.layer}, {'raises' if strongest.effect > 0 else 'lowers'}" in shown.text
+    )
+    assert "folder" in shown.text
+    assert 'Paris | is,↵"big"' in shown.text
+    assert all(token_label(token) in report.sections[0].body.markup for token in found.tokens)
+    assert report.sections[0].body.markup.count("token traced") == len(found.positions)
+    rows = report.sections[1].body.markup.split("<tr>")[2:]
+    assert len(rows) == len(found.fired(-1))
+    decimals = [{len(cell.partition(".")[2]) for cell in column} for column in numbers_of(rows)]
+    assert all(len(one) == 1 for one in decimals), decimals  # the numbers of a column stand under one another
+    bars = parse_svg("<svg" + report.html.split("<svg")[1].split("</svg>")[0] + "</svg>")
+    assert {entry_name(one) for one in found.fired(-1)} <= set(texts(bars))
+    numbers = report.sections[3].body.markup
+    assert "is the sum of entries" in numbers
+    effect = float(found.layer(2).effect[-1])
+    assert any(abs(float(cell.replace("−", "-")) - effect) < 0.02 for cell in re.findall(r"[+−]\d+\.\d+", numbers))
+    assert report.html.count("<script") == 1
+
+
+def test_without_effects_it_says_why():
+    report = page(made(effects=False))
+    text = read(report).text
+    assert "Direct effects on the logits are not defined: norms lie between" in text
+    assert "the sum of" not in text
+    assert [section.name for section in report.sections] == ["prompt", "entries", "maps", "layers"]
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", "\x00\u202e", '"><img src=x>'])
+def test_texts_and_tokens_stay_text(hostile):
+    found = made()
+    entry = found.fired(-1, count=1)[0].entry
+    report = page(replace(found, tokens=(hostile,) * 4, texts={entry: hostile}, model=hostile))
+    read(report)
+    assert report.html.count("<script") == 1
+    assert "<img src=x" not in report.html
+
+
+def test_nothing_fired_for_the_last_token():
+    found = made()
+    for one in found:
+        one.ids[-1] = -1
+    assert "No entry fired for the last token" in read(page(found)).text

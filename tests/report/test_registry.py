@@ -1,0 +1,130 @@
+"""Every kind of result shows itself: as a picture, on a page, in a notebook, in a file."""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnflow as af
+from attnflow import masks, report
+from attnflow._core.results import Result
+from attnflow.bias.trained import Trained
+from attnflow.order import analyze
+from attnflow.report import registry
+from attnflow.report.svg import Svg
+from attnflow.tasks import Verification, check
+from attnflow.tasks.verification import TaskDifference
+from tests.bias.test_map import make as bias_map
+from tests.knowledge.test_provenance import made as trace
+from tests.report.reading import parse_page, parse_svg
+from tests.report.test_page import bad_audit, clean_task, leaking_task
+from tests.report.test_score_chart import scores
+
+
+def trained():
+    curve = tuple(
+        {"step": step, "loss": 3.0 - 0.1 * step, "eval_loss": 3.1 - 0.1 * step}
+        | {f"bias/layer_{layer}": 0.01 * step * layer for layer in (0, 2)}
+        for step in range(3)
+    )
+    return Trained(Path("folder"), 2, 3.1, 2.9, 10, 10, curve, {}, {})
+
+
+MAKERS = {
+    "Mask": lambda: masks.butterfly(5),
+    "Flow": lambda: analyze(masks.tree([-1, 0, 0, 1])),
+    "Hasse": lambda: analyze(masks.causal(3)).hasse,
+    "LeakReport": lambda: check(leaking_task()),
+    "Verification": lambda: Verification(1e-13, 2e-13, 7.5, (TaskDifference(0, 1e-13, 2.5),)),
+    "AuditReport": bad_audit,
+    "BiasMap": bias_map,
+    "BiasGraph": lambda: bias_map().graph(),
+    "GeometryScores": scores,
+    "Survey": lambda: registry.Survey((scores(), scores("two")), {}),
+    "Trace": trace,
+    "Trained": trained,
+}
+
+
+def result_classes():
+    """All results of the package, `hf` too."""
+    for module in pkgutil.walk_packages(af.__path__, "attnflow."):
+        if not any(part in module.name for part in ("triton", ".cli", ".testing")):
+            importlib.import_module(module.name)
+    classes, waiting = [], [Result]
+    while waiting:
+        waiting += (below := waiting.pop().__subclasses__())
+        classes += [one for one in below if one.__module__.startswith("attnflow.")]
+    return [one for one in classes if not one.__module__.startswith(("attnflow.cli", "attnflow.testing"))]
+
+
+def test_every_result_has_a_drawing_or_is_said_to_be_a_table():
+    shown = {*registry.KINDS, *registry.EXPANDED}
+    missing = [
+        one.__name__ for one in result_classes() if not shown & set(one.__mro__) and one.__name__ not in registry.TABLES
+    ]
+    assert not missing, f"register how these are shown, or list them in TABLES: {missing}"
+
+
+def test_every_registered_kind_is_tried_here():
+    assert {kind.__name__ for kind in registry.KINDS} == set(MAKERS)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_shows_itself_in_a_notebook_and_on_a_page(name):
+    result = MAKERS[name]()
+    shown = report.notebook(result)
+    parse_page(shown)
+    drawn = registry.kind_of(result).figure is not None
+    assert shown.startswith("<div")
+    assert ("<svg" in shown) or not drawn
+    if isinstance(result, Result):
+        assert result._repr_html_() == shown
+    made = report.page(result)
+    parse_page(made.html)
+    assert made.sections
+    assert report.encode(result, ".html").startswith(b"<!doctype html>")
+    assert report.text(result)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_has_a_picture_in_every_format_or_says_that_it_has_none(name, tmp_path):
+    result = MAKERS[name]()
+    if registry.kind_of(result).figure is None:
+        with pytest.raises(
+            TypeError, match=f"{name} has no picture, report.page shows it; there are pictures of Audit"
+        ):
+            report.figure(result)
+        return
+    picture = report.figure(result)
+    for suffix, start in ((".svg", b"<"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
+        path = tmp_path / f"picture{suffix}"
+        picture.savefig(path)
+        assert path.read_bytes().startswith(start)
+        assert report.encode(result, suffix).startswith(start)
+    if isinstance(picture, Svg):
+        parse_svg(picture.markup)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypatch):
+    result = MAKERS[name]()
+    for module in [module for module in sys.modules if module.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", "Trained"}
+    assert ("attnflow[report]" in report.page(result).html) == (name in charts)
+    assert report.notebook(result).startswith("<div")
+
+
+def test_a_task_is_its_order_and_its_proof():
+    assert [section.name for section in report.page(clean_task()).sections][-2:] == ["leaks", "dead"]
+    assert report.page(clean_task()).ok
+
+
+def test_anything_else_is_refused():
+    for show in (report.figure, report.page, report.notebook, report.text):
+        with pytest.raises(TypeError, match=r"expected a result \(AuditReport, .*Trace.*\), got dict"):
+            show({})
