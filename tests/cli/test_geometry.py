@@ -139,7 +139,7 @@ def test_report_shows_heads_and_failures(run: Callable, tiny_model: str, t5: str
     page = parse_page(target.read_text())
     assert code == 1
     assert {attributes.get("id") for attributes in page.of("section")} >= {"geometry", "layers", "heads"}
-    assert f"{tmp_path / 'nothing'} was not scored" in page.text
+    assert f"{tmp_path / 'nothing'} could not be shown" in page.text
 
 
 def test_csv_of_several_models_has_one_head_line(run: Callable, tiny_model: str, t5: str, tmp_path: Path) -> None:

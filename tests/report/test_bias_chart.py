@@ -6,7 +6,7 @@ import torch
 
 from attnflow import report
 from attnflow._core.errors import MissingExtra
-from attnflow.bias import BiasMap, LayerMap
+from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.report.svg import encode
 from tests.bias.test_map import make
 

@@ -72,7 +72,7 @@ def full_report():
     return page(
         task.flow,
         check(task),
-        Verification(1e-13, 2e-13, 7.5, differences),
+        Verification(1e-13, 2e-13, 7.5, differences, 1e-9),
         bad_audit(),
         labels=["the", "quick", "brown", "fox", "."],
         cost=CostModel(2, 4, 64),

@@ -49,10 +49,7 @@ def report(
         near = close_to(subject, named_masks())
         raise BadUsage(f"--n and --set belong to masks, and {subject!r} is none{near}")
     with working(f"reading {subject}") as spinner:
-        if is_mask:
-            page = _of_mask(subject, n, settings or [], spinner)
-        else:
-            page = _of_model(subject, text, tokens, spinner)
+        page = _of_mask(subject, n, settings or [], spinner) if is_mask else _of_model(subject, text, tokens, spinner)
         page.save(target)
     size = target.stat().st_size
     if json_output:

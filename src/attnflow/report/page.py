@@ -62,7 +62,10 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
     ordered = sorted(parts, key=lambda part: not part.failed)  # stable
     sections: list[Section] = []
     if problems:
-        notes = [html.note("bad", html.paragraph(code(name), f": {reason}")) for name, reason in problems.items()]
+        notes = [
+            html.note("bad", html.paragraph(code(name), f" could not be shown: {reason}"))
+            for name, reason in problems.items()
+        ]
         sections.append(Section("problems", "What could not be shown", html.join(notes)))
     names: set[str] = set()
     for part in ordered:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnflow import masks
-from attnflow.bias import BiasMap, LayerMap
+from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.order import analyze
 from attnflow.report import html, page
 from tests.report.reading import parse_page, parse_svg, texts

@@ -58,7 +58,7 @@ def test_several_models_with_the_published_values_and_a_failure():
     text = parse_page(report.html).text
     assert report.title == "Geometry of 2 models"
     assert report.sections[0].name == "problems"
-    assert "three : the file is truncated" in text
+    assert "three could not be shown: the file is truncated" in text
     assert "published, 6 layers 0.008 0.007 to 0.010 0.215" in text
     assert "interleaved by head" in text
     assert "two: decoder, cross" in text
@@ -99,7 +99,7 @@ def test_without_heads_there_are_no_maps():
 def test_only_failures():
     report = page(problems={"one": "no such file"})
     assert [section.name for section in report.sections] == ["problems"]
-    assert "one : no such file" in parse_page(report.html).text
+    assert "one could not be shown: no such file" in parse_page(report.html).text
 
 
 def test_nothing_is_refused():

@@ -117,4 +117,9 @@ def verification_part(result: Verification, _: Context) -> Part:
         body += html.paragraph(f"… and {grouped(len(result.tasks) - _LISTED)} more.", kind="lead")
     title = "Merged against its subtasks"
     reading = f"In one pass it gives what its subtasks give, but for {result.output_difference:.1e} of the outputs."
-    return Part(title, [Section("verification", title, body)], [reading])
+    if not result.ok:
+        reading = (
+            f"The merged task does NOT give what its subtasks give: outputs differ by {result.output_difference:.1e}."
+        )
+        body = html.note("bad", html.paragraph(f"Beyond the tolerance of {result.tolerance:.0e}.")) + body
+    return Part(title, [Section("verification", title, body)], [reading], failed=not result.ok)
