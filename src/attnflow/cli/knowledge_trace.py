@@ -105,12 +105,12 @@ def _inputs(text: str | None, ids: str | None) -> str | list[int]:
 
 def _write(result: Trace, position: int, path: Path, store: str | None) -> None:
     """The file that the suffix of `path` asks for; whole or not at all."""
-    from attnflow.report import figure, save_figure, trace_report
+    from attnflow.report import figure, page
 
     suffix = path.suffix.lower()
     if suffix == ".html":
-        trace_report(result, details={} if store is None else {"Store": store}).save(path)
+        page(result, details={} if store is None else {"Store": store}).save(path)
     elif suffix in (".svg", ".png"):
-        save_figure(figure(result, position=position), path)
+        figure(result, position=position).savefig(path)
     else:
         result.save(path)

@@ -110,15 +110,18 @@ TABLES: Final = frozenset(
         "Conditions",
         "Drift",
         "Duplicates",
+        "Inspection",
         "LayerMap",
         "LayerQuery",
         "MaskSummary",
+        "Matches",
         "QueryBias",
         "Reembedded",
         "Sparse",
         "StoreStats",
         "Strength",
-    }
+        "Written",
+    }  # fmt: skip
 )
 EXPANDED: Final = (Task, Derivation)  # a page shows their parts, see `_subjects`
 
