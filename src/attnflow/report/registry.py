@@ -121,7 +121,7 @@ TABLES: Final = frozenset(
         "StoreStats",
         "Strength",
         "Written",
-    }  # fmt: skip
+    }
 )
 EXPANDED: Final = (Task, Derivation)  # a page shows their parts, see `_subjects`
 
