@@ -1,10 +1,8 @@
-"""Progress: a bar on a terminal, a line now and then elsewhere, nothing for short work or where nobody asked."""
+"""Progress: a bar on a terminal, a line now and then elsewhere, nothing for short work."""
 
 import io
 
-import pytest
-
-from attnflow._core.progress import Reporter, reporting
+from attnflow._core.progress import Reporter
 
 
 class Terminal(io.StringIO):
@@ -50,26 +48,3 @@ def test_a_terminal_sees_a_bar_that_is_gone_afterwards():
     assert "3/7" in shown
     assert "model.layers.1" in shown
     assert shown.endswith(("\x1b[?25h\r\x1b[1A\x1b[2K", "\x1b[2K"))
-
-
-@pytest.mark.parametrize("nothing", [None, False])
-def test_nobody_asked(nothing, capsys):
-    with reporting(nothing) as progress:
-        progress(1, 2, "x")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_function_of_the_caller_is_called(capsys):
-    calls = []
-    with reporting(lambda *given: calls.append(given)) as progress:
-        progress(1, 2, "x")
-    assert calls == [(1, 2, "x")]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_true_shows_it_on_stderr(monkeypatch, capsys):
-    monkeypatch.setattr("attnflow._core.progress._PLAIN_SECONDS", 0.0)
-    with reporting(True) as progress:
-        assert isinstance(progress, Reporter)
-        progress(1, 2, "x")
-    assert capsys.readouterr().out == ""

@@ -178,7 +178,7 @@ def test_an_index_finds_planted_duplicates_and_says_that_it_may_miss_some():
     assert found.approximate
     assert "may miss some" in str(found)
     assert found.surplus >= 450
-    assert steps[-1] == (3000, 3000)
+    assert steps[-1] == (3000, 3000, "entries")
     assert set(found.groups) <= set(duplicates(rows, 0.99, search="exact").groups)
 
 

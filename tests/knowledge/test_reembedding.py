@@ -120,7 +120,7 @@ def test_entries_of_other_versions_are_embedded_anew():
         found = reembed(store, new, batch_size=16, progress=lambda *now: steps.append(now))
         assert new.texts - before == 39
         assert (found.total, found.done, found.current, found.without_text) == (42, 39, 1, tuple(bare))
-        assert steps == [(16, 42), (32, 42), (42, 42)]
+        assert steps == [(16, 42, "entries"), (32, 42, "entries"), (42, 42, "entries")]
         torch.testing.assert_close(store.vectors(range(40)), new(TEXTS))
         entry = store.get([9])[0]
         assert (entry.text, entry.source, entry.version, entry.encoder) == (TEXTS[9], "test", 2, new.version)
@@ -145,7 +145,7 @@ from attnflow.knowledge.store import Store
 from tests.knowledge.test_reembedding import Letters
 
 with Store.open(sys.argv[1]) as store:
-    reembed(store, Letters(0.3), batch_size=1, progress=lambda done, total: print(done, flush=True))
+    reembed(store, Letters(0.3), batch_size=1, progress=lambda done, total, what: print(done, flush=True))
 """
 
 

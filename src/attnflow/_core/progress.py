@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-Progress = Callable[[int, int, str], None]  # (done, total, what); total is 0 where it is not known
+Progress = Callable[[int, int, str], object]  # (done, total, what); total is 0 where it is not known
 
 _PLAIN_SECONDS: Final = 10.0
 
@@ -94,19 +93,3 @@ class Reporter:
             self._draw(done, total, what)
             return
         self._bar.update(self._task, description=what, completed=done, total=total or None)
-
-
-@contextmanager
-def reporting(progress: Progress | bool | None) -> Generator[Progress]:
-    """What a verb calls, of what its argument `progress` holds: True shows it on stderr, None or False nowhere."""
-    if callable(progress):
-        yield progress
-    elif progress:
-        with Reporter() as reporter:
-            yield reporter
-    else:
-        yield _silent
-
-
-def _silent(done: int, total: int, what: str) -> None:
-    del done, total, what

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.progress import Progress
 from attnflow.audit import cached
 from attnflow.audit.declared import relation_of
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.findings import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.gradients import Puller
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.passes import Progress, Recording, Runner
+from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.perturb import Prober
 from attnflow.audit.trace import Watch
 from attnflow.masks.mask import Mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,6 @@ from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
 from attnflow.models.evaluation import seed_all
 
 Path = Literal["forward", "cached"]
-
-
-@runtime_checkable
-@runtime_checkable
-class Progress(Protocol):
-    """Called during long work: `progress(done, total, what)`."""
-
-    def __call__(self, done: int, total: int, what: str, /) -> object:
-        """Work stands at `done` of `total`; `what` says at what."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
+    from attnflow._core.progress import Progress
     from attnflow.cli._output import Spinner
-    from attnflow.knowledge.encoder import Progress
     from attnflow.knowledge.store import Store
 
 
@@ -44,7 +44,7 @@ def durable(uri: str) -> None:
 
 def shown(spinner: Spinner, what: str) -> Progress:
     """Progress as the spinner shows it."""
-    return lambda done, total: spinner(f"{what} {done:,} of {total:,}")
+    return lambda done, total, _: spinner(f"{what} {done:,} of {total:,}")
 
 
 def note(text: str) -> None:

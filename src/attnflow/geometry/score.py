@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from torch import nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.progress import Progress
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.layers import Attention, check_attention
 from attnflow.geometry.scores import Mode, check_reading
@@ -31,7 +32,7 @@ def score(
     attention: Attention = "self",
     *,
     config: Mapping[str, object] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> GeometryScores:
     """Symmetry and directionality of M = W_q^T W_k in every layer of a model, and in every head (geometry, sec. 3).
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attnflow._core.errors import AttnflowError
+from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.geometry.score import Attention, score
 from attnflow.geometry.scores import Mode, check_reading
@@ -43,7 +44,7 @@ def survey(
     attention: Attention = "self",
     *,
     config: Mapping[str, object] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Survey:
     """Score each model once, in the order of their names; the arguments are those of `score`.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
-
-Progress = Callable[[int, int], None]  # (done, of how many)
 
 
 @runtime_checkable

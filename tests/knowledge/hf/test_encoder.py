@@ -63,7 +63,7 @@ def test_dropout_is_off_and_the_mode_of_the_model_is_kept():
 def test_progress_counts_texts():
     seen = []
     TextEncoder((bert(), tokenizer()), batch_size=2).encode(TEXTS, progress=lambda *now: seen.append(now))
-    assert seen == [(2, 5), (4, 5), (5, 5)]
+    assert seen == [(2, 5, "texts"), (4, 5, "texts"), (5, 5, "texts")]
     assert TextEncoder((bert(), tokenizer()))([]).shape == (0, 16)
 
 

@@ -96,7 +96,7 @@ def test_saving_again_writes_what_has_changed_and_goes_on_after_an_interruption(
     model = converted()
     with store_for(model) as store:
 
-        def stop(done, total):
+        def stop(done, total, what):
             if done >= 40:
                 raise KeyboardInterrupt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from attnflow._core.files import write_atomically
+from attnflow._core.progress import Progress
 from attnflow._core.version import __version__
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.attach import BiasHandle, Train, handle
@@ -29,8 +30,6 @@ from attnflow.bias.hf.saving import save
 from attnflow.bias.hf.training import BiasTrainer, TrainingConfig, bias_alone, trainer
 from attnflow.bias.trained import Trained
 from attnflow.models.loaded import Loaded, split
-
-Progress = Callable[[int, int, str], None]
 
 SETTINGS: Final = "settings.json"  # of the run that a folder holds
 RESULTS: Final = "training.json"

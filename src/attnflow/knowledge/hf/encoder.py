@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import integer, preview
-from attnflow.knowledge.encoder import Progress
+from attnflow._core.progress import Progress
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
@@ -200,7 +200,7 @@ class TextEncoder:
 
         Args:
             texts: n of them.
-            progress: called with (texts done, n) after each batch.
+            progress: called as progress(done, total, what) after each batch.
 
         Raises:
             TypeError: not a sequence of strings.
@@ -221,7 +221,7 @@ class TextEncoder:
                     rows = order[first : first + self.batch_size]
                     made[[start + row for row in rows]] = self._embed([tokens[row] for row in rows])
                     if progress is not None:
-                        progress(start + first + len(rows), len(texts))
+                        progress(start + first + len(rows), len(texts), "texts")
         if not bool(torch.isfinite(made).all()):
             row = int((~torch.isfinite(made).all(dim=1)).nonzero()[0])
             raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")

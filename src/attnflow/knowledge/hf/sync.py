@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow._core.checks import IntArray, index_array, integer, preview
-from attnflow.knowledge.encoder import Progress
+from attnflow._core.progress import Progress
 from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.knowledge.store import Store
 
@@ -77,7 +77,7 @@ def save_entries(
         store: opened with `dim=base.entry_dim, num_thresholds=base.num_layers`; empty, or of such a model.
         texts: what is known about entries, by id.
         name: of the model; default as its config says.
-        progress: called with (entries written or looked at, all).
+        progress: called as progress(done, total, what) after each batch of entries.
 
     Raises:
         ValueError: a model that is not converted or has float64 entries, a store of other widths or with entries that
@@ -114,7 +114,7 @@ def save_entries(
             )
         inserted, updated = inserted + int((~known).sum()), updated + int((changed & known).sum())
         if progress is not None:
-            progress(start + len(batch), len(ids))
+            progress(start + len(batch), len(ids), "entries")
     gone = np.setdiff1d(held, ids)
     store.delete(gone)
     return EntryChanges(inserted, updated, len(gone))

@@ -12,9 +12,9 @@ import numpy as np
 
 from attnflow._core.checks import Indices, preview
 from attnflow._core.markup import plural, shorten
+from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow._core.tables import aligned
-from attnflow.knowledge.encoder import Progress
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.sync import MADE_BY, save_entries
@@ -164,7 +164,7 @@ def build(
         source: a text file, or .jsonl with text, or key and value, and source; or `records(...)`.
         encoder: what embeds the texts: a short name, a folder or a hub id.
         split: what of a text file is one entry.
-        progress: called with (texts done, all).
+        progress: called as progress(done, total, what).
 
     Raises:
         FileNotFoundError: no such file or encoder.
@@ -184,7 +184,7 @@ def build_from_model(uri: str, model: str, *, progress: Progress | None = None) 
     Args:
         uri: of the store, see `Store.open`.
         model: a short name, a folder, a GGUF file or a hub id.
-        progress: called with (entries written, all).
+        progress: called as progress(done, total, what).
 
     Raises:
         FileNotFoundError: no such model.
@@ -219,7 +219,7 @@ def insert(
         new: what `records` or `read_records` returns.
         ids: new ones; by default the next integers above all that the store has held.
         encoder: its name; by default the one that made the entries.
-        progress: called with (texts done, all).
+        progress: called as progress(done, total, what).
 
     Raises:
         ValueError: ids that exist, values in a store of whole texts, or as `TextEncoder.of`.
@@ -248,7 +248,7 @@ def correct(
         ids: of entries that exist, one for each text.
         new: what `records` or `read_records` returns.
         encoder: its name; by default the one that made the entries.
-        progress: called with (texts done, all).
+        progress: called as progress(done, total, what).
 
     Raises:
         ValueError: unknown ids, values in a store of whole texts, or as `TextEncoder.of`. Nothing is written.
@@ -316,7 +316,7 @@ def inspect(
         threshold: the cosine from which two entries are duplicates; None: do not look for them.
         sample: entries of each encoder version to embed again; None: do not look for drift.
         encoder: its name; by default the one that made the entries.
-        progress: called with (entries compared, all).
+        progress: called as progress(done, total, what).
 
     Raises:
         ValueError: as `duplicates`, `drift` and `TextEncoder.of`.
@@ -342,9 +342,9 @@ def _write(
     for start in range(0, len(new), _WINDOW):
         batch = new[start : start + _WINDOW]
 
-        def step(done: int, _: int, start: int = start) -> None:
+        def step(done: int, _: int, what: str, start: int = start) -> None:
             if progress is not None:
-                progress(start + done, len(new))
+                progress(start + done, len(new), what)
 
         texts = [record.text for record in batch]
         encoded = maker.encode(texts, step)

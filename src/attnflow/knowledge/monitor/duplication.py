@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, preview
+from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow._core.tables import aligned
 from attnflow.knowledge.base import KnowledgeBase
-from attnflow.knowledge.encoder import Progress
 from attnflow.knowledge.index import EntryIndex
 from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.knowledge.store import Store
@@ -93,7 +93,7 @@ def duplicates(
         entries: a matrix, whose ids are its rows; a base; or a store.
         threshold: in (0, 1].
         search: "exact" compares all pairs; "approximate" asks an index; "auto" does so where it would take minutes.
-        progress: called with (entries compared, all).
+        progress: called as progress(done, total, what) after each block of entries.
 
     Raises:
         ValueError: a threshold or a search that does not exist, no matrix, or NaN or infinity in it.
@@ -124,7 +124,7 @@ def duplicates(
         pairs += int((copies[first[once]] * copies[second[once]]).sum())
         labels = _merged(labels, first.numpy(), second.numpy())
         if progress is not None:
-            progress(done, len(unit))
+            progress(done, len(unit), "entries")
     groups = _groups(labels[place.numpy()], ids)
     return Duplicates(float(threshold), len(rows), pairs, groups, zeros, approximate)
 

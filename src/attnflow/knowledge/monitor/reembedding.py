@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, integer, preview
+from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow._core.tables import aligned
-from attnflow.knowledge.encoder import Encoder, Progress
+from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.store import Entry, Store
 
 SAME: Final = 0.999  # the same encoder reproduces an embedding to rounding, in half precision to about this cosine
@@ -128,7 +129,7 @@ def drift(
         encoder: the present one.
         sample: at most so many entries of each version are encoded.
         seed: of the sample.
-        progress: called with (versions done, all).
+        progress: called as progress(done, total, what) after each version.
 
     Raises:
         ValueError: an encoder of another width.
@@ -171,7 +172,7 @@ def drift(
             )
         )
         if progress is not None:
-            progress(len(versions), len(counts))
+            progress(len(versions), len(counts), "versions")
     return Drift(version, tuple(versions))
 
 
@@ -185,7 +186,7 @@ def reembed(store: Store, encoder: Encoder, batch_size: int = 512, *, progress: 
         store: open for writing.
         encoder: the present one.
         batch_size: entries of a write.
-        progress: called with (entries done or looked at, all).
+        progress: called as progress(done, total, what) after each batch of entries.
 
     Raises:
         ValueError: an encoder of another width, for which a new store has to be built.
@@ -206,7 +207,7 @@ def reembed(store: Store, encoder: Encoder, batch_size: int = 512, *, progress: 
         done, current, seen = done + len(texts), current + len(entries) - len(others), seen + len(entries)
         without += [entry.id for entry in others if not entry.text]
         if progress is not None:
-            progress(seen, len(ids))
+            progress(seen, len(ids), "entries")
     return Reembedded(version, len(ids), done, current, tuple(without))
 
 
