@@ -1,9 +1,12 @@
 import importlib
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+from attnflow.bias.attention import UNPROVEN
+from attnflow.models import cache
 from attnflow.testing import Environment, Part, environment, examine
 from attnflow.testing.environment import satisfies
 
@@ -26,8 +29,16 @@ def test_this_environment_is_fit() -> None:
 def test_it_says_that_our_kernels_are_not_measured_on_a_gpu() -> None:
     kernels = parts()["triton"]
     assert kernels.status in ("note", "absent")
-    assert "not been measured on a GPU" in kernels.advice
-    assert '"auto" means FlexAttention on CUDA' in kernels.advice
+    assert UNPROVEN["triton"] in kernels.advice
+    assert "on CUDA backend='auto' is FlexAttention" in kernels.advice
+
+
+def test_it_says_where_unpacked_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTNFLOW_CACHE", str(tmp_path))
+    cache.store("model", lambda folder: (folder / "weights").write_bytes(bytes(3 << 20)))
+    part = parts()["model cache"]
+    assert part.state == "1 entry, 3 MiB"
+    assert str(tmp_path) in part.advice
 
 
 def test_versions_below_the_range_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,80 @@
-"""Models that commands name."""
+"""Models that commands name, and what they read."""
 
-from attnflow.cli._options import load
+from __future__ import annotations
 
-__all__ = ["load"]
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attnflow.cli._masks import EXAMPLES
+from attnflow.cli._output import BadUsage
+
+if TYPE_CHECKING:
+    from attnflow.models import Loaded
+
+_SAMPLE: Final = 4000  # characters of the sample text
+
+
+def require(name: str) -> None:
+    """Refuse what names no model, before anything is imported or loaded.
+
+    Raises:
+        BadUsage: neither a short name, nor a file or folder, nor a model of the hub.
+    """
+    from attnflow.models.names import resolve
+
+    if not name.strip():
+        raise BadUsage("name a model: smollm2-135m, minilm, a folder, a GGUF file or a model id of the hub")
+    try:
+        place = resolve(name)
+    except FileNotFoundError as error:
+        hint = f"; {name} is a mask: see `attnflow report {name}` and `attnflow mask show {name}`"
+        raise BadUsage(f"{error}{hint if name in EXAMPLES else ''}") from error
+    if isinstance(place, str) and _is_out_of_reach(place):
+        raise BadUsage(f"{name!r} is no local model; HF_HUB_OFFLINE is set, and it is not in the hub's local cache")
+
+
+def _is_out_of_reach(hub_id: str) -> bool:
+    """Whether the hub must not be asked, and has left nothing of this model on this machine."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False  # who loads it says what to install
+    folder = f"models--{hub_id.replace('/', '--')}"
+    return constants.HF_HUB_OFFLINE and not (Path(constants.HF_HUB_CACHE) / folder).exists()
+
+
+def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
+    """The model `name`: a short name, a folder, a GGUF file or a model of the hub.
+
+    Args:
+        name: which model.
+        tokenizer: whether text is read.
+        without: what to do if there is no tokenizer.
+
+    Raises:
+        BadUsage: there is no such model, or it is none that can be loaded.
+    """
+    require(name)
+    from attnflow.models import load_model
+
+    try:
+        return load_model(name, tokenizer=tokenizer)
+    except FileNotFoundError as error:
+        raise BadUsage(str(error)) from error
+    except ValueError as error:
+        raise BadUsage(str(error).replace("pass tokenizer=False", without)) from error
+
+
+def describe(name: str, loaded: Loaded) -> str:
+    """What a loaded model is, in one line."""
+    model = loaded.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    layers = getattr(model.config, "num_hidden_layers", None)
+    return f"{name}: {type(model).__name__}, {parameters:,} parameters" + (f", {layers} layers" if layers else "")
+
+
+def sample() -> str:
+    """Real text, its line breaks and indents as single spaces."""
+    from attnflow.models import sample_text
+
+    return " ".join(sample_text(characters=_SAMPLE).split())

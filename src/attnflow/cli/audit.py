@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnflow.cli._masks import is_file, mask_argument
-from attnflow.cli._options import ModelArgument, TextOption, describe, integers, load, sample
+from attnflow.cli._models import describe, load, require, sample
+from attnflow.cli._options import ModelArgument, TextOption, integers
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def audit(
     """
     if text is not None and ids is not None:
         raise BadUsage("give --text or --ids, not both")
+    require(model)
     token_ids = None if ids is None else integers(ids, "--ids")
     declared = None if order in (None, "causal", "full") else _of_file(order)
     if cache and mode is Mode.vjp:

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli import _options
+from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
@@ -79,7 +79,7 @@ def bias_show(
         if not name:
             raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
         spinner(f"loading {name}")
-        loaded = _options.load(name)
+        loaded = _models.load(name)
         try:
             biases.load(loaded, folder)
             spinner("running it with and without its bias")

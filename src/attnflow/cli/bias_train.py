@@ -9,7 +9,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from attnflow.cli import _options
+from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
 
 
@@ -77,6 +77,7 @@ def bias_train(
     interrupted, the same command goes on from the last checkpoint.
     """
     peak = rate if rate is not None else (1e-3 if train is Part.guidance else 2e-5)
+    _models.require(model)
     with working("looking at the text") as spinner:
         import torch
 
@@ -98,7 +99,7 @@ def bias_train(
         except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
             raise BadUsage(str(error)) from error
         spinner(f"loading {model}")
-        loaded = _options.load(model)
+        loaded = _models.load(model)
         if train is Part.everything:
             loaded.model.float()  # in half precision, small updates of the weights would be lost
         torch.manual_seed(settings.seed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnflow._core.markup import shorten
+from attnflow.cli._models import describe, load, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ def demo(
     began = time.perf_counter()
     target = output_path(output, [".html"])
     _require_packages(model)
+    require(model)
     screen = console()
     with working(f"loading {model}") as spinner:
         from attnflow.cli._demo import Sizes, run
-        from attnflow.models import load_model, sample_text
         from attnflow.report import page
 
         def show(text: str, style: str = "") -> None:
@@ -49,13 +50,13 @@ def demo(
             for line in step.lines:
                 show(textwrap.fill(line, screen.width, initial_indent="       ", subsequent_indent="         "))
 
-        loaded = load_model(model)
+        loaded = load(model)
         generates = getattr(loaded.model, "can_generate", None)
         if getattr(loaded.model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
             raise BadUsage(f"the demo needs a causal language model, got a {type(loaded.model).__name__}")
-        text = " ".join(sample_text(characters=4000).split())
+        text = sample()
         ids = loaded.tokenizer(text)["input_ids"][: Sizes().block_tokens]
-        show(f"{model}: {type(loaded.model).__name__}, {loaded.model.num_parameters():,} parameters", "bold")
+        show(describe(model, loaded), "bold")
         show(f"text: {shorten(text, screen.width - 6)}")
         result, parts = run(model, loaded.model, ids, announce=spinner, tell=tell)
         spinner("writing the report")

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from attnflow.cli._models import require
 from attnflow.cli._options import OutputOption, settings_from
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
 
@@ -68,6 +69,8 @@ def geometry(
     if drawn and picture is Picture.heads and len(set(models)) > 1:
         raise BadUsage(f"--picture heads shows one model, got {len(set(models))}; an .html report shows them all")
     heads = per_head or picture is Picture.heads or (target is not None and target.suffix.lower() == ".html")
+    if len(set(models)) == 1:
+        require(models[0])
     overrides = {name: _number(name, text) for name, text in settings_from(config or [], "--config").items()}
     with working(f"opening {models[0]}") as spinner:
         from attnflow.geometry.survey import survey

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from attnflow.cli._models import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
 
 
@@ -37,12 +38,13 @@ def knowledge_build(
     Each line of a text file becomes an entry with its embedding; in "key<tab>value" only the key is embedded. If it is
     interrupted, the same command goes on where it was.
     """
+    if (file is None) == (from_model is None):
+        raise BadUsage("give a FILE or --from-model, one of them")
+    require(encoder if from_model is None else from_model)
     from attnflow.cli._knowledge import durable, note_truncated, shown
     from attnflow.knowledge import texts
     from attnflow.knowledge.store.backends import check_uri
 
-    if (file is None) == (from_model is None):
-        raise BadUsage("give a FILE or --from-model, one of them")
     durable(store)
     check_uri(store)
     with working(f"reading {file or from_model}") as spinner:

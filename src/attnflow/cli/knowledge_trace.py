@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from attnflow.cli import _options
+from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def knowledge_trace(
     less what they add to all tokens alike. Their words are their texts, or the tokens that they promote (+) or
     suppress (-).
     """
+    _models.require(model)
     from attnflow.cli._knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
     from attnflow.knowledge.hf.readers import reads_entries
@@ -66,7 +67,7 @@ def knowledge_trace(
     with ExitStack() as stack:
         held = None if store is None else stack.enter_context(opened(store, search="exact"))
         spinner = stack.enter_context(working(f"loading {model}"))
-        loaded = _options.load(model, ids is None, "give token ids, as in --ids 5,6,7")
+        loaded = _models.load(model, ids is None, "give token ids, as in --ids 5,6,7")
         if not reads_entries(loaded.model):
             spinner("opening its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))

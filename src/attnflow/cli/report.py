@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._masks import is_file, mask_argument
-from attnflow.cli._options import describe, load, sample
+from attnflow.cli._masks import EXAMPLES, is_file, mask_argument
+from attnflow.cli._models import describe, load, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, working
 
 if TYPE_CHECKING:
@@ -38,16 +38,12 @@ def report(
     model: its audit and the order that it declares, its bias, its geometry, what its feed-forward entries did for a
     text. Exits with 1 if a leak is reported.
     """
-    from attnflow._core.plain import close_to
-    from attnflow.masks.spec import named_masks
-
     target = output_path(output, [".html"])
-    is_mask = is_file(subject) or subject in named_masks()
+    is_mask = is_file(subject) or subject in EXAMPLES
     if is_mask and text is not None:
         raise BadUsage(f"--text belongs to models; {subject} is a mask")
-    if not is_mask and (n is not None or settings):
-        near = close_to(subject, named_masks())
-        raise BadUsage(f"--n and --set belong to masks, and {subject!r} is none{near}")
+    if not is_mask:
+        _require_model(subject, n is not None or bool(settings))
     with working(f"reading {subject}") as spinner:
         page = _of_mask(subject, n, settings or [], spinner) if is_mask else _of_model(subject, text, tokens, spinner)
         page.save(target)
@@ -60,6 +56,21 @@ def report(
         verdict = "" if page.ok else " It reports a leak."
         say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if page.ok else "bold red")
     raise typer.Exit(0 if page.ok else 1)
+
+
+def _require_model(name: str, with_settings: bool) -> None:
+    """Answer a typo at once, whether a mask or a model is meant."""
+    from attnflow._core.plain import close_to
+    from attnflow.models.packages import MODELS
+
+    if with_settings:
+        raise BadUsage(f"--n and --set belong to masks, and {name!r} is none{close_to(name, EXAMPLES)}")
+    try:
+        require(name)
+    except BadUsage as error:
+        near = close_to(name, [*EXAMPLES, *MODELS]) if "/" not in name else ""
+        message = f"no mask, model, file or folder {name!r}{near}"
+        raise BadUsage(message if near else f"{error}; masks are in `attnflow mask list`") from error
 
 
 def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Spinner) -> Page:

@@ -35,17 +35,14 @@ def resolve(name: str) -> Path | str:
         return asked
     if _HUB_ID.fullmatch(name) and not name.endswith(_FILES):
         return name
-    raise FileNotFoundError(f"no file or folder {name!r}{_meant(name)}{known()}{_on_the_hub(name)}")
+    close = get_close_matches(name.lower(), MODELS, 1)
+    rest = f": did you mean {close[0]}?" if close else f"{known()}{_on_the_hub(name)}"
+    raise FileNotFoundError(f"no file or folder {name!r}{rest}")
 
 
 def known() -> str:
     """The short names, as the end of a message."""
     return f"; short names are {', '.join(MODELS)}"
-
-
-def _meant(name: str) -> str:
-    close = get_close_matches(name.lower(), MODELS, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _on_the_hub(name: str) -> str:

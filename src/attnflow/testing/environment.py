@@ -15,8 +15,11 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Final, Literal
 
+from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow._core.version import __version__
+from attnflow.bias.attention import UNPROVEN
+from attnflow.models import cache
 from attnflow.models.packages import MODELS, TEXTS
 
 Status = Literal["ok", "absent", "note", "broken"]
@@ -180,7 +183,9 @@ def _real_models() -> list[Part]:
 
 
 def _model_cache() -> list[Part]:
-    return []
+    state = cache.describe()
+    size = f"{plural(state.entries, 'entry', 'entries')}, {state.size / 2**20:,.0f} MiB"
+    return [Part("model cache", "ok", size, f"unpacked GGUF models: {state.folder}")]
 
 
 def _compiler() -> list[Part]:
@@ -207,7 +212,9 @@ def _flex() -> list[Part]:
 def _triton() -> list[Part]:
     if find_spec("triton") is None:
         return [Part("triton", "absent", "not installed", "comes with torch for CUDA; used on GPUs")]
-    advice = 'our kernels have not been measured on a GPU: "auto" means FlexAttention on CUDA, "triton" asks for them'
+    if "triton" not in UNPROVEN:
+        return [Part("triton", "ok", metadata.version("triton"), "kernels on GPUs")]
+    advice = f"{UNPROVEN['triton']}; on CUDA backend='auto' is FlexAttention"
     return [Part("triton", "note", metadata.version("triton"), advice)]
 
 
