@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monke
     def loaded(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("attnflow.cli._options.load", loaded)
+    monkeypatch.setattr("attnflow.cli._models.load", loaded)
     for arguments in (("--store", "nowhere"), ("-o", "nowhere/trace.svg"), ("--position", "99"), ("--ids", "1")):
         code, _, err = run("knowledge", "trace", tiny_model, TEXT, *arguments)
         assert code == 2

@@ -75,7 +75,7 @@ def test_model(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pyte
         (["none.json", "-o", "x.html"], "cannot read none.json"),
         (["none.json", "--n", "3", "-o", "x.html"], "belong to masks of the catalogue"),
         (["buterfly", "--n", "3", "-o", "x.html"], "'buterfly' is none: did you mean butterfly?"),
-        (["buterfly", "-o", "x.html"], "'buterfly' is no local model"),
+        (["buterfly", "-o", "x.html"], "folder 'buterfly': did you mean butterfly?"),
     ],
 )
 def test_bad_usage(
