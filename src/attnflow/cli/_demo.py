@@ -148,7 +148,7 @@ def _prove(objective: Objective, results: list[Any]) -> Step:
     """The least sequence, equal to the closed form, and no label leaks; with all attention allowed some must."""
     merged, check = objective.merged, tasks.check(objective.merged.task)
     control = tasks.check(objective.under(masks.full(merged.task.size)))
-    results += [merged, check]
+    results += [merged.task.flow, check]
     equal = merged.task.mask == objective.closed_form
     alone = sum(task.size for task in objective.family)
     labels = plural(check.num_labels, "label")

@@ -60,10 +60,7 @@ def demo(
         show(f"text: {shorten(text, screen.width - 6)}")
         result, parts = run(model, loaded.model, ids, announce=spinner, tell=tell)
         spinner("writing the report")
-        merged, check, _, _, audit, verification, _ = parts
-        title = f"Two masks derived, proved, and run on {model}"
-        task = merged.task
-        page(task.flow, check, verification, audit, title=title).save(target)
+        page(*parts, title=f"Two masks derived, proved, and run on {model}").save(target)
     if json_output:
         print_result(result)
     else:
