@@ -15,7 +15,7 @@ samples = [tokens[start : start + 12].tolist() for start in range(0, len(tokens)
 family = af.tasks.butterfly(samples[0])
 merged = af.tasks.merge(family)
 print(merged)
-report = af.tasks.check(merged.task)
+report = af.tasks.check(merged)
 report.raise_if_leaks()
 print(report)
 

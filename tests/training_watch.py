@@ -94,8 +94,9 @@ def watching_training() -> Iterator[TrainingWatch]:
             return plain(model, *args, **kwargs)
         watch.busy = True
         try:
-            watch.call(model, args, kwargs)
-            return plain(model, *args, **kwargs)
+            output = plain(model, *args, **kwargs)
+            watch.call(model, args, kwargs)  # afterwards: hooks of the user's see the user's call first
+            return output
         finally:
             watch.busy = False
 
