@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import ClassVar, Final, Literal, Protocol, TypeVar, get_args, runtime_checkable
+
+from torch import nn
 
 from attnflow._core.checks import integer
+from attnflow.bias.shape import LayerShape, Reference, ShareHeads
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from attnflow.bias.shape import LayerShape
-
-Reference = Literal["unrotated", "rotated", "per_head", "hidden"]
 Placement = Literal["every", "every_other", "every_fourth"]
-ShareHeads = bool | Literal["kv"]
 Init = Literal["zero", "kaiming"]
 
-T = TypeVar("T", bound="BiasConfig")
 _STEP: Final = {"every": 1, "every_other": 2, "every_fourth": 4}
 _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "reference": get_args(Reference),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow.bias.config import Reference, ShareHeads
+Reference = Literal["unrotated", "rotated", "per_head", "hidden"]  # which vectors a bias reads
+ShareHeads = bool | Literal["kv"]  # which heads share a network
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.bias.config import BiasConfig, Reference, ShareHeads
+from attnflow.bias.config import BiasConfig
 from attnflow.bias.kinds.base import Projection, as_linear, flatten, num_maps, spread, unflatten
-from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.shape import LayerShape, Reference, ShareHeads, Vectors
 from attnflow.bias.terms import Additive, wide
 
 

@@ -9,9 +9,9 @@ from typing import ClassVar, cast
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig, Reference
+from attnflow.bias.config import BiasConfig
 from attnflow.bias.kinds.base import ScoreTerm
-from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.shape import LayerShape, Reference, Vectors
 from attnflow.bias.terms import Dense, wide
 
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig, ShareHeads
-from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.config import BiasConfig
+from attnflow.bias.shape import LayerShape, ShareHeads, Vectors
 from attnflow.bias.terms import Dense
 
 

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow.bias.config import BiasConfig, Placement, ShareHeads
-from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.config import BiasConfig, Placement
+from attnflow.bias.shape import LayerShape, ShareHeads, Vectors
 from attnflow.bias.terms import Additive, Offset, wide
 
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.bias.config import BiasConfig, Init, Reference, ShareHeads, VectorConfig
+from attnflow.bias.config import BiasConfig, Init, VectorConfig
 from attnflow.bias.kinds.base import Projection, as_last, as_linear, flatten, num_maps, spread, unflatten
-from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.shape import LayerShape, Reference, ShareHeads, Vectors
 from attnflow.bias.terms import Product, wide
 
 
