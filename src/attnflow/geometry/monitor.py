@@ -12,6 +12,7 @@ from torch import distributed, nn
 
 from attnflow._core import checks
 from attnflow._core.handles import Handle
+from attnflow._core.markup import plural
 from attnflow.geometry.layers import Attention, layers_in_memory
 from attnflow.geometry.record_file import RecordFile
 from attnflow.geometry.record_log import Log, log_to, logs_of_trainer, values_of
@@ -215,10 +216,8 @@ class Monitor(Handle):
     def _summary(self) -> str:
         where = ", ".join(filter(None, (str(self._path or ""), "a log" if self._logs else ""))) or "memory"
         state = "not started" if self._step is None else f"at step {self._step}"
-        return (
-            f"scores of {len(self._layers)} attention layers of {type(self.model).__name__} every {self._every} steps "
-            f"to {where}; {state}"
-        )
+        layers = plural(len(self._layers), "attention layer")
+        return f"scores of {layers} of {type(self.model).__name__} every {self._every} steps to {where}; {state}"
 
 
 def _first_process() -> bool:

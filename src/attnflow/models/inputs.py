@@ -22,7 +22,7 @@ def model_inputs(
     if isinstance(given, str):
         if tokenizer is None:
             raise ValueError(
-                "a text needs a tokenizer: pass tokenizer=..., or what af.models.load_model returned in place of the "
+                "a text needs a tokenizer: pass tokenizer=..., or what af.load_model returned in place of the "
                 "model, or token ids in place of the text"
             )
         given = cast(Mapping[str, Tensor], tokenizer(given, return_tensors="pt"))

@@ -58,7 +58,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
         UnsupportedArchitecture: a transformers model of which no module calls the interface.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a transformers model, got {type(model).__name__}; see af.models.load_model")
+        raise TypeError(f"expected a transformers model, got {type(model).__name__}; see af.load_model")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     if not owners:
         raise ValueError(

@@ -185,7 +185,7 @@ def _real_models() -> list[Part]:
 def _model_cache() -> list[Part]:
     state = cache.describe()
     size = f"{plural(state.entries, 'entry', 'entries')}, {state.size / 2**20:,.0f} MiB"
-    return [Part("model cache", "ok", size, f"unpacked GGUF models: {state.folder}")]
+    return [Part("model cache", "ok", size, f"unpacked GGUF models, may be deleted: {state.folder}")]
 
 
 def _compiler() -> list[Part]:
