@@ -1,4 +1,3 @@
-import io
 import json
 from itertools import pairwise
 
@@ -7,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import attnflow as af
 from attnflow import tasks
@@ -163,8 +161,8 @@ def test_tasks_without_labels_or_positions():
     assert "no label leaks" in str(empty)
 
 
-def test_rich_shows_what_str_says():
-    screen = io.StringIO()
-    console = Console(file=screen, width=200, color_system=None)
-    console.print(tasks.check(leaky()))
-    assert screen.getvalue() == str(tasks.check(leaky())) + "\n"
+def test_a_report_survives_json_and_says_its_verdict():
+    report = tasks.check(leaky())
+    assert tasks.LeakReport.from_json(report.to_json()) == report
+    assert report.to_dict()["ok"] is False
+    assert [row["route"] for row in report.rows()] == [leak.route for leak in report.leaks]

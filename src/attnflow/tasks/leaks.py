@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from attnflow.masks.intervals import BoolArray
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 from attnflow.tasks.token import Label
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _SHOWN: Final = 8  # leaks and positions that a text names before it counts the rest
 
@@ -129,13 +126,6 @@ class LeakReport(Result):
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
-
-    def __rich__(self) -> RenderableType:
-        """The report for `rich`: the verdict coloured, the facts below."""
-        from rich.text import Text
-
-        first, *rest = self._lines()
-        return Text.assemble((first, "bold green" if self.ok else "bold red"), "\n" + "\n".join(rest))
 
     def _lines(self) -> Iterator[str]:
         within = "any number of layers" if self.layers is None else plural(self.layers, "layer")
