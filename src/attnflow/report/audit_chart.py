@@ -86,7 +86,9 @@ def _strip(axes: Any, strip: Strip, widest: int) -> None:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     more = len(strip.rows) - len(rows)
-    axes.set_xlabel(literal(strip.stack) + (f" (the first {_ROWS} rows)" if more > 0 else ""), loc="left")
+    remark = f" (the first {_ROWS} rows)" if more > 0 else ""
+    axes.set_title(literal(strip.stack) + remark, loc="left", fontsize=9)
+    axes.set_aspect("equal", anchor="NW")
 
 
 def strips_of(modules: Sequence[ModuleResult]) -> list[Strip]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from attnflow._core import checks
@@ -45,13 +46,17 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool 
     top = max(edge.bias for edge in drawn.edges)
     routes = dict(zip(pairs, placement.routes, strict=True))
     both = {(edge.key, edge.query) for edge in drawn.edges}
+    leaving, arriving = Counter(edge.key for edge in drawn.edges), Counter(edge.query for edge in drawn.edges)
     arrows: list[str] = []
     labels: list[str] = []
     for edge in sorted(drawn.edges, key=lambda edge: edge.bias):
         route = routes[min(edge.key, edge.query), max(edge.key, edge.query)]
         shift = (4.0 if edge.key < edge.query else -4.0) if (edge.query, edge.key) in both else 0.0
         arrows.append(_arrow(drawn, edge, [(x + shift, y) for x, y in route], edge.bias / top))
-        labels.append(_label(edge, route, shift))
+        # At the end that fewer arrows share: at the other they lie on each other.
+        at_query = leaving[edge.key] >= arriving[edge.query]
+        x, y = route[-1] if at_query == (edge.key < edge.query) else route[0]
+        labels.append(_label(edge, x + shift, y + 19 if (x, y) == route[-1] else y - 9))
     boxes = [
         _box(placement.centres[i], sizes[i], texts[i], f"{drawn.tokens[node]!r}, position {node}", node)
         for node, i in index.items()
@@ -74,17 +79,12 @@ def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> st
     return element("g", body, class_="af-edge", opacity=0.35 + 0.6 * share)
 
 
-def _label(edge: Edge, route: list[Point], shift: float) -> str:
-    """The bias, where the arrow leaves its lower box: elsewhere arrows of one box lie on each other."""
-    at = 1 if len(route) > 2 else 0
-    (x0, y0), (x1, y1) = route[at], route[at + 1]
-    place = {"x": (x0 + x1) / 2 + shift, "y": (y0 + y1) / 2 + 4 + 3 * shift, "text_anchor": "middle"}
-    text = f"{edge.bias:.2f}"
-    back = element(
-        "rect", x=place["x"] - 14.0, y=place["y"] - 10.0, width=28.0, height=13.0, rx=3, fill="#fff", fill_opacity=0.8,
-        class_="af-face",
-    )  # fmt: skip
-    return element("g", back + element("text", text, font_size=10, fill="currentColor", **place), class_="af-label")
+def _label(edge: Edge, x: float, y: float) -> str:
+    """The bias of an edge, on a ground of its own."""
+    frame = {"x": x - 14.0, "y": y - 10.0, "width": 28.0, "height": 13.0, "rx": 3}
+    ground = element("rect", **frame, fill="#fff", fill_opacity=0.8, class_="af-face")
+    text = element("text", f"{edge.bias:.2f}", x=x, y=y, text_anchor="middle", font_size=10, fill="currentColor")
+    return element("g", ground + text, class_="af-label")
 
 
 def _box(centre: Point, size: tuple[float, float], text: str, tooltip: str, position: int) -> str:

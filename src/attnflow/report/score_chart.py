@@ -64,7 +64,7 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
     width = _width(models)
     if width:
         spread = 2 * _SPREAD[reading[1]] / math.sqrt(width)
-        axes.axhspan(-spread, spread, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=f"chance at width {width}")
+        axes.axhspan(-spread, spread, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=_chance(models))
         axes.axvspan(-1.8 / width, 3.8 / width, color=SOFT, alpha=0.13, linewidth=0, zorder=0)
     if reading == (2.0, "excess"):
         for modality, mark in _MODALITIES.items():
@@ -95,7 +95,9 @@ def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
     rows = [row for row in _rows(scores, summary) if row.head == "all" and not math.isnan(row.symmetry)]
     x, y = [row.symmetry for row in rows], [row.directionality for row in rows]
     layers = [row.layer for row in rows]
-    dots = axes.scatter(x, y, c=layers, cmap="viridis", s=26, zorder=2, linewidths=0, label="layers, by number")
+    dots = axes.scatter(
+        x, y, c=layers, cmap="viridis", s=26, zorder=2, edgecolors=SOFT, linewidths=0.5, label="layers, by number"
+    )
     for row in rows:
         place = {"xytext": (3.5, 2.5), "textcoords": "offset points"}
         axes.annotate(str(row.layer), (row.symmetry, row.directionality), fontsize=7, **place)
@@ -117,7 +119,7 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
         axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
         if width:
             low, high = (end / (width if name == "symmetry" else math.sqrt(width)) for end in spreads[name])
-            axes.axhspan(low, high, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=f"chance at width {width}")
+            axes.axhspan(low, high, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=_chance(models))
         for index, (scores, summary) in enumerate(lines):
             rows = [row for row in _rows(scores, summary) if row.head == "all"]
             values = [getattr(row, name) for row in rows]
@@ -168,9 +170,14 @@ def background() -> tuple[PublishedScores, ...]:
 
 
 def _width(models: Sequence[GeometryScores]) -> int:
-    """The width of the residual stream, if all models have the same; chance depends on it."""
+    """The width of the narrowest model, in which chance reaches farthest; 0 if a width is not known."""
+    widths = [row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"]
+    return min(widths, default=0)
+
+
+def _chance(models: Sequence[GeometryScores]) -> str:
     widths = {row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"}
-    return widths.pop() if len(widths) == 1 else 0
+    return f"chance at width {min(widths)}" + (" (less at larger ones)" if len(widths) > 1 else "")
 
 
 def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
