@@ -9,10 +9,14 @@ Each is what the library's own `af.report.figure` makes of a result.
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+
 import attnflow as af
+from attnflow.report.svg import encode
 
 FOLDER = Path(__file__).parent / "pictures"
 SUM = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
@@ -53,7 +57,8 @@ def plane() -> Any:
 
 def trace() -> Any:
     """Which feed-forward entries fired for a text, and what they did to the logit of the next token."""
-    return af.report.figure(af.knowledge.trace(af.load_model("smollm2-135m"), "The capital of France is"))
+    result = af.knowledge.trace(af.load_model("smollm2-135m"), "The capital of France is")
+    return af.report.figure(replace(result, model="SmolLM2"))
 
 
 PICTURES: tuple[Callable[[], Any], ...] = (mask, hasse, audit, bias, plane, trace)
@@ -65,7 +70,8 @@ def main() -> None:
     for draw in PICTURES:
         path = FOLDER / f"{draw.__name__}.svg"
         if "--all" in sys.argv or not path.exists():
-            draw().savefig(path)
+            with rc_context({"svg.fonttype": "none"}):  # letters as text take less room than as paths
+                path.write_bytes(encode(draw(), ".svg"))
             print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
 
 

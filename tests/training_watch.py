@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import attnflow as af
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.collator import _tokens
+from attnflow.tasks.embedding import embed
 
 MEASURED = 64  # positions up to which every pair is measured; beyond, the declared order is audited
 CALLS = 6  # labelled calls that are proved; the others of a training run are like them
@@ -49,7 +50,7 @@ class TrainingWatch:
         elif self.order is not None and row["input_ids"].shape[1] == self.order.num_queries:
             if row["input_ids"].ndim == 3:
                 ids = row.pop("input_ids")
-                row["inputs_embeds"] = af.tasks.embed(ids, model.get_input_embeddings()).detach()
+                row["inputs_embeds"] = embed(ids, model.get_input_embeddings()).detach()
             af.audit.check(model, row, order=self.order).raise_if_leaks()
         else:
             return

@@ -1,7 +1,7 @@
 """In which geometry a model attends: symmetry and directionality of the bilinear form W_q^T W_k."""
 
 from attnflow.geometry.initialise import init_skew_, init_symmetric_
-from attnflow.geometry.monitor import Monitor, monitor
+from attnflow.geometry.monitor import monitor
 from attnflow.geometry.penalty import penalty
 from attnflow.geometry.published import published_scores
 from attnflow.geometry.score import query_keys, score
@@ -10,7 +10,6 @@ from attnflow.geometry.table import GeometryScores
 
 __all__ = [
     "GeometryScores",
-    "Monitor",
     "directionality",
     "init_skew_",
     "init_symmetric_",

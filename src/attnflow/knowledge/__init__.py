@@ -12,10 +12,10 @@ from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.index import EntryIndex, Neighbours
+from attnflow.knowledge.index import Neighbours
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.provenance import Trace
-from attnflow.knowledge.store import Entry, Store, StoreError
+from attnflow.knowledge.store import Store, StoreError
 
 if TYPE_CHECKING:
     from attnflow.knowledge.hf import texts
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Certificate",
-    "Entry",
-    "EntryIndex",
     "GeneralizedCrossAttention",
     "KnowledgeBase",
     "ModularConfig",

@@ -1,9 +1,9 @@
 """The order that a mask generates: closure, classes, Hasse diagram, depth, receptive fields, witness paths."""
 
-from attnflow.order.flow import Flow, Sparse, analyze
+from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import Hasse
 
-__all__ = ["Flow", "Hasse", "Sparse", "analyze"]
+__all__ = ["Flow", "Hasse", "analyze"]
 
 
 def __dir__() -> list[str]:

@@ -7,3 +7,7 @@ from attnflow.report.registry import figure, page, text
 from attnflow.report.registry import notebook as notebook  # by which, and by `encode`, results show and save themselves
 
 __all__ = ["Page", "figure", "model_page", "page", "text"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,7 +2,7 @@
 
 from attnflow.tasks.collator import Collator
 from attnflow.tasks.derivation import Derivation, derive
-from attnflow.tasks.embedding import average_embeddings, embed
+from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.families import (
     block_diffusion,
     block_two_stream,
@@ -37,7 +37,6 @@ __all__ = [
     "causal_lm",
     "check",
     "derive",
-    "embed",
     "embedded",
     "loss",
     "masked_lm",
