@@ -73,7 +73,8 @@ class Result:
             raise ValueError(f"expected a saved {cls.__name__}, got {what}")
         if version != cls.version:
             raise ValueError(f"expected version {cls.version} of a saved {cls.__name__}, got {version!r}")
-        return {name: value for name, value in values.items() if name not in (_KIND, _VERSION, _OK)}
+        derived = (_KIND, _VERSION, _OK) if isinstance(getattr(cls, _OK, None), property) else (_KIND, _VERSION)
+        return {name: value for name, value in values.items() if name not in derived}
 
     @classmethod
     def from_json(cls: type[_R], text: str) -> _R:
@@ -205,6 +206,7 @@ _converter.register_unstructure_hook(float, _unstructure_float)
 _converter.register_unstructure_hook(int, int)  # numpy's numbers, too
 _converter.register_unstructure_hook(bool, bool)
 _converter.register_structure_hook(float, _float)
+_converter.register_structure_hook_func(lambda hint: hint is object, lambda value, _: value)
 _converter.register_unstructure_hook_func(_of(Tensor), _dump_array)
 _converter.register_unstructure_hook_func(_of(np.ndarray), _dump_array)
 _converter.register_structure_hook_func(_of(Tensor), _load_tensor)

@@ -88,19 +88,22 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
     return Flow(chosen, num_layers=None if per_layer is None else len(per_layer))
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Flow(Result):
     """The information flow of a mask or of a stack of masks; made by `analyze`.
 
     Attributes:
         masks: the masks, one per layer, or a single one for all layers.
         num_layers: number of layers of a stack, None for a single mask.
-        size: number of positions n.
     """
 
-    def __init__(self, masks: tuple[Mask, ...], num_layers: int | None) -> None:
-        self.masks = masks
-        self.num_layers = num_layers
-        self.size = masks[0].num_queries
+    masks: tuple[Mask, ...]
+    num_layers: int | None
+
+    @property
+    def size(self) -> int:
+        """Number of positions n."""
+        return self.masks[0].num_queries
 
     def __repr__(self) -> str:
         return f"Flow({list(self.masks) if self.num_layers else self.masks[0]!r})"

@@ -133,6 +133,14 @@ class Inspection(Result):
         """Whether no entries say the same and none have drifted, as far as that was asked for."""
         return not (self.duplicates and not self.duplicates.ok) and not (self.drift and not self.drift.ok)
 
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """One row: the numbers of the store, entries that could go, versions that have drifted."""
+        more = {
+            "surplus": None if self.duplicates is None else self.duplicates.surplus,
+            "drifted": None if self.drift is None else not self.drift.ok,
+        }
+        return [{**row, **more} for row in self.store.rows()]
+
     def __str__(self) -> str:
         said = [str(self.store)]
         if self.duplicates is not None:

@@ -1,0 +1,103 @@
+"""A sample of every kind of result: made by a verb if its fields belong together, else by their types."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnflow as af
+from attnflow._core.results import Result
+from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.trained import Trained
+from attnflow.knowledge.conditions import Conditions
+from attnflow.masks import Mask
+from attnflow.tasks.derivation import derive
+
+LENGTH = 4  # of every axis
+
+
+def sample(kind: type[Result]) -> Any:
+    """A result of this kind.
+
+    Raises:
+        TypeError: a field of a type that no sample can be made of; give the kind a maker in `MAKERS`.
+    """
+    return MAKERS[kind.__name__]() if kind.__name__ in MAKERS else _dataclass(kind)
+
+
+def _dataclass(kind: type) -> Any:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return kind(**{field.name: _value(hints[field.name]) for field in dataclasses.fields(kind) if field.init})
+
+
+def _value(hint: Any) -> Any:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint in PLAIN:
+        return PLAIN[hint]
+    if origin is typing.Literal:
+        return inner[0]
+    if origin in (typing.Union, types.UnionType):
+        return _value(next(option for option in inner if option is not type(None)))
+    if origin is tuple:
+        return (_value(inner[0]),) * 2 if inner[-1] is ... else tuple(map(_value, inner))
+    if origin is list:
+        return [_value(inner[0])] * 2
+    if isinstance(origin, type) and issubclass(origin, typing.Mapping):  # type: ignore[arg-type]
+        return {_value(inner[0]): _value(inner[1])}
+    if hasattr(hint, "array_type"):  # of jaxtyping
+        return torch.ones([LENGTH] * len(hint.dims), dtype=getattr(torch, DTYPES[hint.__name__.split("[")[0]]))
+    if dataclasses.is_dataclass(hint):
+        return sample(hint) if issubclass(hint, Result) else _dataclass(hint)  # type: ignore[arg-type, type-var]
+    raise TypeError(f"no sample of {hint}: give the result a maker in tests/results_samples.py")
+
+
+def _tiny_trace() -> Any:
+    from tests.models import tiny
+
+    model = af.knowledge.from_ffn(tiny("Llama", torch.float32))
+    return af.knowledge.trace(model, [5, 6, 7], targets=9)
+
+
+def _tiny_map(read: Callable[[Any], Any]) -> Any:
+    from tests.models import tiny
+
+    model = tiny("Llama", torch.float32)
+    af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=8, init="kaiming"))
+    return read(af.bias.capture(model, torch.tensor([[5, 6, 7, 8]])))
+
+
+def _tiny_run() -> Any:
+    curve = ({"step": 0.0, "loss": 2.5}, {"step": 4.0, "loss": 2.0, "learning_rate": 1e-3})
+    return Trained(Path("folder"), 4, 2.5, 2.0, 900, 20, curve, {"steps": 4}, {"attnflow": af.__version__})
+
+
+PLAIN: dict[Any, Any] = {
+    int: 3,
+    float: 0.25,
+    str: "name",
+    bool: True,
+    object: 1,
+    Any: 1.5,
+    Path: Path("folder"),
+    Mask: af.masks.causal(LENGTH),
+}
+DTYPES = {"Float": "float32", "Float32": "float32", "Float64": "float64", "Bool": "bool", "Int": "int64"}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "Flow": lambda: af.order.analyze([af.masks.causal(LENGTH)] * 2),
+    "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
+    "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),
+    "Derivation": lambda: derive("causal_lm", LENGTH),
+    "Conditions": lambda: Conditions(2, 3, 1, 2, 3, gated=False, residual=0.25),
+    "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
+    "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
+    "Trained": _tiny_run,
+    "Trace": _tiny_trace,
+    "BiasMap": lambda: _tiny_map(lambda bias_map: bias_map),
+    "LayerMap": lambda: _tiny_map(lambda bias_map: bias_map.layers[0]),
+}

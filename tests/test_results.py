@@ -1,0 +1,95 @@
+"""Every result of the package: frozen, documented, shown by `report`, and read back as it was written."""
+
+import csv
+import dataclasses
+import importlib
+import inspect
+import io
+import pkgutil
+
+import pytest
+
+import attnflow
+from attnflow._core.results import Result
+from attnflow.report.registry import EXPANDED, KINDS, TABLES
+from tests.results_samples import sample
+
+LONGEST = 2_000  # characters of what is printed
+
+
+def kinds():
+    """All subclasses of `Result`, after every module of the package was imported."""
+    for info in pkgutil.walk_packages(attnflow.__path__, "attnflow."):
+        if info.name != "attnflow.__main__":
+            importlib.import_module(info.name)
+    waiting, subclasses = [Result], set()
+    while waiting:
+        more = waiting.pop().__subclasses__()
+        subclasses.update(more)
+        waiting += more
+    return sorted(
+        (kind for kind in subclasses if kind.__module__.startswith("attnflow.")), key=lambda kind: kind.__name__
+    )
+
+
+EVERY = kinds()
+every_kind = pytest.mark.parametrize("kind", EVERY, ids=[kind.__name__ for kind in EVERY])
+
+
+def test_there_are_results():
+    assert len(EVERY) > 20
+    assert len({kind.__name__ for kind in EVERY}) == len(EVERY)  # a saved result is known by the name of its class
+
+
+@every_kind
+def test_it_is_frozen(kind):
+    result = sample(kind)
+    name = dataclasses.fields(kind)[0].name if dataclasses.is_dataclass(kind) else "masks"
+    with pytest.raises(AttributeError):
+        setattr(result, name, None)
+
+
+@every_kind
+def test_it_is_documented(kind):
+    text = inspect.getdoc(kind) or ""
+    assert text
+    assert not text.startswith(f"{kind.__name__}("), "the docstring that dataclasses make up"
+
+
+@every_kind
+def test_report_knows_how_to_show_it(kind):
+    if kind.__module__.startswith(("attnflow.cli.", "attnflow.testing.")):
+        return  # rooms beside `report` and above it
+    assert any(base in (*KINDS, *EXPANDED) for base in kind.__mro__) or kind.__name__ in TABLES
+
+
+@every_kind
+def test_it_is_read_back_as_it_was_written(kind):
+    result = sample(kind)
+    again = kind.from_json(result.to_json())
+    assert type(again) is kind
+    assert again.to_json() == result.to_json()
+    assert kind.from_dict(result.to_dict()).to_json() == result.to_json()
+
+
+@every_kind
+def test_its_table_has_one_set_of_columns(kind):
+    result = sample(kind)
+    rows = list(result.rows())
+    assert len({tuple(row) for row in rows}) <= 1
+    assert len(list(csv.DictReader(io.StringIO(result.to_csv())))) == len(rows)
+    assert len(result.to_pandas()) == len(rows)
+
+
+@every_kind
+def test_it_prints_a_summary_and_shows_itself_in_a_notebook(kind):
+    result = sample(kind)
+    assert 0 < len(str(result)) <= LONGEST
+    assert 0 < len(repr(result)) <= LONGEST
+    assert isinstance(result._repr_html_(), str)
+
+
+@every_kind
+def test_a_verdict_is_a_property(kind):
+    if hasattr(kind, "ok"):
+        assert isinstance(sample(kind).ok, bool)
