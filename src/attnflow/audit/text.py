@@ -29,7 +29,7 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
         if loaded.tokenizer is None:
             raise ValueError("a text needs the model's tokenizer, and none is loaded: give token ids")
         inputs = loaded.tokenizer(inputs, truncation=limit is not None, max_length=limit)["input_ids"]
-    ids = list(inputs)[:limit]
+    ids = [int(token) for token in inputs][:limit]
     if len(ids) < 2:
         raise ValueError(f"expected at least 2 tokens, got {len(ids)}: nothing can flow")
     vocabulary = model.get_input_embeddings().num_embeddings
