@@ -186,3 +186,12 @@ def test_empty_masks_have_defined_answers(mask):
 def test_dense_goes_to_the_device_asked_for(mask, device):
     assert mask.dense(device).device.type == "cpu"
     assert mask.dense("meta").shape == mask.shape
+
+
+def test_masks_show_themselves_in_notebooks_and_print_short():
+    mask = masks.sliding_window(300, 40)
+    assert "<svg" in mask._repr_html_()
+    for _ in range(8):
+        mask = mask & ~(mask | masks.causal(300))
+    assert len(repr(mask)) <= 220
+    assert repr(mask).startswith("((((((((sliding_window(n=300")

@@ -315,7 +315,7 @@ def test_bad_options(model, options, message):
 
 
 def test_not_a_model(model):
-    with pytest.raises(TypeError, match=r"expected a torch module or what af\.load_model returns, got str"):
+    with pytest.raises(TypeError, match=r"load_model|Loaded"):
         ATTACH("smollm2-135m", CAUSAL)
     with pytest.raises(ValueError, match=r"with a config, got Linear"):
         ATTACH(nn.Linear(2, 2), CAUSAL)
