@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -176,10 +176,16 @@ def flex(layer: Layer) -> Callable[[], Tensor]:
     return lambda: attend(make())
 
 
+def backend_on(device: str) -> Literal["auto", "triton"]:
+    """What is measured as ours: on a GPU the kernels, which "auto" does not choose until they have been."""
+    return "triton" if device == "cuda" else "auto"
+
+
 def ours(layer: Layer, kind: str) -> Callable[[], Tensor]:
     n = layer.query.shape[2]
     allow = Allow.of(masks.causal(n), n, n, layer.query.device)  # layers of a model share it
-    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow)[0]
+    backend = backend_on(layer.query.device.type)
+    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow, backend=backend)[0]
 
 
 def compiled(layer: Layer) -> Callable[[], Tensor]:
@@ -251,7 +257,7 @@ def model_of(device: str, biased: bool) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = LlamaForCausalLM(config).to(device, dtype)
     if biased:
-        af.bias.attach(model, af.bias.GuidanceConfig(init="kaiming"))
+        af.bias.attach(model, af.bias.GuidanceConfig(init="kaiming"), backend=backend_on(device))
     return model
 
 

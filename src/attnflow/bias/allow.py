@@ -71,7 +71,8 @@ class Allow:
         """A given boolean tensor, [queries, keys] or [batch or 1, heads or 1, queries, keys]."""
         if allow.dtype != torch.bool:
             raise TypeError(
-                f"a mask is boolean, True where a query attends, got {allow.dtype}; a bias on scores is a term"
+                f"a mask is boolean, True where a query attends, got {allow.dtype}; a bias on scores is a term, "
+                "attnflow.bias.terms.Dense(values)"
             )
         if allow.ndim not in (2, 4):
             raise ValueError(f"a mask is [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")

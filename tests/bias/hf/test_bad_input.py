@@ -169,6 +169,34 @@ def test_t5_keeps_its_own_buckets_beside_the_bias():
             af.bias.handle(part).remove()
 
 
+def test_what_errors_advise_works():
+    bert = family("Bert")
+    with pytest.raises(ValueError, match="use KeyConfig or GuidanceConfig"):
+        af.bias.attach(bert, af.bias.CumulativeConfig())
+    for config in (af.bias.KeyConfig(), af.bias.GuidanceConfig()):
+        af.bias.attach(bert, config).remove()
+    gpt = family("GPT2")
+    with pytest.raises(af.UnsupportedArchitecture, match="use rope='keep'"):
+        af.bias.attach(gpt, af.bias.AlibiConfig())
+    af.bias.attach(gpt, af.bias.AlibiConfig(rope="keep"))
+    with pytest.raises(ValueError, match=r"af\.bias\.handle\(model\)\.remove\(\) first"):
+        af.bias.attach(gpt, GUIDANCE)
+    af.bias.handle(gpt).remove()
+    af.bias.attach(gpt, af.bias.DenseConfig(max_length=4))
+    disturb(gpt)
+    with pytest.raises(
+        ValueError, match=r"covers 4 positions, the sequence reaches 5; attach it with a larger max_length"
+    ):
+        outputs(gpt, input_ids=tokens(1, 6))
+    af.bias.handle(gpt).remove()
+    af.bias.attach(gpt, af.bias.DenseConfig(max_length=6))
+    disturb(gpt)
+    outputs(gpt, input_ids=tokens(1, 6))
+    with pytest.raises(ValueError, match="pass the one that you mean"):
+        af.bias.attach(family("T5"), GUIDANCE) if hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS") else pytest.skip()
+    af.bias.attach(family("T5").get_decoder(), af.bias.KeyConfig(layers="every"))
+
+
 def test_vision_models():
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -103,9 +102,10 @@ def _lines(path: Path) -> Iterable[str]:
 def _data_set(source: str) -> Iterable[str]:
     if source.startswith((".", "/", "~")) or source.endswith((".txt", ".md", ".jsonl")):
         raise FileNotFoundError(f"no file or folder {source!r}")
-    if find_spec("datasets") is None:
-        raise MissingExtra("datasets", "study", f"no file {source!r}; reading it as a data set of the hub")
-    import datasets
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtra("datasets", "study", f"no file {source!r}; reading it as a data set of the hub") from error
 
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")

@@ -41,7 +41,10 @@ class Packed(Dataset[dict[str, Tensor]]):
         parts = [torch.as_tensor(document, dtype=torch.long) for document in documents if len(document)]
         total = sum(part.numel() for part in parts)
         if total < length:
-            raise ValueError(f"the documents have {total} tokens, which is not one row of {length}: give more text")
+            raise ValueError(
+                f"the documents have {total} tokens, which is not one row of {length}: give more text, or "
+                "a smaller length"
+            )
         self.tokens = _rows(torch.cat(parts), length)
         first = torch.zeros(total, dtype=torch.bool)
         first[torch.tensor([0, *(part.numel() for part in parts[:-1])]).cumsum(0)] = True

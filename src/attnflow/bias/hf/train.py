@@ -86,7 +86,11 @@ def train(
     check_folder(place, known)
     texts = read_documents(documents) if isinstance(documents, str) else documents
     training, held = split_documents(tokenize(texts, tokenizer))
-    rows, held_rows = Packed(training, length), Packed(held, length)
+    rows = Packed(training, length)
+    try:
+        held_rows = Packed(held, length)
+    except ValueError as error:
+        raise ValueError(f"too little text is held out, a tenth of all: {error}") from error
     settings = {
         **known,
         "model": str(getattr(model.config, "_name_or_path", "")),
