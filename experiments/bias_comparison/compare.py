@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from attnflow.bias.config import Placement
-from attnflow.bias.hf.packing import Packed
-from attnflow.bias.hf.training import TrainingConfig, trainer
+from attnflow.bias.hf.training import trainer
+from attnflow.bias.packing import Packed
+from attnflow.bias.run import TrainingConfig
 from attnflow.models import load_model
 from experiments.bias_comparison.arms import Arm, arms_of, count_trained, fitted
 from experiments.bias_comparison.shuffle import shuffled

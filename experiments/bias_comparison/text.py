@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from attnflow.bias.hf.documents import works
-from attnflow.bias.hf.packing import Packed
+from attnflow.bias.documents import works
+from attnflow.bias.packing import Packed
 from attnflow.models import sample_text
 
 VALIDATION: Final = ("macbeth", "twelfth_night", "henry_v", "pericles")

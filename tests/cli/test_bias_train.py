@@ -8,8 +8,8 @@ from transformers import BertConfig, BertModel, LlamaForCausalLM, TrainerCallbac
 
 import attnflow as af
 from attnflow.bias import GuidanceConfig, TrainingConfig
-from attnflow.bias.hf.train import run_settings
 from attnflow.bias.kinds import KINDS
+from attnflow.bias.run import run_settings
 from attnflow.bias.trained import Trained
 from attnflow.cli.bias_train import Kind
 
@@ -62,11 +62,23 @@ def test_json_and_the_same_command_again(run: Callable, tiny_model: str, text: s
 
 
 def test_other_settings_are_named_before_the_model_is_loaded(run: Callable, text: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")  # looks like a model, and cannot be loaded
     settings = run_settings(TrainingConfig(steps=12, log_every=2, save_every=4), [GuidanceConfig()], "guidance", 512)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "settings.json").write_text(json.dumps(settings))
     code, out, err = run(
-        "bias", "train", "no-such-model", "--data", text, "--steps", "20", "--every", "4", "-o", str(tmp_path / "out")
+        "bias",
+        "train",
+        str(tmp_path / "empty"),
+        "--data",
+        text,
+        "--steps",
+        "20",
+        "--every",
+        "4",
+        "-o",
+        str(tmp_path / "out"),
     )
     assert (code, out) == (2, "")
     assert "training.steps was 12 and is 20; training.log_every was 2 and is 4; training.evaluate_every was 50" in err

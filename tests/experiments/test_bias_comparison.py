@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from attnflow.bias.hf.packing import Packed
-from attnflow.bias.hf.training import TrainingConfig
 from attnflow.bias.layer import layer_biases
+from attnflow.bias.packing import Packed
+from attnflow.bias.run import TrainingConfig
 from attnflow.bias.terms import Additive, Guidance, Offset
 from attnflow.models import packages
 from experiments.bias_comparison import compare as bias_compare

@@ -19,11 +19,11 @@ from attnflow.bias.kinds import (
     RelativeConfig,
 )
 from attnflow.bias.map import BiasMap
+from attnflow.bias.packing import Packed
+from attnflow.bias.run import TrainingConfig
 
 if TYPE_CHECKING:
     from attnflow.bias.hf import (
-        Packed,
-        TrainingConfig,
         attach,
         capture,
         capturing,

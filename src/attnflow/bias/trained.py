@@ -41,7 +41,7 @@ class Trained(Result):
     def rows(self) -> Sequence[Mapping[str, object]]:
         """The curve; None where a step has no such number."""
         names = dict.fromkeys(name for entry in self.curve for name in entry)
-        return [{name: entry.get(name) for name in names} for entry in self.curve]
+        return [{name: entry.get(name) for name in names} | {"step": int(entry["step"])} for entry in self.curve]
 
     @property
     def layers(self) -> list[str]:

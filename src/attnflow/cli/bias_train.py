@@ -79,13 +79,10 @@ def bias_train(
     peak = rate if rate is not None else (1e-3 if train is Part.guidance else 2e-5)
     _models.require(model)
     with working("looking at the text") as spinner:
-        import torch
-
         from attnflow import bias
-        from attnflow.bias.hf.documents import read_documents
-        from attnflow.bias.hf.train import check_folder, last_checkpoint, run_settings
-        from attnflow.bias.hf.training import mixed_precision
+        from attnflow.bias.documents import read_documents
         from attnflow.bias.kinds import KINDS
+        from attnflow.bias.run import check_folder, last_checkpoint, run_settings
 
         part = cast(Literal["guidance", "all"], train.value)
         config = KINDS[kind.value]()
@@ -98,6 +95,10 @@ def bias_train(
             documents = read_documents(data)
         except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
             raise BadUsage(str(error)) from error
+        import torch
+
+        from attnflow.bias.hf.training import mixed_precision
+
         spinner(f"loading {model}")
         loaded = _models.load(model)
         if train is Part.everything:

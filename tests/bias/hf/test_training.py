@@ -11,12 +11,12 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 import attnflow as af
-from attnflow.bias.hf.documents import read_documents, split_documents, tokenize
-from attnflow.bias.hf.packing import Drawn, Packed
+from attnflow.bias.documents import read_documents, split_documents, tokenize
 from attnflow.bias.hf.strength import strength
-from attnflow.bias.hf.train import check_folder, last_checkpoint, run_settings
-from attnflow.bias.hf.training import TrainingConfig, trainer
+from attnflow.bias.hf.training import trainer
 from attnflow.bias.layer import layer_biases
+from attnflow.bias.packing import Drawn, Packed
+from attnflow.bias.run import TrainingConfig, check_folder, last_checkpoint, run_settings
 from attnflow.bias.trained import Trained
 from attnflow.models.loaded import Loaded
 from tests.models import tiny

@@ -9,15 +9,12 @@ if find_spec("transformers") is None:
 
 from attnflow.bias.hf.attach import attach, handle
 from attnflow.bias.hf.capture import capture, capturing
-from attnflow.bias.hf.packing import Packed
 from attnflow.bias.hf.saving import load, save
 from attnflow.bias.hf.strength import strength
 from attnflow.bias.hf.train import train
-from attnflow.bias.hf.training import TrainingConfig, trainer
+from attnflow.bias.hf.training import trainer
 
 __all__ = [
-    "Packed",
-    "TrainingConfig",
     "attach",
     "capture",
     "capturing",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -21,19 +20,17 @@ from transformers.trainer_utils import get_last_checkpoint
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow._core.version import __version__
-from attnflow.bias.config import BiasConfig
-from attnflow.bias.hf.attach import BiasHandle, Train, handle
-from attnflow.bias.hf.documents import read_documents, split_documents, tokenize
+from attnflow.bias.documents import read_documents, split_documents, tokenize
+from attnflow.bias.hf.attach import BiasHandle, handle
 from attnflow.bias.hf.hooks import CHILD
-from attnflow.bias.hf.packing import Packed
 from attnflow.bias.hf.saving import save
-from attnflow.bias.hf.training import BiasTrainer, TrainingConfig, bias_alone, trainer
+from attnflow.bias.hf.training import BiasTrainer, bias_alone, trainer
+from attnflow.bias.packing import Packed
+from attnflow.bias.run import CHECKPOINTS, SETTINGS, TrainingConfig, check_folder, run_settings
 from attnflow.bias.trained import Trained
 from attnflow.models.loaded import Loaded, split
 
-SETTINGS: Final = "settings.json"  # of the run that a folder holds
 RESULTS: Final = "training.json"
-CHECKPOINTS: Final = "checkpoints"
 _SHOWN: Final = ("loss", "learning_rate", "eval_loss")
 
 
@@ -103,7 +100,7 @@ def train(
         config,
         place / CHECKPOINTS,
         held_out=Subset(held_rows, list(range(0, len(held_rows), spacing))[: config.held_out_rows]),
-        callbacks=[_Progress(progress)],
+        callbacks=[_Progress(progress, config.steps)],
         **{"disable_tqdm": True, **arguments},
     )
     made.remove_callback(PrinterCallback)
@@ -122,64 +119,16 @@ def train(
     return result
 
 
-def run_settings(config: TrainingConfig, configs: Sequence[BiasConfig], train: Train, length: int) -> dict[str, Any]:
-    """What is known of a run before its model and its text are loaded."""
-    return {
-        "training": config.to_dict(),
-        "bias": [one.to_dict() for one in configs],
-        "train": train,
-        "length": length,
-    }
-
-
-def check_folder(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Refuse a folder that cannot be written, or holds another run: a run never goes on as a different one.
-
-    Raises:
-        ValueError: other settings, each by its name with both values.
-        NotADirectoryError, PermissionError: there can be no such folder.
-    """
-    place = Path(folder)
-    around = next(path for path in (place, *place.absolute().parents) if path.exists())
-    if not around.is_dir():
-        raise NotADirectoryError(f"{around} is a file; results need a folder: choose another")
-    if not os.access(around, os.W_OK | os.X_OK):
-        raise PermissionError(f"no permission to write to {around}; choose another folder")
-    if not (place / SETTINGS).is_file():
-        return
-    theirs = _flat(json.loads((place / SETTINGS).read_text(encoding="utf-8")))
-    ours = _flat(json.loads(json.dumps(settings)))
-    top = {name.partition(".")[0] for name in ours}
-    names = [name for name in dict.fromkeys((*theirs, *ours)) if name.partition(".")[0] in top]
-    other = [
-        f"{name} was {theirs.get(name, 'not set')} and is {ours.get(name, 'not set')}"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    ]
-    if other:
-        raise ValueError(
-            f"{place} holds a run with other settings: {'; '.join(other)}. Go on with the settings that it had, or "
-            "choose another folder"
-        )
-
-
-def last_checkpoint(folder: str | Path) -> int | None:
-    """The step from which the same call would go on, or None."""
-    place = Path(folder) / CHECKPOINTS
-    checkpoint = get_last_checkpoint(str(place)) if place.is_dir() else None
-    return None if checkpoint is None else int(checkpoint.rpartition("-")[2])
-
-
 class _Progress(TrainerCallback):
-    def __init__(self, progress: Progress | None) -> None:
-        self.progress = progress
+    def __init__(self, progress: Progress | None, steps: int) -> None:
+        self.progress, self.steps = progress, steps
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by `Trainer` with each entry of the log."""
         parts = {"loss": "loss", "eval_loss": "held-out loss"}
         said = [f"{label} {kwargs['logs'][name]:.3f}" for name, label in parts.items() if name in kwargs["logs"]]
         if self.progress is not None and said:
-            self.progress(int(state.global_step), int(state.max_steps), ", ".join(said))
+            self.progress(int(state.global_step), self.steps, ", ".join(said))
 
 
 def _result(made: BiasTrainer, attached: BiasHandle, folder: Path, before: float, settings: dict[str, Any]) -> Trained:
@@ -189,11 +138,11 @@ def _result(made: BiasTrainer, attached: BiasHandle, folder: Path, before: float
         after = float(evaluated[-1]["eval_loss"])
     else:
         after = float(made.evaluate()["eval_loss"])
-    curve: dict[int, dict[str, float]] = {0: {"step": 0, "eval_loss": before}}
+    curve: dict[int, dict[str, float]] = {0: {"step": 0.0, "eval_loss": before}}
     for entry in state.log_history:
         numbers = {k: float(v) for k, v in entry.items() if k in _SHOWN or k.startswith("bias/")}
         if numbers:
-            curve.setdefault(int(entry["step"]), {"step": int(entry["step"])}).update(numbers)
+            curve.setdefault(int(entry["step"]), {"step": float(entry["step"])}).update(numbers)
     return Trained(
         folder,
         int(state.global_step),
@@ -221,18 +170,3 @@ def _save(model: nn.Module, tokenizer: PreTrainedTokenizerBase, result: Trained)
 def _write_json(path: Path, values: object) -> None:
     with write_atomically(path) as file:
         file.write((json.dumps(values, indent=1) + "\n").encode())
-
-
-def _flat(values: object, name: str = "") -> dict[str, object]:
-    """Nested settings as one level: "training.steps", "bias.0.hidden_dim"."""
-    items: list[tuple[object, object]] = []
-    if isinstance(values, Mapping):
-        items = list(values.items())
-    elif isinstance(values, list) and any(isinstance(one, Mapping) for one in values):
-        items = list(enumerate(values))
-    if not items:
-        return {name: values}
-    flat: dict[str, object] = {}
-    for key, value in items:
-        flat |= _flat(value, f"{name}.{key}" if name else str(key))
-    return flat

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -13,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from attnflow._core.checks import integer
-from attnflow.bias.hf.packing import Drawn
 from attnflow.bias.hf.saving import fill, save
 from attnflow.bias.hf.strength import strength
 from attnflow.bias.layer import layer_biases
+from attnflow.bias.packing import Drawn
+from attnflow.bias.run import TrainingConfig
 from attnflow.bias.saved import CONFIG, read
 from attnflow.models.loaded import Loaded, split
 
@@ -28,106 +26,35 @@ _HALF: Final = (torch.bfloat16, torch.float16)
 _PROBED: Final = 2  # rows on which |B| is measured
 
 
-@dataclass(frozen=True)
-class TrainingConfig:
-    """How to train. The paper names AdamW, a cosine, 1000 warm-up steps of 50,000, 1024 rows of 2048 tokens (daa, sec.
-    4.3); rates, betas, decay and clipping it does not. All defaults are ours, for small models on small machines.
-
-    Attributes:
-        steps: optimiser steps.
-        batch_size: rows of each process and backward pass.
-        accumulation: backward passes of a step.
-        learning_rate: peak; for a bias alone. Continued pretraining of a whole model wants far less, such as 2e-5.
-        warmup: steps over which the rate rises from 0, by default a twentieth of all; then a cosine takes it to 0.
-        betas: of AdamW.
-        weight_decay: of matrices; biases, norms and gains have none.
-        max_grad_norm: gradients are clipped to it.
-        log_every: steps between two entries of the log: loss, rate, and |B| of each layer. By default a tenth of the
-            steps, at most 10.
-        save_every: steps between two checkpoints, a multiple of `log_every`; 0 for none. By default a twentieth of the
-            steps, at least 10.
-        evaluate_every: steps between two evaluations of the held-out rows; 0 for at the end only. By default a tenth of
-            the steps, at least 50: an evaluation costs as much as a few steps.
-        held_out_rows: of `train`: rows of held-out text that are evaluated, at most.
-        seed: of the order of rows and of dropout.
-
-    Raises:
-        ValueError, TypeError: a setting out of range.
-    """
-
-    steps: int = 1000
-    batch_size: int = 8
-    accumulation: int = 1
-    learning_rate: float = 1e-3
-    warmup: int | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    log_every: int | None = None
-    save_every: int | None = None
-    evaluate_every: int | None = None
-    held_out_rows: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation", "held_out_rows"):
-            integer(name, getattr(self, name), minimum=1)
-        integer("seed", self.seed)
-        if self.warmup is not None:
-            integer("warmup", self.warmup, maximum=self.steps)
-        log = max(1, min(10, self.steps // 10)) if self.log_every is None else integer("log_every", self.log_every, 1)
-        defaults = {
-            "log_every": log,
-            "save_every": max(10, self.steps // 20),
-            "evaluate_every": max(50, self.steps // 10),
-        }
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            value = -(-default // log) * log if value is None else integer(name, value)
-            object.__setattr__(self, name, value)  # what "by default" means is in the settings of a run
-        if cast(int, self.save_every) % log:
-            # The log averages the loss since its last entry, which a checkpoint between two entries would cut in two.
-            raise ValueError(f"save_every must be a multiple of log_every = {log}, got {self.save_every}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        if not (self.weight_decay >= 0 and self.max_grad_norm > 0):  # NaN fails both
-            raise ValueError("weight_decay must be at least 0 and max_grad_norm positive")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
-
-    def arguments(self, folder: str | Path, **more: Any) -> TrainingArguments:
-        """The same for `Trainer`; `more` goes to `TrainingArguments` and wins, as in `report_to="tensorboard"`."""
-        said: dict[str, Any] = {
-            "output_dir": str(folder),
-            "max_steps": self.steps,
-            "per_device_train_batch_size": self.batch_size,
-            "per_device_eval_batch_size": self.batch_size,
-            "gradient_accumulation_steps": self.accumulation,
-            "learning_rate": self.learning_rate,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": self.steps // 20 if self.warmup is None else self.warmup,
-            "adam_beta1": self.betas[0],
-            "adam_beta2": self.betas[1],
-            "weight_decay": self.weight_decay,
-            "max_grad_norm": self.max_grad_norm,
-            "logging_steps": self.log_every,
-            "logging_first_step": True,
-            "save_strategy": "steps" if self.save_every else "no",
-            "save_steps": self.save_every or self.steps,
-            "save_total_limit": 2,
-            "eval_strategy": "steps" if self.evaluate_every else "no",
-            "eval_steps": self.evaluate_every or self.steps,
-            "seed": self.seed,
-            "report_to": "none",
-            "remove_unused_columns": False,
-            "prediction_loss_only": True,
-            "use_cpu": not torch.cuda.is_available(),
-        }
-        return TrainingArguments(**{**said, **more})
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        return {**dataclasses.asdict(self), "betas": list(self.betas)}
+def arguments_of(config: TrainingConfig, folder: str | Path, **more: Any) -> TrainingArguments:
+    """A config for `Trainer`; `more` goes to `TrainingArguments` and wins, as in `report_to="tensorboard"`."""
+    said: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": config.steps,
+        "per_device_train_batch_size": config.batch_size,
+        "per_device_eval_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.accumulation,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": config.steps // 20 if config.warmup is None else config.warmup,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "logging_steps": config.log_every,
+        "logging_first_step": True,
+        "save_strategy": "steps" if config.save_every else "no",
+        "save_steps": config.save_every or config.steps,
+        "save_total_limit": 2,
+        "eval_strategy": "steps" if config.evaluate_every else "no",
+        "eval_steps": config.evaluate_every or config.steps,
+        "seed": config.seed,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "prediction_loss_only": True,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    return TrainingArguments(**{**said, **more})
 
 
 class BiasTrainer(Trainer):
@@ -213,7 +140,7 @@ def trainer(
     """
     model, _ = split(model)
     more: dict[str, Any] = {} if held_out is not None else {"eval_strategy": "no"}
-    said = config.arguments(folder, **{**more, **arguments})
+    said = arguments_of(config, folder, **{**more, **arguments})
     half = [p for _, bias in layer_biases(model) for p in bias.parameters() if p.dtype in _HALF]
     if half and said.fsdp:
         raise ValueError(
