@@ -89,21 +89,11 @@ def full_scores(
 ) -> Scores:
     """Scores of all heads together: M = W_q^T W_k = sum of M_h over the heads.
 
-    Query heads that share a key head are added up first, since `sum_h W_q,h^T W_k,g = (sum_h W_q,h)^T W_k,g`.
-
-    Args:
-        query: weights as `nn.Linear` stores them, [num_heads * head_dim, d_query]; half precision counts in float32.
-        key: likewise, [num_kv_heads * head_dim, d_key].
-        num_heads: query heads.
-        num_kv_heads: key heads; query head h reads key head `h // (num_heads // num_kv_heads)`.
-        gamma: threshold of `directionality`, in standard deviations.
-        mode: reading of `directionality`.
+    Query heads that share a key head are added up first, since `sum_h W_q,h^T W_k,g = (sum_h W_q,h)^T W_k,g`. Arguments
+    and errors are those of `head_scores`.
 
     Returns:
         `Scores` with 0-d tensors.
-
-    Raises:
-        ValueError: shapes that do not fit each other, or weights with NaN or Inf.
 
     Cost: with r = num_kv_heads * head_dim, about 5 d r^2 multiplications up to r = d / 4, and d^2 r above; the weights
     again in memory, and tiles of 1,024 x 1,024.
@@ -121,9 +111,6 @@ def head_symmetry(
     Returns:
         [num_heads]; 0 with gradient 0 for a head whose matrix is zero.
 
-    Raises:
-        ValueError: shapes that do not fit each other.
-
     Cost: 3 * head_dim^2 * d multiplications a head, and num_heads * head_dim^2 numbers for the backward pass.
     """
     query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
@@ -137,9 +124,6 @@ def full_symmetry(
 
     Returns:
         A 0-d tensor; 0 with gradient 0 if the matrix is zero.
-
-    Raises:
-        ValueError: shapes that do not fit each other.
 
     Cost: with r = num_kv_heads * head_dim, 3 d r^2 multiplications up to r = d / 3, and d^2 r above.
     """
@@ -201,10 +185,10 @@ def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     trace = query.new_full((), 0.0 if square else torch.nan)
 
     def tile(i: slice, j: slice) -> Tensor:
-        made = query[:, i].T @ key[:, j]
-        rows[i] += made.square().sum(1)
-        columns[j] += made.square().sum(0)
-        return made
+        block = query[:, i].T @ key[:, j]
+        rows[i] += block.square().sum(1)
+        columns[j] += block.square().sum(0)
+        return block
 
     starts = [slice(at, at + _TILE) for at in range(0, max(len(rows), len(columns)), _TILE)]
     for n, i in enumerate(starts):

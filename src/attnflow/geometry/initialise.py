@@ -116,8 +116,8 @@ def _initialise_one(
     keys = key.unflatten(0, (layer.num_kv_heads, 1, layer.head_dim))
     if group == 1 or not per_head:
         source = queries if group == 1 else queries.sum(1, keepdim=True)
-        made = source if sign > 0 else _skew(source, 1, generator) @ source
-        layer.write(key=_scaled(made.flatten(0, 2), query if scale == "paper" else key, layer.name, "key"))
+        form = source if sign > 0 else _skew(source, 1, generator) @ source
+        layer.write(key=_scaled(form.flatten(0, 2), query if scale == "paper" else key, layer.name, "key"))
     else:
         forms = _positive(keys, group, generator) if sign > 0 else _skew(keys, group, generator)
         layer.write(

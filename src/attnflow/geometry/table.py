@@ -141,13 +141,13 @@ class GeometryScores(Result):
         Raises:
             ValueError: none fits, or several do; the message lists what there is.
         """
-        found = [
+        fitting = [
             s for s in self.summaries if s.matrix == matrix and tower in (None, s.tower) and kind in (None, s.kind)
         ]
-        if len(found) == 1:
-            return found[0]
+        if len(fitting) == 1:
+            return fitting[0]
         there = "; ".join(f"matrix={s.matrix!r}, tower={s.tower!r}, kind={s.kind!r}" for s in self.summaries)
-        raise ValueError(f"{len(found)} summaries of {self.model} fit, expected one; there are: {there}")
+        raise ValueError(f"{len(fitting)} summaries of {self.model} fit, expected one; there are: {there}")
 
     def compare(self) -> tuple[Comparison, ...]:
         """Each published median of the same model beside ours, with the reason where they must differ.

@@ -15,7 +15,7 @@ from attnflow._core.errors import AttnflowError
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder
 from attnflow.models.checkpoints.safetensors import find_safetensors
 from attnflow.models.checkpoints.torch_file import find_torch_files
-from attnflow.models.names import known
+from attnflow.models.names import short_names
 
 # Of the HTTP client that the installed version of the hub's library brings.
 HTTPError: Final = cast(type[Exception], HfHubHTTPError.__bases__[0])
@@ -38,22 +38,22 @@ class HubFile:
         """
         if stop <= start:
             return bytearray()
-        found = bytearray()
-        while len(found) < stop - start:
-            before = len(found)
+        data = bytearray()
+        while len(data) < stop - start:
+            before = len(data)
             try:
-                self._fetch(start + before, stop, found)
+                self._fetch(start + before, stop, data)
             except HTTPError as error:
                 if isinstance(error, OSError):
                     raise
                 raise ConnectionError(f"{self.name}: the hub cannot be reached ({error})") from error
-            if len(found) == before:
+            if len(data) == before:
                 break
-        if len(found) != stop - start:
-            raise BadCheckpoint(f"{self.name} is truncated: {len(found)} bytes came of {stop - start}")
-        return found
+        if len(data) != stop - start:
+            raise BadCheckpoint(f"{self.name} is truncated: {len(data)} bytes came of {stop - start}")
+        return data
 
-    def _fetch(self, start: int, stop: int, found: bytearray) -> None:
+    def _fetch(self, start: int, stop: int, data: bytearray) -> None:
         """Add what comes of a range; a connection that breaks on the way leaves the rest to be asked for again."""
         # Compression would change what a range means.
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
@@ -63,7 +63,7 @@ class HubFile:
                 raise BadCheckpoint(f"{self.name}: the server sends whole files only; download the model instead")
             with suppress(HTTPError):
                 for chunk in response.iter_raw():
-                    found += chunk
+                    data += chunk
 
 
 class HubFolder:
@@ -106,7 +106,7 @@ def find_model(name: str) -> HubFolder | Path:
         if cached is not None and not _refused(error):
             return cached
         raise FileNotFoundError(
-            f"{name!r} is no local file or folder, and it cannot be had from the hub ({_why(error)}){known()}"
+            f"{name!r} is no local file or folder, and it cannot be had from the hub ({_why(error)}){short_names()}"
         ) from error
     if info.sha is None or info.siblings is None:
         raise FileNotFoundError(f"the hub does not list the files of {name!r}")

@@ -1,4 +1,4 @@
-"""What is given to a model to be looked at: a text, token ids or named inputs."""
+"""What is inputs to a model to be looked at: a text, token ids or named inputs."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 
 
 def model_inputs(
-    model: nn.Module, given: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
+    model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
 ) -> dict[str, Tensor]:
     """The keyword arguments of the model's forward, batched, where its embeddings are."""
-    if isinstance(given, str):
+    if isinstance(inputs, str):
         if tokenizer is None:
             raise ValueError(
                 "a text needs a tokenizer: pass tokenizer=..., or what af.load_model returned in place of the "
                 "model, or token ids in place of the text"
             )
-        given = cast(Mapping[str, Tensor], tokenizer(given, return_tensors="pt"))
-    if isinstance(given, Mapping):
-        found = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], given).items()}
-        if "input_ids" not in found:
-            raise ValueError(f"the inputs must hold input_ids, got {', '.join(found) or 'nothing'}")
-        found["input_ids"] = _batched(found["input_ids"])
+        inputs = cast(Mapping[str, Tensor], tokenizer(inputs, return_tensors="pt"))
+    if isinstance(inputs, Mapping):
+        named = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], inputs).items()}
+        if "input_ids" not in named:
+            raise ValueError(f"the inputs must hold input_ids, got {', '.join(named) or 'nothing'}")
+        named["input_ids"] = _batched(named["input_ids"])
     else:
-        found = {"input_ids": _batched(torch.as_tensor(given))}
-        if len(found["input_ids"]) > 1:
+        named = {"input_ids": _batched(torch.as_tensor(inputs))}
+        if len(named["input_ids"]) > 1:
             raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
-    known = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
-    largest = int(found["input_ids"].max())
-    if known is not None and (largest >= known or int(found["input_ids"].min()) < 0):
-        raise ValueError(f"token ids must lie in 0 to {known - 1}, the model's vocabulary; got up to {largest}")
-    if not 0 <= sequence < len(found["input_ids"]):
-        raise ValueError(f"sequence must be a number of the batch of {len(found['input_ids'])}, got {sequence}")
+    size = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
+    largest = int(named["input_ids"].max())
+    if size is not None and (largest >= size or int(named["input_ids"].min()) < 0):
+        raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary; got up to {largest}")
+    if not 0 <= sequence < len(named["input_ids"]):
+        raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
     device = next(model.parameters()).device
-    return {name: value.to(device) for name, value in found.items()}
+    return {name: value.to(device) for name, value in named.items()}
 
 
 def sparing(model: nn.Module) -> dict[str, object]:
     """What keeps a forward pass from making a cache and the logits of every token."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    known = inspect.signature(inner.forward).parameters
-    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+    accepted = inspect.signature(inner.forward).parameters
+    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
 
 
 def model_name(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.architectures import REGISTRATIONS
 from attnflow.models.loaded import Loaded
-from attnflow.models.names import known, resolve
+from attnflow.models.names import resolve, short_names
 from attnflow.models.quiet import quiet
 from attnflow.models.unpack import first_line, load_gguf
 
@@ -150,4 +150,4 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def _not_found(name: str, error: Exception) -> FileNotFoundError:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
-    return FileNotFoundError(f"{name!r} is no local model, and it cannot be had from the hub ({why}){known()}")
+    return FileNotFoundError(f"{name!r} is no local model, and it cannot be had from the hub ({why}){short_names()}")

@@ -36,11 +36,11 @@ def resolve(name: str) -> Path | str:
     if _HUB_ID.fullmatch(name) and not name.endswith(_FILES):
         return name
     close = get_close_matches(name.lower(), MODELS, 1)
-    rest = f": did you mean {close[0]}?" if close else f"{known()}{_on_the_hub(name)}"
+    rest = f": did you mean {close[0]}?" if close else f"{short_names()}{_on_the_hub(name)}"
     raise FileNotFoundError(f"no file or folder {name!r}{rest}")
 
 
-def known() -> str:
+def short_names() -> str:
     """The short names, as the end of a message."""
     return f"; short names are {', '.join(MODELS)}"
 

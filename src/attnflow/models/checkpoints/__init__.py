@@ -45,13 +45,10 @@ def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
         except ImportError as error:
             raise MissingExtra("huggingface_hub", "hf", "a model of the hub") from error
         place = cast(Folder | Path, find_model(place))
-    if not isinstance(place, Path):
-        return _from_folder(place)
-    return (
-        _from_folder(LocalFolder(place))
-        if place.is_dir()
-        else _from_folder(LocalFolder(place.parent, only=place.name), place.name)
-    )
+    if isinstance(place, Path):
+        alone = None if place.is_dir() else place.name
+        return _from_folder(LocalFolder(place if alone is None else place.parent, only=alone), alone)
+    return _from_folder(place)
 
 
 def _from_folder(folder: Folder, only: str | None = None) -> Weights:
@@ -77,10 +74,10 @@ def _from_folder(folder: Folder, only: str | None = None) -> Weights:
 
 def _refuse_one_shard(folder: Folder, files: Sequence[str]) -> None:
     """One shard would give the scores of a part of the model, as if they were of all of it."""
-    found = _SHARD.search(files[0]) if len(files) == 1 else None
-    if found and int(found[1]) > 1:
+    shard = _SHARD.search(files[0]) if len(files) == 1 else None
+    if shard and int(shard[1]) > 1:
         raise BadCheckpoint(
-            f"{folder.file(files[0]).name} is one of {found[1]} shards: pass the folder that holds all of them and "
+            f"{folder.file(files[0]).name} is one of {shard[1]} shards: pass the folder that holds all of them and "
             "their index (GGUF: merge them with llama-gguf-split)"
         )
 

@@ -16,17 +16,15 @@ class BadCheckpoint(AttnflowError, ValueError):
 
 @runtime_checkable
 class File(Protocol):
-    """A file that is read by ranges of bytes."""
+    """A file that is read by ranges of bytes.
 
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
+    Attributes:
+        name: what messages call it.
+        size: length in bytes.
+    """
 
-    @property
-    def size(self) -> int:
-        """Length in bytes."""
-        ...
+    name: str
+    size: int
 
     def read(self, start: int, stop: int) -> bytearray:
         """The bytes from `start` to the one before `stop`; all of them, or an error."""
@@ -35,17 +33,15 @@ class File(Protocol):
 
 @runtime_checkable
 class Folder(Protocol):
-    """The files of one checkpoint."""
+    """The files of one checkpoint.
 
-    @property
-    def name(self) -> str:
-        """What results and messages call it."""
-        ...
+    Attributes:
+        name: what results and messages call it.
+        files: names of the files at its top level.
+    """
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files at its top level."""
-        ...
+    name: str
+    files: tuple[str, ...]
 
     def file(self, name: str) -> File:
         """One of its files."""
@@ -109,12 +105,12 @@ def read_json(folder: Folder, name: str) -> Mapping[str, object]:
     """
     file = folder.file(name)
     try:
-        found = json.loads(file.read(0, file.size))
+        content = json.loads(file.read(0, file.size))
     except ValueError as error:
         raise BadCheckpoint(f"{file.name} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise BadCheckpoint(f"{file.name} holds no JSON object")
-    return cast(Mapping[str, object], found)
+    return cast(Mapping[str, object], content)
 
 
 def shards_of(folder: Folder, index: str) -> list[str]:

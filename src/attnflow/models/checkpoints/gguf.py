@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnflow._core.errors import MissingExtra
 from attnflow.models.checkpoints.files import BadCheckpoint, File
+from attnflow.models.checkpoints.weights import Weights
 
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING: Final = 8
@@ -38,7 +39,7 @@ class _Entry:
     start: int
 
 
-class GGUFWeights:
+class GGUFWeights(Weights):
     """A model in a GGUF file of llama.cpp.
 
     In files of the llama architecture, the converter has reordered the rows inside every head, of queries and keys
@@ -56,7 +57,7 @@ class GGUFWeights:
         self._kinds = cast(Mapping[int, tuple[int, int]], constants.GGML_QUANT_SIZES)
         self._kind_of, self._unpack = constants.GGMLQuantizationType, quants.dequantize
         self._architecture = str(metadata.get("general.architecture", ""))
-        self.config: Mapping[str, object] = {
+        self.config = {
             "model_type": "gguf",
             "architecture": self._architecture,
             **{
@@ -68,10 +69,6 @@ class GGUFWeights:
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.packed = frozenset(name for name, entry in self._entries.items() if entry.kind not in self._kinds)
         self._check_length()
-
-    def stated(self, path: str) -> Mapping[str, object]:
-        """Files say nothing of their modules."""
-        return {}
 
     def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
         """A tensor, or a run of its rows, dequantised to float32."""
@@ -155,18 +152,18 @@ class _Cursor:
         if self.at + count > self._offset + len(self._buffer):
             self._offset = self.at
             self._buffer = self._file.read(self.at, min(self.at + max(count, _CHUNK), self._file.size))
-        found = memoryview(self._buffer)[self.at - self._offset :][:count]
+        data = memoryview(self._buffer)[self.at - self._offset :][:count]
         self.at += count
-        return found
+        return data
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def count(self) -> int:
-        found = int(self.number("Q"))
-        if found > max(_LARGEST_COUNT, self._file.size):
-            raise BadCheckpoint(f"{self._file.name} has a damaged header: it counts {found} things")
-        return found
+        value = int(self.number("Q"))
+        if value > max(_LARGEST_COUNT, self._file.size):
+            raise BadCheckpoint(f"{self._file.name} has a damaged header: it counts {value} things")
+        return value
 
     def text(self) -> str:
         return bytes(self.take(self.count())).decode("utf-8", "replace")

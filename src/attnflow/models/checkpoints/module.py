@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from attnflow.models.attention import config_of, stated_by
 from attnflow.models.checkpoints.files import BadCheckpoint
-from attnflow.models.checkpoints.weights import as_float
+from attnflow.models.checkpoints.weights import Weights, as_float
 
 
-class ModuleWeights:
+class ModuleWeights(Weights):
     """The parameters of a torch module; shared ones appear once."""
 
     def __init__(self, model: nn.Module) -> None:

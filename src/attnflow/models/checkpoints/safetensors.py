@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnflow.models.checkpoints.files import BadCheckpoint, File, Folder, shards_of
-from attnflow.models.checkpoints.weights import as_float
+from attnflow.models.checkpoints.weights import Weights, as_float
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -35,7 +35,7 @@ class _Entry:
     stop: int
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(Weights):
     """A model stored as safetensors.
 
     Args:
@@ -52,10 +52,6 @@ class SafetensorsWeights:
             self._entries.update(_header(folder.file(name)))
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.packed = frozenset(name for name, entry in self._entries.items() if entry.dtype not in _DTYPES)
-
-    def stated(self, path: str) -> Mapping[str, object]:
-        """Files say nothing of their modules."""
-        return {}
 
     def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
         """A tensor, or a run of its rows, in float32; 8-bit floats are multiplied by their scales."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from attnflow.models.checkpoints.files import BadCheckpoint, Folder, shards_of
-from attnflow.models.checkpoints.weights import as_float
+from attnflow.models.checkpoints.weights import Weights, as_float
 
 _INSIDE: Final = ("state_dict", "model", "module", "model_state_dict")
 _INDEX: Final = "pytorch_model.bin.index.json"
 SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 
 
-class TorchWeights:
+class TorchWeights(Weights):
     """A model saved by `torch.save`, opened with `weights_only=True` and mapped from disk where the format allows it.
 
     Args:
@@ -41,10 +41,6 @@ class TorchWeights:
             self._tensors.update(_load(path))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.packed = frozenset(name for name, tensor in self._tensors.items() if not tensor.is_floating_point())
-
-    def stated(self, path: str) -> Mapping[str, object]:
-        """Files say nothing of their modules."""
-        return {}
 
     def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
         """A tensor, or a run of its rows, in float32."""
@@ -74,7 +70,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         archive = file.read(4) == b"PK\x03\x04"  # the older format is none, and cannot be mapped
     try:
-        found = cast(object, torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
+        content = cast(object, torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
     except pickle.UnpicklingError as error:
         raise BadCheckpoint(
             f"{path} holds more than tensors, or is damaged; a pickle can run any code and is not opened: convert it "
@@ -84,11 +80,11 @@ def _load(path: Path) -> dict[str, Tensor]:
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {why}") from error
     for word in _INSIDE:
-        inner = cast(Mapping[str, object], found).get(word) if isinstance(found, Mapping) else None
+        inner = cast(Mapping[str, object], content).get(word) if isinstance(content, Mapping) else None
         if isinstance(inner, Mapping):
-            found = cast(object, inner)
+            content = cast(object, inner)
             break
-    items = cast(Mapping[object, object], found) if isinstance(found, Mapping) else {}
+    items = cast(Mapping[object, object], content) if isinstance(content, Mapping) else {}
     tensors = {str(name): value for name, value in items.items() if isinstance(value, Tensor)}
     if not tensors:
         raise BadCheckpoint(f"{path} holds no tensors by name, as a state dict does")

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
-@runtime_checkable
-class Weights(Protocol):
-    """Names and shapes of all tensors of a model, and any of them to read."""
+class Weights(ABC):
+    """Names and shapes of all tensors of a model, and any of them to read.
 
-    @property
-    def name(self) -> str:
-        """What results and messages call the model."""
-        ...
+    Attributes:
+        name: what results and messages call the model.
+        config: what config.json says; empty if there is none.
+        shapes: name and shape of every tensor.
+        packed: names of tensors that hold something else than numbers that can be read, such as quantised blocks.
+    """
 
-    @property
-    def config(self) -> Mapping[str, object]:
-        """What config.json says; empty if there is none."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of every tensor."""
-        ...
-
-    @property
-    def packed(self) -> frozenset[str]:
-        """Names of tensors that hold something else than numbers that can be read, such as quantised blocks."""
-        ...
+    name: str
+    config: Mapping[str, object]
+    shapes: Mapping[str, tuple[int, ...]]
+    packed: frozenset[str]
 
     def stated(self, path: str) -> Mapping[str, object]:
-        """What the attention module at a path says of its heads; empty for files."""
-        ...
+        """What the attention module at a path says of its heads; nothing in files."""
+        del path
+        return {}
 
+    @abstractmethod
     def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
         """A tensor, or a run of its rows, on the CPU in float32 (float64 stays)."""
-        ...
 
 
 def as_float(value: Tensor) -> Tensor:

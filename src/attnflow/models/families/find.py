@@ -127,10 +127,10 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
     sites = [site for site in _sites(shapes) if not _OTHER.search(site.stem)]
     sites = [site for site in sites if site.numbers] or sites
     places = [(site, _place(site, shapes, config, stated)) for site in sites]
-    found = [(site, place) for site, place in places if place is not None]
-    if not found:
+    pairs = [(site, place) for site, place in places if place is not None]
+    if not pairs:
         raise UnsupportedArchitecture(_nothing_found(shapes, config))
-    return _ordered(found)
+    return _ordered(pairs)
 
 
 def _refuse_adapters(shapes: Shapes) -> None:
@@ -218,15 +218,15 @@ def _beside_fused_key(site: _Site, shapes: Shapes, stated: Stated, stage: int) -
 
 def _fused(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
     tensor = site.tensor(site.word)
-    known = [row for row in FUSED if row.word == site.word and (not row.model_types or model_type in row.model_types)]
-    if not known:
+    rows = [row for row in FUSED if row.word == site.word and (not row.model_types or model_type in row.model_types)]
+    if not rows:
         if site.word == "in_proj":
             return None  # of a state-space layer, in every family but those registered
         raise UnsupportedArchitecture(
             f"{tensor} holds query and key together, and models of type {model_type!r} are not in the registry: the "
             "order of its rows is not known, and a guess would give wrong scores"
         )
-    row = known[0]
+    row = rows[0]
     heads = stated.fused(tensor, stage, shapes[tensor][1 if row.transposed else 0])
     return *row.arrange(tensor, heads, row.transposed), heads
 
@@ -266,18 +266,18 @@ def _config_of(root: Config, site: _Site) -> Config:
     return root
 
 
-def _ordered(found: Sequence[tuple[_Site, Place]]) -> tuple[Place, ...]:
+def _ordered(pairs: Sequence[tuple[_Site, Place]]) -> tuple[Place, ...]:
     """The places with their towers named and their layers numbered, by tower and layer."""
     sides: dict[str, set[str]] = {}
-    for site, _ in found:
+    for site, _ in pairs:
         sides.setdefault(site.tower, set()).add(site.side)
 
     def label(site: _Site) -> str:
         several = len(sides[site.tower]) > 1
         return " ".join(part for part in (site.tower, site.side if several else "") if part)
 
-    single = len({label(site) for site, _ in found}) == 1
-    named = [(site, replace(place, tower="" if single else label(site))) for site, place in found]
+    single = len({label(site) for site, _ in pairs}) == 1
+    named = [(site, replace(place, tower="" if single else label(site))) for site, place in pairs]
     named.sort(key=lambda pair: (pair[0].tower, pair[0].side == "decoder", pair[1].kind == "cross", _natural(pair[0])))
     result: list[Place] = []
     for _, group in groupby(named, key=lambda pair: (pair[1].tower, pair[1].kind)):

@@ -85,16 +85,16 @@ class Stated:
     def values(self, words: Sequence[str], stage: int) -> list[int]:
         """The whole numbers stated under these words; of a list, the one of the stage."""
         for speaker in self._speakers:
-            found: list[int] = []
+            numbers: list[int] = []
             for word in words:
                 value = speaker.get(word)
                 if isinstance(value, list | tuple):
                     items = cast(Sequence[object], value)
                     value = items[stage] if stage < len(items) else None
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    found.append(value)
-            if found:
-                return found
+                    numbers.append(value)
+            if numbers:
+                return numbers
         return []
 
     def query_heads(self, name: str, stage: int) -> int:
@@ -103,13 +103,13 @@ class Stated:
         Raises:
             UnknownHeads: nothing says so.
         """
-        found = self.values(self._query, stage)
-        if not found:
+        heads = self.values(self._query, stage)
+        if not heads:
             raise UnknownHeads(
                 f"{name}: nothing says how many heads there are; keep config.json beside the weights, or pass "
                 'config={"num_attention_heads": 12}, --config num_attention_heads=12 on the command line'
             )
-        return found[0]
+        return heads[0]
 
 
 def _disagrees(name: str, got: str, said: str) -> UnsupportedArchitecture:
