@@ -23,6 +23,7 @@ calls = {
     "retrieval": lambda: af.knowledge.Retrieval(threshold="0"),
     "base": lambda: af.knowledge.KnowledgeBase.from_entries(torch.ones(2, 2, dtype=torch.int64)),
     "from_ffn": lambda: af.knowledge.from_ffn("gpt2"),
+    "traced": lambda: af.knowledge.trace("gpt2", [1, 2]),
     "attach": lambda: af.knowledge.attach(model, "folder"),
     "trace": lambda: af.knowledge.trace(model, [1, 2], by="size"),
     "entries": lambda: model(torch.tensor([[1, 2]]), entries=[[1.0] * 4]),
@@ -47,6 +48,8 @@ EXPECTED = {
     "base": "ValueError: entries must be floating-point numbers [num_entries, entry_dim], got torch.int64 of shape "
     "(2, 2)",
     "from_ffn": "TypeError: expected a torch module or what af.load_model returns, got str; load a model by its "
+    "name or folder with af.load_model(...)",
+    "traced": "TypeError: expected a torch module or what af.load_model returns, got str; load a model by its "
     "name or folder with af.load_model(...)",
     "attach": "TypeError: store must be an open one, af.knowledge.Store.open(uri), got str",
     "trace": "ValueError: by must be 'norm' or 'effect', got 'size'",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnflow.cli._output import BadUsage
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from attnflow._core.progress import Progress
     from attnflow.cli._output import Spinner
     from attnflow.knowledge.store import Store
+    from attnflow.knowledge.store.backend import SearchMode
 
 
 @contextmanager
-def opened(uri: str, **options: Any) -> Generator[Store, None, None]:
-    """A store that exists, closed at the end; for reading unless `read_only=False`.
+def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> Generator[Store, None, None]:
+    """A store that exists, closed at the end.
 
     Raises:
         BadUsage: there is none, or an id that it does not have.
@@ -30,7 +31,7 @@ def opened(uri: str, **options: Any) -> Generator[Store, None, None]:
     if not uri.startswith("milvus:http") and not path.is_file() and not (path.is_dir() and any(path.iterdir())):
         raise BadUsage(f"there is no store at {uri}: `attnflow knowledge build {uri} FILE` makes one")
     try:
-        with Store.open(uri, **{"read_only": True, **options}) as store:
+        with Store.open(uri, read_only=read_only, search=search) as store:
             yield store
     except KeyError as error:
         raise BadUsage(str(error.args[0])) from error

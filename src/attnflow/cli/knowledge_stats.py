@@ -34,8 +34,13 @@ def knowledge_stats(
 
     with working(f"opening {store}") as spinner, opened(store) as held, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
-        asked = {"threshold": threshold if duplicates else None, "sample": sample if drift else None}
-        inspection = texts.inspect(held, **asked, encoder=encoder, progress=shown(spinner, "comparing"))
+        inspection = texts.inspect(
+            held,
+            threshold=threshold if duplicates else None,
+            sample=sample if drift else None,
+            encoder=encoder,
+            progress=shown(spinner, "comparing"),
+        )
     if json_output:
         print_result(inspection)
     else:

@@ -63,8 +63,8 @@ class Folded:
         """The layer's output for tokens. Cost: O(tokens * heads * entries * model_dim)."""
         scores = torch.einsum("...d,phde->p...he", hidden, self.scores) + _spread(self.thresholds, hidden.ndim)
         weights = weigh(scores, self.activation)
-        found = torch.einsum("...he,hed->...d", weights, self.values)
-        return found if self.output_bias is None else found + self.output_bias
+        written = torch.einsum("...he,hed->...d", weights, self.values)
+        return written if self.output_bias is None else written + self.output_bias
 
 
 class GeneralizedCrossAttention(nn.Module):
@@ -216,8 +216,8 @@ class GeneralizedCrossAttention(nn.Module):
         key = torch.einsum("ne,phek->phnk", entries, self.key)
         scores = torch.einsum("...hk,phnk->p...hn", query, key) / math.sqrt(self.key_dim)
         weights = weigh(scores + _spread(self.thresholds(entries), hidden.ndim), self.activation)
-        found = torch.einsum("...hn,hnd->...d", weights, torch.einsum("ne,hed->hnd", entries, self.value))
-        return found if self.output_bias is None else found + self.output_bias
+        written = torch.einsum("...hn,hnd->...d", weights, torch.einsum("ne,hed->hnd", entries, self.value))
+        return written if self.output_bias is None else written + self.output_bias
 
     def score(
         self,
@@ -236,8 +236,8 @@ class GeneralizedCrossAttention(nn.Module):
 
     def write(self, read: Float[Tensor, "*tokens heads entry_dim"]) -> Float[Tensor, "*tokens model_dim"]:
         """What sums of weighted entries, one for each head, add to the tokens: times W_V, plus b2."""
-        found = torch.einsum("...he,hed->...d", read, self.value)
-        return found if self.output_bias is None else found + self.output_bias
+        written = torch.einsum("...he,hed->...d", read, self.value)
+        return written if self.output_bias is None else written + self.output_bias
 
     def read_all(
         self,

@@ -44,11 +44,11 @@ class KnowledgeBase(nn.Module):
         if not bool(torch.isfinite(entries).all()):
             row = int((~torch.isfinite(entries).all(dim=1)).nonzero()[0])
             raise ValueError(f"entry {row} holds NaN or infinity")
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.entries = nn.Parameter(entries)
-        made.std = entries.shape[1] ** -0.5
-        return made
+        base = cls.__new__(cls)
+        nn.Module.__init__(base)
+        base.entries = nn.Parameter(entries)
+        base.std = entries.shape[1] ** -0.5
+        return base
 
     @property
     def num_entries(self) -> int:

@@ -180,7 +180,7 @@ class LayeredKnowledge(KnowledgeBase):
         """
         integer("layer", layer, 0, self.num_layers - 1)
         layout, width = self.layout, self.layout.model_dim
-        made = GeneralizedCrossAttention(
+        attention = GeneralizedCrossAttention(
             width,
             width,
             layout.entry_dim,
@@ -191,15 +191,15 @@ class LayeredKnowledge(KnowledgeBase):
         ).to(self.entries)
         one = torch.eye(width, dtype=self.entries.dtype, device=self.entries.device)
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in attention.parameters():
                 parameter.zero_()
-            made.query[0] = one * width**0.5
+            attention.query[0] = one * width**0.5
             for index, part in enumerate(layout.parts):
-                made.key[index, 0, layout.key(part)] = one
-            made.value[0, layout.value] = one
-            if made.output_bias is not None:
-                made.output_bias.copy_(cast(Tensor, output_bias))
-        return made
+                attention.key[index, 0, layout.key(part)] = one
+            attention.value[0, layout.value] = one
+            if attention.output_bias is not None:
+                attention.output_bias.copy_(cast(Tensor, output_bias))
+        return attention
 
     def _find_rows(self) -> None:
         ends = cast("list[int]", self.counts.cumsum(0).tolist())
@@ -247,10 +247,10 @@ class EntryScores(nn.Module):
         base = cast(LayeredKnowledge, self.__dict__["base"])
         entries = base.entries[base.rows(self.layer)]
         layout = base.layout
-        found = [
+        scores = [
             functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts
         ]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
 
 class EntryValues(nn.Module):
@@ -294,8 +294,8 @@ class EntryValues(nn.Module):
         base = cast(LayeredKnowledge, self.__dict__["base"])
         # Whole entries, of which the value is taken: rows of a part alone would have to be copied together first.
         whole = sum_of_rows(weights.gather(-1, rows), rows + base.rows(self.layer).start, base.entries)
-        found = whole[..., base.layout.value]
-        return found if self.bias is None else found + self.bias
+        written = whole[..., base.layout.value]
+        return written if self.bias is None else written + self.bias
 
     def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
         """Whether these weights are of all entries that are read."""

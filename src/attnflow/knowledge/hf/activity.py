@@ -42,19 +42,19 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     >>> [(layer.tokens, layer.entries) for layer in seen.report().layers]
     [(8, 24), (8, 24)]
     """
-    found = readers(model)
-    busy = next((reader.layer for reader in found if reader.observer is not None), None)
+    layers = readers(model)
+    busy = next((reader.layer for reader in layers if reader.observer is not None), None)
     if busy is not None:
         raise ValueError(f"the readings of layer {busy} are being watched already; end that block first")
     seen, mask = Activity(), _PaddingMask()
     hook = model.register_forward_pre_hook(mask.take, with_kwargs=True)
     try:
-        for reader in found:
+        for reader in layers:
             reader.observer = partial(_see, seen, mask, reader)
         yield seen
     finally:
         hook.remove()
-        for reader in found:
+        for reader in layers:
             reader.observer = None
 
 
@@ -66,9 +66,9 @@ class _PaddingMask:
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward pass."""
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
-        two_sided = "decoder_input_ids" in given or "decoder_inputs_embeds" in given
+        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        mask = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
+        two_sided = "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments
         self._mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not two_sided else None
 
     def of(self, reading: Reading) -> Tensor | None:

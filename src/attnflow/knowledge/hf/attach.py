@@ -109,8 +109,8 @@ class Attached(Handle):
             ValueError: layers missing or out of place, no store, or as `Store.insert`.
         """
         source = self._stored()
-        given: dict[str, Any] = {"ids": ids, "texts": texts, "sources": sources, "encoder": encoder}
-        return source.insert(embeddings, layers, given)
+        columns: dict[str, Any] = {"ids": ids, "texts": texts, "sources": sources, "encoder": encoder}
+        return source.insert(embeddings, layers, columns)
 
     def upsert(
         self,
@@ -126,8 +126,8 @@ class Attached(Handle):
         Raises:
             ValueError: no store, or as `Store.upsert`.
         """
-        given: dict[str, Any] = {"ids": ids, "texts": texts, "sources": sources, "encoder": encoder}
-        self._stored().upsert(embeddings, given)
+        columns: dict[str, Any] = {"ids": ids, "texts": texts, "sources": sources, "encoder": encoder}
+        self._stored().upsert(embeddings, columns)
 
     def stale(self) -> Int64[Tensor, " n"]:
         """Ids of entries whose stored thresholds are not those of a modular model, as after training it."""
@@ -193,13 +193,13 @@ class _Searched:
         self.store, self._modular, self._source, self._before = store, modular, source, modular.source
         modular.source = source
 
-    def insert(self, embeddings: Vectors, layers: Sequence[int] | None, given: dict[str, Any]) -> Tensor:
+    def insert(self, embeddings: Vectors, layers: Sequence[int] | None, columns: dict[str, Any]) -> Tensor:
         if layers is not None:
             raise ValueError("all layers of a modular model read all entries: leave layers out")
-        return self._source.insert(embeddings=embeddings, **given)
+        return self._source.insert(embeddings=embeddings, **columns)
 
-    def upsert(self, embeddings: Vectors, given: dict[str, Any]) -> None:
-        self._source.upsert(embeddings=embeddings, **given)
+    def upsert(self, embeddings: Vectors, columns: dict[str, Any]) -> None:
+        self._source.upsert(embeddings=embeddings, **columns)
 
     def stale(self) -> Tensor:
         return self._source.stale()
@@ -233,14 +233,14 @@ class _Copied:
     def _copies(self) -> list[_Copied]:
         return cast("list[_Copied]", self._base.__dict__.setdefault("copies", []))
 
-    def insert(self, embeddings: Vectors, layers: Sequence[int] | None, given: dict[str, Any]) -> Tensor:
+    def insert(self, embeddings: Vectors, layers: Sequence[int] | None, columns: dict[str, Any]) -> Tensor:
         if layers is None:
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
         thresholds = layer_thresholds(layers, self._base.num_layers)
-        return self.store.insert(embeddings=embeddings, thresholds=thresholds, **given)
+        return self.store.insert(embeddings=embeddings, thresholds=thresholds, **columns)
 
-    def upsert(self, embeddings: Vectors, given: dict[str, Any]) -> None:
-        self.store.upsert(embeddings=embeddings, **given)  # which keeps the layers of entries that exist
+    def upsert(self, embeddings: Vectors, columns: dict[str, Any]) -> None:
+        self.store.upsert(embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
 
     def stale(self) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)

@@ -64,25 +64,25 @@ def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: in
     sites = find_feed_forward(model)
     layout = _layout(model, sites)
     _check_widths(model, sites[0], layout, entry_dim, key_dim)
-    made = copy.deepcopy(model)
+    opened = copy.deepcopy(model)
     with torch.no_grad():
-        blocks = [_entries(made, site, layout) for site in sites]
+        blocks = [_entries(opened, site, layout) for site in sites]
         base = LayeredKnowledge(torch.cat(blocks), [len(block) for block in blocks], layout)
     biased: list[tuple[bool, ...]] = []
     for index, site in enumerate(sites):
-        parent = made.get_submodule(site.name)
+        parent = opened.get_submodule(site.name)
         out = parent.get_submodule(site.last)
         biased.append(tuple(getattr(parent.get_submodule(path), "bias", None) is not None for path in site.first))
         for path, parts in _maps(site):
             _put(parent, path, EntryScores(base, index, parts))
         bias = cast("Tensor | None", getattr(out, "bias", None))
         _put(parent, site.last, EntryValues(base, index, None if bias is None else bias.detach()))
-    made.add_module(KNOWLEDGE, base)
+    opened.add_module(KNOWLEDGE, base)
     kinds = [isinstance(model.get_submodule(f"{s.name}.{s.last}".strip(".")), Conv1D) for s in sites]
     counts = [len(block) for block in blocks]
-    setattr(made, _SITES, list(zip(sites, biased, kinds, counts, strict=True)))
-    made.train(model.training)
-    return made
+    setattr(opened, _SITES, list(zip(sites, biased, kinds, counts, strict=True)))
+    opened.train(model.training)
+    return opened
 
 
 def to_ffn(model: Model | Loaded) -> Model:
@@ -107,10 +107,10 @@ def to_ffn(model: Model | Loaded) -> Model:
             f"layers now have {min(counts)} to {max(counts)} entries; a plain model has the same number in each: "
             "insert or delete until they agree, entries of zeros change nothing"
         )
-    made = copy.deepcopy(model)
-    base = cast(LayeredKnowledge, made.get_submodule(KNOWLEDGE))
+    plain = copy.deepcopy(model)
+    base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
     for index, (site, biased, transposed, _) in enumerate(sites):
-        parent = made.get_submodule(site.name)
+        parent = plain.get_submodule(site.name)
         entries = base.entries.detach()[base.rows(index)]
         for (path, parts), has_bias in zip(_maps(site), biased, strict=True):
             weight = torch.cat([entries[:, base.layout.key(part)] for part in parts])
@@ -123,14 +123,14 @@ def to_ffn(model: Model | Loaded) -> Model:
         _put(parent, site.last, _linear(entries[:, base.layout.value].T, bias, transposed))
     for one in base.__dict__.get("copies", []):
         one.stop()  # a store that is attached to the converted model
-    delattr(made, KNOWLEDGE)
-    delattr(made, _SITES)
-    config = getattr(made, "config", None)
+    delattr(plain, KNOWLEDGE)
+    delattr(plain, _SITES)
+    config = getattr(plain, "config", None)
     for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim") if edited else ():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, counts[0])
-    made.train(model.training)
-    return made
+    plain.train(model.training)
+    return plain
 
 
 def _layout(model: nn.Module, sites: list[FeedForward]) -> EntryLayout:
@@ -154,9 +154,9 @@ def _check_widths(
     biases = [entries[:, layout.threshold(part)] for part in layout.parts]
     gates = {"gate": keys[0], "gate_thresholds": biases[0]} if layout.gated else {}
     widths = key_dim or layout.model_dim, entry_dim or layout.entry_dim
-    found = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
+    needed = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
     raise ValueError(
-        f"the first {'gated ' if site.gated else ''}layer is {found}. This conversion keeps weights bit for bit, with "
+        f"the first {'gated ' if site.gated else ''}layer is {needed}. This conversion keeps weights bit for bit, with "
         f"d_k = {layout.model_dim} and d_E = {layout.entry_dim}"
     )
 
@@ -186,11 +186,11 @@ def _maps(site: FeedForward) -> list[tuple[str, tuple[str, ...]]]:
 
 def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
     out, into = weight.shape
-    made = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
-    made.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
+    linear = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
+    linear.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
     if bias is not None:
-        made.bias = nn.Parameter(bias.contiguous())
-    return made
+        linear.bias = nn.Parameter(bias.contiguous())
+    return linear
 
 
 def _put(parent: nn.Module, path: str, module: nn.Module) -> None:

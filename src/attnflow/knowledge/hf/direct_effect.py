@@ -244,5 +244,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _block(model: nn.Module, path: str) -> nn.Module | None:
     """The block, an element of a list, in which a module lies."""
-    found = _ELEMENT.search(path)
-    return None if found is None else model.get_submodule(path[: found.end()].rstrip("."))
+    element = _ELEMENT.search(path)
+    return None if element is None else model.get_submodule(path[: element.end()].rstrip("."))

@@ -185,15 +185,15 @@ class TextEncoder:
         Warns:
             TruncatedText: some were longer than the encoder reads; `encode` returns which.
         """
-        found = self.encode(texts)
-        if found.truncated:
+        encoded = self.encode(texts)
+        if encoded.truncated:
             warnings.warn(
-                f"{len(found.truncated):,} of {len(texts):,} texts have more than {self.max_length} tokens, and their "
-                f"ends are not embedded: texts {preview(found.truncated)}; split them",
+                f"{len(encoded.truncated):,} of {len(texts):,} texts have more than {self.max_length} tokens, and "
+                f"their ends are not embedded: texts {preview(encoded.truncated)}; split them",
                 TruncatedText,
                 stacklevel=2,
             )
-        return found.embeddings
+        return encoded.embeddings
 
     def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Encoded:
         """Embeddings, with the texts that were cut. Batches hold texts of similar length.
@@ -210,7 +210,7 @@ class TextEncoder:
             raise TypeError("texts must be a sequence of strings")
         if self.separator is not None:
             texts = [text.partition(self.separator)[0] for text in texts]
-        made = torch.empty(len(texts), self.dim)
+        embeddings = torch.empty(len(texts), self.dim)
         truncated: list[int] = []
         window = _WINDOW * self.batch_size
         with evaluating(self.model):
@@ -219,26 +219,26 @@ class TextEncoder:
                 order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]), reverse=True)
                 for first in range(0, len(order), self.batch_size):
                     rows = order[first : first + self.batch_size]
-                    made[[start + row for row in rows]] = self._embed([tokens[row] for row in rows])
+                    embeddings[[start + row for row in rows]] = self._embed([tokens[row] for row in rows])
                     if progress is not None:
                         progress(start + first + len(rows), len(texts), "texts")
-        if not bool(torch.isfinite(made).all()):
-            row = int((~torch.isfinite(made).all(dim=1)).nonzero()[0])
+        if not bool(torch.isfinite(embeddings).all()):
+            row = int((~torch.isfinite(embeddings).all(dim=1)).nonzero()[0])
             raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")
-        return Encoded(made, tuple(truncated))
+        return Encoded(embeddings, tuple(truncated))
 
     def _tokens(self, texts: Sequence[str], start: int, truncated: list[int]) -> list[list[int]]:
-        found = cast("list[list[int]]", self.tokenizer(list(texts), verbose=False)["input_ids"])
-        long = [place for place, ids in enumerate(found) if len(ids) > self.max_length]
+        tokens = cast("list[list[int]]", self.tokenizer(list(texts), verbose=False)["input_ids"])
+        long = [place for place, ids in enumerate(tokens) if len(ids) > self.max_length]
         if long:  # cut in a second call: the tokenizer does not say which texts it cuts
             cut = self.tokenizer([texts[place] for place in long], truncation=True, max_length=self.max_length)
             for place, ids in zip(long, cast("list[list[int]]", cut["input_ids"]), strict=True):
-                found[place] = ids
+                tokens[place] = ids
             truncated.extend(start + place for place in long)
-        empty = next((place for place, ids in enumerate(found) if not ids), None)
+        empty = next((place for place, ids in enumerate(tokens) if not ids), None)
         if empty is not None:
             raise ValueError(f"text {start + empty} has no tokens: {texts[empty]!r}")
-        return found
+        return tokens
 
     @torch.inference_mode()
     def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -280,8 +280,8 @@ def _pooling(source: str) -> Pooling:
 
 def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int:
     positions = cast("int | None", getattr(model.config, "max_position_embeddings", None))
-    found = _beside(source, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
-    return min(int(found), positions) if positions else int(found)
+    longest = _beside(source, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
+    return min(int(longest), positions) if positions else int(longest)
 
 
 def _beside(source: str, name: str) -> dict[str, Any]:

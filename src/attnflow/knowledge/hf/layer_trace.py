@@ -100,8 +100,8 @@ class LayerWatch:
         # What was not read has no score; it is below every score that was.
         absent = torch.finfo(scores.dtype).min
         every = scores.new_full((len(scores), *shape), absent)
-        given = torch.where(ids >= 0, scores, absent)
-        return every.scatter_reduce(-1, column.expand_as(given), given, "amax"), table, places
+        read_scores = torch.where(ids >= 0, scores, absent)
+        return every.scatter_reduce(-1, column.expand_as(read_scores), read_scores, "amax"), table, places
 
     def _piece(self, scores: Tensor, weights: Tensor, places: Tensor, rows: Tensor | None) -> _Piece:
         norms = weights.new_empty(weights.shape[1:])
@@ -137,11 +137,11 @@ class LayerWatch:
     def _written(self, kept: Tensor, order: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         """What the kept entries write."""
         sparse = kept.new_zeros(shape).flatten(1).scatter_add(-1, order, kept).view(shape)
-        found = kept.new_zeros(())
+        written = kept.new_zeros(())
         for columns in (order % len(places)).unique().split(max(1, _BLOCK // shape[1])):
             values = self.reader.values(places[columns]).detach().to(kept)
-            found = found + torch.einsum("phe,hed->pd", sparse[..., columns], values)
-        return found
+            written = written + torch.einsum("phe,hed->pd", sparse[..., columns], values)
+        return written
 
     def finish(self, effects: Effects) -> LayerTrace:
         """The layer as it goes into the trace."""
@@ -193,8 +193,8 @@ def unobserved(readers: Sequence[LayerReader]) -> Generator[None]:
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The ids that occur, without -1, and for each place which of them it holds (any, for -1)."""
-    found = ids[ids >= 0].unique()
-    return found, torch.searchsorted(found, ids).clamp(max=max(len(found) - 1, 0))
+    distinct = ids[ids >= 0].unique()
+    return distinct, torch.searchsorted(distinct, ids).clamp(max=max(len(distinct) - 1, 0))
 
 
 def _pick(table: Tensor, order: Tensor) -> Tensor:

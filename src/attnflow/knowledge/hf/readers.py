@@ -26,16 +26,17 @@ class LayerReader(ABC):
         layer: its number, from 0.
     """
 
-    layer: int
+    def __init__(self, module: EntryValues | KnowledgeReader) -> None:
+        self.layer, self._module = module.layer, module
 
     @property
-    @abstractmethod
     def retrieval(self) -> Retrieval | None:
-        """Which entries are read; None: all."""
+        """Which entries are read (of a converted layer, those of the largest weights); None: all."""
+        return self._module.retrieval
 
     @retrieval.setter
-    @abstractmethod
-    def retrieval(self, retrieval: Retrieval | None) -> None: ...
+    def retrieval(self, retrieval: Retrieval | None) -> None:
+        self._module.retrieval = retrieval
 
     @property
     @abstractmethod
@@ -84,20 +85,11 @@ class ConvertedReader(LayerReader):
     """A feed-forward layer that `from_ffn` opened."""
 
     def __init__(self, base: LayeredKnowledge, scores: list[EntryScores], values: EntryValues) -> None:
-        self.layer = values.layer
+        super().__init__(values)
         self._base, self._scores, self._values = base, scores, values
         self._observer: Observer | None = None
         self._hooks: list[RemovableHandle] = []
         self._seen: dict[str, Tensor] = {}
-
-    @property
-    def retrieval(self) -> Retrieval | None:
-        """Which entries are read, those of the largest weights; None: all."""
-        return self._values.retrieval
-
-    @retrieval.setter
-    def retrieval(self, retrieval: Retrieval | None) -> None:
-        self._values.retrieval = retrieval
 
     @property
     def observer(self) -> Observer | None:
@@ -120,8 +112,8 @@ class ConvertedReader(LayerReader):
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Ids in the base."""
-        found = self._base.ids[self._base.rows(self.layer)][positions.clamp(min=0)]
-        return found.masked_fill(positions < 0, -1)
+        ids = self._base.ids[self._base.rows(self.layer)][positions.clamp(min=0)]
+        return ids.masked_fill(positions < 0, -1)
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "1 entries model_dim"]:
         """The values of entries."""
@@ -163,20 +155,11 @@ class ConvertedReader(LayerReader):
 
 
 class ModularReader(LayerReader):
-    """A block of a modular model, on its own base."""
+    """A block of a modular model, on its own base or on a source, such as a store; `Reading.ids` are then its ids."""
 
-    def __init__(self, reader: KnowledgeReader, base: KnowledgeBase) -> None:
-        self.layer = reader.layer
-        self._reader, self._base = reader, base
-
-    @property
-    def retrieval(self) -> Retrieval | None:
-        """Which entries are read; None: all."""
-        return self._reader.retrieval
-
-    @retrieval.setter
-    def retrieval(self, retrieval: Retrieval | None) -> None:
-        self._reader.retrieval = retrieval
+    def __init__(self, reader: KnowledgeReader, base: KnowledgeBase, source: Source | None) -> None:
+        super().__init__(reader)
+        self._reader, self._base, self._source = reader, base, source
 
     @property
     def observer(self) -> Observer | None:
@@ -189,50 +172,16 @@ class ModularReader(LayerReader):
 
     @property
     def num_entries(self) -> int:
-        """Rows of E."""
-        return self._base.num_entries
-
-    def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Rows of E are their own ids."""
-        return positions
-
-    def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
-        """E W_V of each head."""
-        return torch.einsum("ne,hed->hnd", self._base.entries[positions], self._reader.attention.value)
-
-    def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
-        """B1(E)."""
-        return self._reader.attention.thresholds(self._base.entries)[..., positions]
-
-    @property
-    def output_bias(self) -> Tensor | None:
-        """b2."""
-        return self._reader.attention.output_bias
-
-    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
-        """See `KnowledgeReader.error_bound`."""
-        return self._reader.error_bound(reading, self._base.entries)
-
-
-class SourceReader(ModularReader):
-    """A block of a modular model that reads a store, or an index; `Reading.ids` are ids of the store.
-
-    Attributes:
-        source: what it reads.
-    """
-
-    def __init__(self, reader: KnowledgeReader, base: KnowledgeBase, source: Source) -> None:
-        super().__init__(reader, base)
-        self.source = source
-
-    @property
-    def num_entries(self) -> int:
-        """Entries of the source."""
-        return self.source.num_entries
+        """Rows of E, or of the source."""
+        return self._base.num_entries if self._source is None else self._source.num_entries
 
     def every(self) -> Int[Tensor, " entries"]:
-        """All ids."""
-        return self.source.store.ids() if isinstance(self.source, StoredKnowledge) else super().every()
+        """All ids of a store, or all rows."""
+        return self._source.store.ids() if isinstance(self._source, StoredKnowledge) else super().every()
+
+    def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Rows of E are their own ids, and what is read of a source has ids already."""
+        return positions
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
         """E W_V of each head."""
@@ -240,17 +189,26 @@ class SourceReader(ModularReader):
         return torch.einsum("ne,hed->hnd", self._rows(positions)[:, : attention.entry_dim], attention.value)
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
-        """Those that are stored beside the entries."""
+        """B1(E), of a source those that are stored beside the entries."""
         attention, width = self._reader.attention, self._reader.columns
+        if self._source is None:
+            return attention.thresholds(self._base.entries)[..., positions]
         columns = self._rows(positions)[:, attention.entry_dim :][:, self.layer * width :][:, :width]
         return columns.T.reshape(attention.parts, attention.num_heads, len(positions))
 
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b2, a parameter of the block."""
+        return self._reader.attention.output_bias
+
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
         """See `KnowledgeReader.error_bound`."""
-        return self._reader.error_bound(reading, self.source)
+        return self._reader.error_bound(reading, self._base.entries if self._source is None else self._source)
 
     def _rows(self, positions: Tensor) -> Tensor:
-        source, wanted = self.source, positions.cpu()
+        if self._source is None:
+            return self._base.entries[positions]
+        source, wanted = self._source, positions.cpu()
         rows = source.store.rows(wanted) if isinstance(source, StoredKnowledge) else source.rows()[wanted]
         return rows.to(self._reader.attention.value)
 
@@ -271,11 +229,8 @@ def readers(model: nn.Module) -> list[LayerReader]:
     """
     modular = next((m for m in model.modules() if isinstance(m, ModularModel)), None)
     if modular is not None:
-        found = [module for module in modular.modules() if isinstance(module, KnowledgeReader)]
-        source = modular.source
-        if source is not None:
-            return [SourceReader(reader, modular.knowledge, source) for reader in found]
-        return [ModularReader(reader, modular.knowledge) for reader in found]
+        blocks = [module for module in modular.modules() if isinstance(module, KnowledgeReader)]
+        return [ModularReader(block, modular.knowledge, modular.source) for block in blocks]
     values = [module for module in model.modules() if isinstance(module, EntryValues)]
     if not values:
         raise ValueError(

@@ -89,7 +89,7 @@ def save_entries(
     if base.entries.dtype == torch.float64:
         raise ValueError("a store holds float32 numbers, and the entries are float64: convert model.float()")
     _check_widths(base, store)
-    foreign = [made for made in store.stats().encoders if not made.startswith(MADE_BY)]
+    foreign = [version for version in store.stats().encoders if not version.startswith(MADE_BY)]
     if foreign:
         raise ValueError(f"the store holds entries made by {preview(foreign)}, which would be lost: use another one")
     encoder = f"{MADE_BY}:{name or getattr(getattr(model, 'config', None), 'name_or_path', '') or type(model).__name__}"
@@ -98,9 +98,9 @@ def save_entries(
     inserted = updated = 0
     for start in range(0, len(ids), _BATCH):
         batch, rows = ids[start : start + _BATCH], base.entries.detach()[start : start + _BATCH].float().cpu()
-        known = np.isin(batch, held)
-        changed = ~known
-        changed[known] = store.vectors(batch[known]).ne(rows[torch.from_numpy(known)]).any(dim=1).numpy()
+        present = np.isin(batch, held)
+        changed = ~present
+        changed[present] = store.vectors(batch[present]).ne(rows[torch.from_numpy(present)]).any(dim=1).numpy()
         place = np.flatnonzero(changed)
         if len(place):
             where: list[int] = layers[start + place].tolist()
@@ -112,7 +112,7 @@ def save_entries(
                 thresholds=layer_thresholds(where, base.num_layers),
                 encoder=encoder,
             )
-        inserted, updated = inserted + int((~known).sum()), updated + int((changed & known).sum())
+        inserted, updated = inserted + int((~present).sum()), updated + int((changed & present).sum())
         if progress is not None:
             progress(start + len(batch), len(ids), "entries")
     gone = np.setdiff1d(held, ids)

@@ -358,17 +358,17 @@ def _write(
         encoded = maker.encode(texts, step)
         cut += [batch[place].place for place in encoded.truncated]
         chosen = None if ids is None else np.asarray(ids)[start : start + _WINDOW]
-        given: dict[str, Any] = {
+        columns: dict[str, Any] = {
             "embeddings": encoded.embeddings,
             "texts": texts,
             "sources": [record.source for record in batch],
             "encoder": version,
         }
         if replace:
-            store.upsert(ids=cast(Indices, chosen), **given)
+            store.upsert(ids=cast(Indices, chosen), **columns)
             written += cast("list[int]", cast(Any, chosen).tolist())
         else:
-            written += cast("list[int]", store.insert(ids=chosen, **given).tolist())
+            written += cast("list[int]", store.insert(ids=chosen, **columns).tolist())
     seconds = time.monotonic() - began
     return Written(store.uri, store.backend, len(store), store.dim, tuple(written), version, tuple(cut), seconds)
 

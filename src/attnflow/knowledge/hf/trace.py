@@ -157,29 +157,29 @@ def _chosen(every: Sequence[LayerReader], layers: Sequence[int] | None) -> list[
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
     if positions is None:
         return list(range(size))
-    given = [positions] if isinstance(positions, int) else list(positions)
-    wrong = [position for position in given if not -size <= position < size]
-    if wrong or not given:
-        raise ValueError(f"positions must be of {size} tokens, {-size} to {size - 1}, got {given}")
-    return sorted({position % size for position in given})
+    chosen = [positions] if isinstance(positions, int) else list(positions)
+    wrong = [position for position in chosen if not -size <= position < size]
+    if wrong or not chosen:
+        raise ValueError(f"positions must be of {size} tokens, {-size} to {size - 1}, got {chosen}")
+    return sorted({position % size for position in chosen})
 
 
 def _targets(
-    given: str | int | Sequence[str | int] | None,
+    wanted: str | int | Sequence[str | int] | None,
     ids: Sequence[int],
     rows: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
     logits: Tensor,
 ) -> list[int]:
     """Ids of the targets: as given, or the next token of the text and at its end the most likely one."""
-    if given is None:
+    if wanted is None:
         return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
-    listed = [given] * len(rows) if isinstance(given, str | int) else list(given)
+    listed = [wanted] * len(rows) if isinstance(wanted, str | int) else list(wanted)
     if len(listed) != len(rows):
         raise ValueError(f"expected one target, or one for each of {len(rows)} positions, got {len(listed)}")
-    found = [_target(one, tokenizer) if isinstance(one, str) else int(one) for one in listed]
-    checks.index_array("targets", found, len(logits))
-    return found
+    targets = [_target(one, tokenizer) if isinstance(one, str) else int(one) for one in listed]
+    checks.index_array("targets", targets, len(logits))
+    return targets
 
 
 def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
@@ -222,12 +222,12 @@ def _promoted(
     return tuple(words)
 
 
-def _texts(given: Mapping[int, str] | Entries, layers: Sequence[LayerTrace]) -> dict[int, str]:
+def _texts(names: Mapping[int, str] | Entries, layers: Sequence[LayerTrace]) -> dict[int, str]:
     ids = torch.cat([one.ids.flatten() for one in layers]).unique().tolist()
-    if isinstance(given, Mapping):
-        return {entry: given[entry] for entry in ids if entry in given}
-    known = [entry for entry in ids if entry >= 0 and entry in given]
-    return {int(one.id): str(one.text) for one in given.get(known) if one.text}
+    if isinstance(names, Mapping):
+        return {entry: names[entry] for entry in ids if entry in names}
+    named = [entry for entry in ids if entry >= 0 and entry in names]
+    return {int(one.id): str(one.text) for one in names.get(named) if one.text}
 
 
 def _names(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:

@@ -74,10 +74,10 @@ class Centroids:
         lists = np.zeros(len(points), dtype=np.int64)
         nearest = np.full(len(points), -np.inf, dtype=np.float32)
         for group, which in enumerate(np.split(order // visited, ends[:-1])):
-            found, near = _nearest(points[which], self._groups[group])
+            places, near = _nearest(points[which], self._groups[group])
             better = near > nearest[which]
             which = which[better]
-            lists[which], nearest[which] = found[better] + self._starts[group], near[better]
+            lists[which], nearest[which] = places[better] + self._starts[group], near[better]
         return lists, nearest
 
 
@@ -93,8 +93,8 @@ def _nearness(points: Floats, centroids: Floats) -> Floats:
 
 def _nearest(points: Floats, centroids: Floats) -> tuple[Ints, Floats]:
     near = _nearness(points, centroids)
-    found = near.argmax(axis=1)
-    return found, np.take_along_axis(near, found[:, None], axis=1)[:, 0]
+    places = near.argmax(axis=1)
+    return places, np.take_along_axis(near, places[:, None], axis=1)[:, 0]
 
 
 def _spaced(points: Floats, count: int, draw: np.random.Generator) -> Floats:

@@ -207,13 +207,13 @@ class EntryIndex:
         with self._lock.reading():
             total = len(self)
             approximate = self._is_approximate(mode)
-            found = self._above(flat, column, bound, approximate)
-        counts = torch.tensor([len(scores) for scores, _, _ in found], dtype=torch.int64)
+            answers = self._above(flat, column, bound, approximate)
+        counts = torch.tensor([len(scores) for scores, _, _ in answers], dtype=torch.int64)
         most = int(counts.max()) if len(counts) else 0
         scores, slots = torch.full((len(flat), most), -math.inf), torch.full((len(flat), most), -1)
-        for query, (one, where, _) in enumerate(found):
+        for query, (one, where, _) in enumerate(answers):
             scores[query, : len(one)], slots[query, : len(one)] = one, where
-        counted = None if approximate else torch.tensor([int(n) for _, _, n in found], dtype=torch.int64).view(shape)
+        counted = None if approximate else torch.tensor([int(n) for _, _, n in answers], dtype=torch.int64).view(shape)
         last = torch.full(shape, bound)
         certificate = Certificate(approximate, counts.view(shape), total, last, counted)
         return Neighbours(slots.view(*shape, most), scores.view(*shape, most), certificate)
@@ -223,9 +223,9 @@ class EntryIndex:
         if not len(self):
             return 1.0
         exact = self.search(queries, k, threshold_column, "exact").scores[..., : min(k, len(self))]
-        found = self.search(queries, k, threshold_column).scores[..., : min(k, len(self))]
+        scores = self.search(queries, k, threshold_column).scores[..., : min(k, len(self))]
         rounding = 1e-5 * exact.abs().amax(dim=-1, keepdim=True)  # the two searches add in another order
-        return float((found >= exact[..., -1:] - rounding).double().mean())
+        return float((scores >= exact[..., -1:] - rounding).double().mean())
 
     def calibrate(
         self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None
@@ -258,9 +258,9 @@ class EntryIndex:
             self._reason = str(missing)
             return
         sample = self._sample or imitated(partition, rows, self.dim)
-        found = calibrate(partition, rows, self.dim, sample, self.target_recall)
+        calibrated = calibrate(partition, rows, self.dim, sample, self.target_recall)
         read = share(partition, sample)
-        self._reason = f"{found}, {read:.1%} of the entries"
+        self._reason = f"{calibrated}, {read:.1%} of the entries"
         if self.requested == "auto" and read > LARGEST_SHARE:
             self._reason += ": exact search is no slower"
         else:
@@ -300,11 +300,11 @@ class EntryIndex:
             return [(a, b, int(c)) for a, b, c in above(queries, rows[:, : self.dim], thresholds, bound)]
         assert self._partition is not None
         counts, scores, slots = self._partition.range(queries, column, bound)
-        found: list[tuple[Tensor, Tensor, int]] = []
+        answers: list[tuple[Tensor, Tensor, int]] = []
         for start, count in zip(np.cumsum(counts) - counts, counts, strict=True):
             order = np.argsort(-scores[start : start + count])
-            found.append((torch.from_numpy(scores[start:][order]), torch.from_numpy(slots[start:][order]), 0))
-        return found
+            answers.append((torch.from_numpy(scores[start:][order]), torch.from_numpy(slots[start:][order]), 0))
+        return answers
 
     def _is_approximate(self, mode: Mode | None) -> bool:
         if mode not in (None, "exact", "approximate"):
@@ -339,16 +339,16 @@ class EntryIndex:
         return _floats("row", rows)
 
     def _existing(self, slots: Tensor) -> Tensor:
-        found = index_array("slots", slots, limit=len(self))
-        if len(np.unique(found)) != len(found):
+        where = index_array("slots", slots, limit=len(self))
+        if len(np.unique(where)) != len(where):
             raise ValueError("slots must be different from each other")
-        return torch.from_numpy(found)
+        return torch.from_numpy(where)
 
 
 def _floats(name: str, values: Tensor) -> Tensor:
     """float32 on the CPU, all finite, with finite products."""
-    found = values.detach().to("cpu", torch.float32).contiguous()
-    for start, block in enumerate(found.split(_BLOCK)):
+    numbers = values.detach().to("cpu", torch.float32).contiguous()
+    for start, block in enumerate(numbers.split(_BLOCK)):
         fits = block.abs() <= LARGEST  # not so for NaN
         if not bool(fits.all()):
             bad = int((~fits.all(dim=1)).nonzero()[0]) + start * _BLOCK
@@ -356,4 +356,4 @@ def _floats(name: str, values: Tensor) -> Tensor:
                 f"{name} {bad} holds NaN or infinity or numbers above {LARGEST:.0e} (an entry is kept out of a column "
                 "by a large finite penalty, such as -1e9)"
             )
-    return found
+    return numbers

@@ -48,13 +48,13 @@ def above(
     Cost: as `best`; memory for what is found.
     """
     for part in _chunks(queries):
-        found: list[tuple[Ints, Ints, Floats]] = []
+        blocks: list[tuple[Ints, Ints, Floats]] = []
         active = np.zeros(len(part), dtype=np.int64)
         for start, scores in _blocks(part, rows, thresholds):
             active += np.count_nonzero(scores > 0, axis=1)
             query, column = np.nonzero(scores > np.float32(bound))
-            found.append((query, column + start, scores[query, column]))
-        query, slots, scores = (np.concatenate(values) for values in zip(*found, strict=True))
+            blocks.append((query, column + start, scores[query, column]))
+        query, slots, scores = (np.concatenate(values) for values in zip(*blocks, strict=True))
         order = np.lexsort((-scores, query))
         ends = np.cumsum(np.bincount(query, minlength=len(part)))[:-1]
         split = (torch.from_numpy(values[order]).tensor_split(torch.from_numpy(ends)) for values in (scores, slots))

@@ -100,8 +100,8 @@ class Partition:
             ),
             strict=True,
         )
-        found = np.concatenate(slots)
-        return np.where(found < 0, np.float32(-np.inf), np.concatenate(scores)), found
+        numbers = np.concatenate(slots)
+        return np.where(numbers < 0, np.float32(-np.inf), np.concatenate(scores)), numbers
 
     def range(self, queries: Floats, column: int | None, bound: float) -> tuple[Ints, Floats, Ints]:
         """All rows above a score of the lists that are read: how many for each query, scores and slots, in no order."""

@@ -120,8 +120,8 @@ def sum_of_rows(
     if not weights.numel():
         return weights.new_zeros(*weights.shape[:-1], table.shape[1])
     flat = rows.clamp(min=0).flatten(0, -2), weights.flatten(0, -2).to(table.dtype)
-    found = functional.embedding_bag(flat[0], table, per_sample_weights=flat[1], mode="sum")
-    return found.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
+    sums = functional.embedding_bag(flat[0], table, per_sample_weights=flat[1], mode="sum")
+    return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
 
 
 def sum_of_chosen(
@@ -139,8 +139,8 @@ def sum_of_chosen(
     counts = flat.sum(dim=-1)
     values = weights.flatten(0, -2)[flat].to(table.dtype)
     starts = counts.cumsum(0) - counts
-    found = functional.embedding_bag(flat.nonzero()[:, 1], table, starts, per_sample_weights=values, mode="sum")
-    return found.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
+    sums = functional.embedding_bag(flat.nonzero()[:, 1], table, starts, per_sample_weights=values, mode="sum")
+    return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:

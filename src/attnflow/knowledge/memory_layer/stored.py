@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int64
@@ -53,47 +53,27 @@ class StoredKnowledge:
         """How many there are now."""
         return len(self.store)
 
-    def insert(
-        self,
-        *,
-        embeddings: Vectors,
-        ids: Indices | None = None,
-        texts: Sequence[str | None] | None = None,
-        sources: Sequence[str | None] | None = None,
-        encoder: str | None = None,
-    ) -> Int64[Tensor, " n"]:
-        """`Store.insert` with the model's thresholds."""
+    def insert(self, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
+        """`Store.insert` with the model's thresholds; `given` are its other arguments."""
         rows, thresholds = self._with_thresholds(embeddings)
-        return self.store.insert(
-            embeddings=rows, ids=ids, texts=texts, sources=sources, thresholds=thresholds, encoder=encoder
-        )
+        return self.store.insert(embeddings=rows, thresholds=thresholds, **columns)
 
-    def upsert(
-        self,
-        *,
-        ids: Indices,
-        embeddings: Vectors,
-        texts: Sequence[str | None] | None = None,
-        sources: Sequence[str | None] | None = None,
-        encoder: str | None = None,
-    ) -> None:
-        """`Store.upsert` with the model's thresholds."""
+    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        """`Store.upsert` with the model's thresholds; `given` are its other arguments."""
         rows, thresholds = self._with_thresholds(embeddings)
-        self.store.upsert(
-            ids=ids, embeddings=rows, texts=texts, sources=sources, thresholds=thresholds, encoder=encoder
-        )
+        self.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
         """Ids of entries whose stored thresholds differ from the model's by more than a tolerance.
 
         Cost: the thresholds of all entries, in blocks.
         """
-        found = [torch.zeros(0, dtype=torch.int64)]
+        stale = [torch.zeros(0, dtype=torch.int64)]
         for ids in self.store.ids().split(_BLOCK):
             rows = self.store.rows(ids)
             wrong = (self._computed(rows[:, : self.store.dim]) - rows[:, self.store.dim :]).abs() > tolerance
-            found.append(ids[wrong.any(dim=1)])
-        return torch.cat(found)
+            stale.append(ids[wrong.any(dim=1)])
+        return torch.cat(stale)
 
     def write_thresholds(self) -> int:
         """Write the model's thresholds where they are stale; returns for how many entries. Their versions go up."""

@@ -116,16 +116,16 @@ class Activity:
             kept: which tokens count, None for all; padding should not.
         """
         fires = active(reading)
-        found = fires.flatten(0, -3) if kept is None else fires[kept.to(fires.device)]
+        active_here = fires.flatten(0, -3) if kept is None else fires[kept.to(fires.device)]
         counts = self._layers.setdefault(reading.layer, _Counts())
         if reading.ids is None:
-            everything = ids(torch.arange(found.shape[-1], device=found.device))
-            counts.add(everything.cpu(), found.sum(dim=(0, 1)).cpu())
+            everything = ids(torch.arange(active_here.shape[-1], device=active_here.device))
+            counts.add(everything.cpu(), active_here.sum(dim=(0, 1)).cpu())
         else:
             counts.read_all = False
             positions = reading.ids.flatten(0, -3) if kept is None else reading.ids[kept.to(fires.device)]
-            counts.add(*ids(positions[found]).cpu().unique(return_counts=True))
-        counts.tally(found.sum(dim=(1, 2)).cpu())
+            counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
+        counts.tally(active_here.sum(dim=(1, 2)).cpu())
 
     def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
         """Say which entries a layer may read: those that it never does are dead."""
@@ -153,11 +153,11 @@ class Activity:
         seen = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
         if not seen:
             raise ValueError("no forward pass of the model has run inside the block: there is nothing to report")
-        known = None if ids is None else torch.from_numpy(index_array("ids", ids)).unique()
+        listed = None if ids is None else torch.from_numpy(index_array("ids", ids)).unique()
         layers: list[LayerActivity] = []
         every, fired = [], []
         for layer, counts in seen.items():
-            mine = counts.ids if known is None else known
+            mine = counts.ids if listed is None else listed
             alive = counts.ids[counts.fired > 0]
             dead = int((~torch.isin(mine, alive)).sum())
             layers.append(counts.summary(layer, len(mine), dead))

@@ -117,9 +117,9 @@ def duplicates(
     work = float(len(unit)) ** 2 * unit.shape[1]
     approximate = search == "approximate" or (search == "auto" and work > _MOST_WORK)
     least = threshold - torch.finfo(unit.dtype).eps * unit.shape[1] ** 0.5  # rounding must not part equals
-    found = (_by_index if approximate else _by_blocks)(unit, least)
+    batches = (_by_index if approximate else _by_blocks)(unit, least)
     labels, pairs = np.arange(len(unit)), int((copies * (copies - 1) // 2).sum())
-    for done, first, second in found:
+    for done, first, second in batches:
         once = second > first  # an index finds most pairs from both sides
         pairs += int((copies[first[once]] * copies[second[once]]).sum())
         labels = _merged(labels, first.numpy(), second.numpy())
@@ -143,8 +143,8 @@ def _by_blocks(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor
     """(rows compared so far, first, second) of the pairs of each block with all later rows."""
     for start in range(0, len(unit), _BLOCK):
         block = unit[start : start + _BLOCK]
-        found = (block @ unit[start:].T >= least).triu(diagonal=1).nonzero() + start
-        yield start + len(block), found[:, 0], found[:, 1]
+        places = (block @ unit[start:].T >= least).triu(diagonal=1).nonzero() + start
+        yield start + len(block), places[:, 0], places[:, 1]
 
 
 def _by_index(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -166,12 +166,12 @@ def _merged(labels: IntArray, first: IntArray, second: IntArray) -> IntArray:
         return labels
     ones, size = np.ones(len(first), dtype=np.float32), len(labels)
     edges = coo_array((ones, (labels[first], labels[second])), shape=(size, size))
-    found: IntArray = connected_components(edges, directed=False)[1].astype(np.int64)
-    return found[labels]
+    components: IntArray = connected_components(edges, directed=False)[1].astype(np.int64)
+    return components[labels]
 
 
 def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:
     order = np.lexsort((ids, labels))
     ends = np.flatnonzero(np.diff(labels[order])) + 1
-    found = [tuple(group.tolist()) for group in np.split(ids[order], ends) if len(group) > 1]
-    return tuple(sorted(found, key=lambda group: (-len(group), group)))
+    groups = [tuple(group.tolist()) for group in np.split(ids[order], ends) if len(group) > 1]
+    return tuple(sorted(groups, key=lambda group: (-len(group), group)))

@@ -171,18 +171,18 @@ class CachedIndex(ABC):
             self._whole = True
 
     def _put(self, rows: Stamped) -> None:
-        known = self.holds(rows.ids)
+        present = self.holds(rows.ids)
         vectors = torch.from_numpy(rows.vectors)
-        if known.any():
-            slots = self._slots_of(rows.ids[known])
-            self._index.replace(torch.from_numpy(slots), vectors[torch.from_numpy(known)])
-            self._updated[slots] = rows.updated[known]
-        if not known.all():
-            ids = rows.ids[~known]
+        if present.any():
+            slots = self._slots_of(rows.ids[present])
+            self._index.replace(torch.from_numpy(slots), vectors[torch.from_numpy(present)])
+            self._updated[slots] = rows.updated[present]
+        if not present.all():
+            ids = rows.ids[~present]
             slots = np.arange(len(self), len(self) + len(ids))
-            self._index.add(vectors[torch.from_numpy(~known)])
+            self._index.add(vectors[torch.from_numpy(~present)])
             self._reserve(len(self) + len(ids))
-            self._ids[slots], self._updated[slots] = ids, rows.updated[~known]
+            self._ids[slots], self._updated[slots] = ids, rows.updated[~present]
             self._slots.update(zip(ids.tolist(), slots.tolist(), strict=True))
 
     def _drop(self, ids: IntArray) -> None:

@@ -78,12 +78,12 @@ class StoreStats(Result):
         size = "" if self.bytes_on_disk is None else f", {self.bytes_on_disk / 2**10:,.0f} KiB"
         columns = f" and {plural(self.num_thresholds, 'threshold column')}" if self.num_thresholds else ""
         held = f"{plural(self.count, 'entry', 'entries')} of width {self.dim}{columns}{size}"
-        made = sorted(self.encoders.items(), key=lambda item: -item[1])
+        counts = sorted(self.encoders.items(), key=lambda item: -item[1])
         return "\n".join(
             [
                 f"{self.uri} ({self.backend}): {held}",
                 f"search     {self.mode}: {self.reason}",
-                *(f"made by    {name or '(unknown)'}: {count:,}" for name, count in made),
+                *(f"made by    {name or '(unknown)'}: {count:,}" for name, count in counts),
                 "versions   " + (", ".join(f"{v}: {n:,}" for v, n in sorted(self.versions.items())) or "none"),
                 "snapshots  " + (", ".join(self.snapshots) or "none"),
             ]

@@ -194,7 +194,7 @@ def _packages() -> tuple[Any, Any]:
     return lancedb, arrow
 
 
-def _create(directory: Path, made: Metadata) -> None:
+def _create(directory: Path, described: Metadata) -> None:
     """A store appears at its place as a whole: it is made beside it and renamed."""
     beside = directory.with_name(f".{directory.name}.{uuid4().hex}.new")
     try:
@@ -205,8 +205,8 @@ def _create(directory: Path, made: Metadata) -> None:
     try:
         with failures(f"a store at {directory} cannot be made"):
             lancedb, arrow = _packages()
-            lancedb.connect(beside).create_table(TABLE, schema=arrow.schema(made.dim, made.num_thresholds))
-            metadata.save(beside, made)
+            lancedb.connect(beside).create_table(TABLE, schema=arrow.schema(described.dim, described.num_thresholds))
+            metadata.save(beside, described)
             try:
                 beside.rename(directory)
             except OSError as error:

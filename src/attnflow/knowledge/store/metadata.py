@@ -38,10 +38,10 @@ Kind = TypeVar("Kind", bound=Metadata)
 
 def check_widths(place: str, stored: Metadata, dim: int | None, num_thresholds: int | None) -> None:
     """Refuse to open a store as another one than it is."""
-    for name, given, has in (("dim", dim, stored.dim), ("num_thresholds", num_thresholds, stored.num_thresholds)):
-        if given is not None and given != has:
+    for name, asked, has in (("dim", dim, stored.dim), ("num_thresholds", num_thresholds, stored.num_thresholds)):
+        if asked is not None and asked != has:
             raise ValueError(
-                f"the store at {place} has {name}={has}, got {name}={given}: leave it out, or open another"
+                f"the store at {place} has {name}={has}, got {name}={asked}: leave it out, or open another"
             )
 
 
@@ -64,12 +64,12 @@ def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
             raise NewerFormat(
                 f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
             )
-        found = kind(**values)
+        metadata = kind(**values)
         for name, least in (("dim", 1), ("num_thresholds", 0), ("next_id", 0)):
-            integer(name, getattr(found, name), least)
+            integer(name, getattr(metadata, name), least)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NotAStore(f"{place} does not describe a store of attnflow, or is damaged") from None
-    return found
+    return metadata
 
 
 def load(directory: Path) -> Metadata:

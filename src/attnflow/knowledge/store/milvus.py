@@ -319,17 +319,17 @@ def _to_dicts(rows: Rows) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _to_rows(found: list[dict[str, Any]], width: int) -> Rows:
-    texts, sources, encoders = (np.full(len(found), None, dtype=object) for _ in range(3))
+def _to_rows(dicts: list[dict[str, Any]], width: int) -> Rows:
+    texts, sources, encoders = (np.full(len(dicts), None, dtype=object) for _ in range(3))
     for name, column in (("text", texts), ("source", sources), ("encoder", encoders)):
-        column[:] = [row[name] for row in found]
+        column[:] = [row[name] for row in dicts]
     return Rows(
-        ids=_column(found, "id"),
-        vectors=np.array([row["vector"] for row in found], dtype=np.float32).reshape(len(found), width),
+        ids=_column(dicts, "id"),
+        vectors=np.array([row["vector"] for row in dicts], dtype=np.float32).reshape(len(dicts), width),
         texts=texts,
         sources=sources,
         encoders=encoders,
-        versions=_column(found, "version"),
-        created=_column(found, "created"),
-        updated=_column(found, "updated"),
+        versions=_column(dicts, "version"),
+        created=_column(dicts, "created"),
+        updated=_column(dicts, "updated"),
     )

@@ -96,16 +96,16 @@ class MilvusBackend(MilvusRows):
         ids, scores = self._ask(queries, threshold_column, parameters, _MOST, width=None)
         if ids.shape[-1] == _MOST:
             raise StoreError(f"a query has {_MOST:,} or more entries above {threshold}, and Milvus returns no more")
-        found, last = (ids >= 0).sum(dim=-1), torch.full(queries.shape[:-1], threshold)
-        return Neighbours(ids, scores, Certificate(self._is_approximate(mode), found, total, last))
+        counts, last = (ids >= 0).sum(dim=-1), torch.full(queries.shape[:-1], threshold)
+        return Neighbours(ids, scores, Certificate(self._is_approximate(mode), counts, total, last))
 
     def recall(self, queries: Tensor, k: int, threshold_column: int | None) -> float:
         """Against a search that reads all lists; equal scores count as equal."""
         exact = self.search(queries, k, threshold_column, "exact").scores
-        found = self.search(queries, k, threshold_column, None).scores
+        scores = self.search(queries, k, threshold_column, None).scores
         lowest = torch.where(exact.isinf(), math.inf, exact).amin(dim=-1, keepdim=True)
         there = ~exact.isinf()
-        return float((found >= lowest - 1e-6 * lowest.abs())[there].double().mean()) if bool(there.any()) else 1.0
+        return float((scores >= lowest - 1e-6 * lowest.abs())[there].double().mean()) if bool(there.any()) else 1.0
 
     def calibrate(self, queries: Tensor, k: int, threshold_column: int | None) -> None:
         """The smallest power of two of lists that reaches the target recall."""

@@ -75,9 +75,9 @@ def written(
     if len(old):
         _, new, place = np.intersect1d(ids, old.ids, assume_unique=True, return_indices=True)
         versions[new], created[new] = old.versions[place] + 1, old.created[place]
-        for given, kept in ((texts, old.texts), (sources, old.sources)):
-            absent = np.array([value is None for value in given[new]], dtype=np.bool_)
-            given[new[absent]] = kept[place[absent]]
+        for new_texts, old_texts in ((texts, old.texts), (sources, old.sources)):
+            absent = np.array([value is None for value in new_texts[new]], dtype=np.bool_)
+            new_texts[new[absent]] = old_texts[place[absent]]
     encoders = np.full(count, encoder, dtype=object)
     return Rows(ids, vectors, texts, sources, encoders, versions, created, np.full(count, now))
 

@@ -165,10 +165,10 @@ class Store(StoreReader):
         with self._writer() as backend:
             vectors = self._joined(embeddings, thresholds)
             keys = arguments.identifiers("ids", ids, len(vectors))
-            known = backend.holds(keys)
-            if thresholds is None and self.num_thresholds and known.any():
-                vectors[known, self.dim :] = backend.vectors(keys[known])[:, self.dim :]
-            self._write(backend, keys, vectors, texts, sources, encoder, known)
+            present = backend.holds(keys)
+            if thresholds is None and self.num_thresholds and present.any():
+                vectors[present, self.dim :] = backend.vectors(keys[present])[:, self.dim :]
+            self._write(backend, keys, vectors, texts, sources, encoder, present)
 
     def delete(self, ids: Indices) -> None:
         """Drop entries; their ids are not given out again.
@@ -249,14 +249,14 @@ class Store(StoreReader):
         texts: Sequence[str | None] | None,
         sources: Sequence[str | None] | None,
         encoder: str | None,
-        known: Flags,
+        present: Flags,
     ) -> None:
         """One commit."""
         columns = arguments.strings("texts", texts, len(keys)), arguments.strings("sources", sources, len(keys))
         name = None if encoder is None else arguments.text("encoder", encoder)
         if not len(keys):
             return
-        old = self._backend.read(keys[known]) if known.any() else Rows.none(vectors.shape[1])
+        old = self._backend.read(keys[present]) if present.any() else Rows.none(vectors.shape[1])
         rows = written(keys, vectors, *columns, name, self._now(), old)
         with self._following():
             backend.write(rows)

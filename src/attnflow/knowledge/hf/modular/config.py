@@ -191,6 +191,6 @@ class ModularConfig(PreTrainedConfig):
             "threshold": THRESHOLDS,
             "order": ("query_side", "folded", "naive"),
         }
-        for name, known in names.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
+        for name, allowed in names.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
