@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from attnflow.cli import _models
+from attnflow.cli._options import integers
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def knowledge_trace(
 def _inputs(text: str | None, ids: str | None) -> str | list[int]:
     """The text, or the token ids."""
     if ids is not None and text is None:
-        return _options.integers(ids, "--ids")
+        return integers(ids, "--ids")
     if text is None or ids is not None:
         raise BadUsage("give a TEXT or --ids, one of them")
     if not text:
