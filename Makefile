@@ -1,8 +1,8 @@
-# make demo: install, then the main job.  make test: install, then every check.  make help: the rest.
+# make demo: install, then the main job.  make test: install, then the checks.  make test-all: the slow ones, too.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports unit compiled kernels docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit slow compiled kernels docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -34,7 +34,10 @@ demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; 
 	$(call say,The main job)
 	$(PY) -m attnflow demo
 
-test: lint types imports unit compiled kernels  ## install, then every check
+test: lint types imports unit  ## install, then every check that is not slow by nature
+	$(call say,Every check of make test passed)
+
+test-all: test slow compiled kernels  ## make test, then what is slow: real models, training, torch.compile, Triton
 	$(call say,Every check passed)
 
 lint: $(ENV)  ## formatting and lint
@@ -50,9 +53,13 @@ imports: $(ENV)  ## the direction of dependencies
 	$(call say,import-linter)
 	$(VENV)/bin/lint-imports --no-cache
 
-unit: $(ENV)  ## tests and doctests under the shape and type checker
+unit: $(ENV)  ## tests and doctests under the shape and type checker, without the slow ones
 	$(call say,tests under jaxtyping and beartype)
-	OMP_NUM_THREADS=1 $(PYTEST) tests src/attnflow --doctest-modules -m "not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) tests src/attnflow --doctest-modules -m "not slow and not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
+
+slow: $(ENV)  ## the tests marked slow: real models, training, subprocesses
+	$(call say,slow tests under jaxtyping and beartype)
+	OMP_NUM_THREADS=1 $(PYTEST) tests -m "slow and not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
 
 compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
 	$(call say,tests of compiled functions)
@@ -81,7 +88,7 @@ format: $(ENV)  ## rewrite the sources in the project's format
 
 clean:  ## remove everything that was built here, the virtual environment too
 	rm -rf $(VENV) site dist build out .pytest_cache .ruff_cache .hypothesis .cache
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(ENV)  ## only install
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Guard(Handle):
         self,
         model: nn.Module,
         every: int | None,
-        on_leak: Literal["raise", "log"],
+        on_leak: str,
         order: Mask | Sequence[Mask] | Flow | None,
         passes: int,
         sequences: int,
@@ -102,7 +102,7 @@ def guard(
     model: nn.Module | Loaded,
     every: int | None = None,
     *,
-    on_leak: Literal["raise", "log"] = "raise",
+    on_leak: str = "raise",
     order: Mask | Sequence[Mask] | Flow | None = None,
     passes: int = 8,
     sequences: int = 2,
