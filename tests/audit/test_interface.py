@@ -1,16 +1,13 @@
 """What a user passes and gets: bad input, reports, and a model left as it was."""
 
-import contextlib
 import dataclasses
 import io
 import json
 import random
-import re
 
 import numpy as np
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 from rich.console import Console
 from torch import nn
 
@@ -18,14 +15,7 @@ import attnflow as af
 from attnflow.audit import AuditReport, check, measure
 from attnflow.models import evaluation
 from tests.audit.common import LENGTH, inputs, tiny, tokens, wrapped
-
-
-@contextlib.contextmanager
-def refused(error, message):
-    """As `pytest.raises`; where annotations are checked at run time, a wrong type may be refused before our check."""
-    with pytest.raises((error, TypeCheckError)) as caught:
-        yield
-    assert isinstance(caught.value, TypeCheckError) or re.search(message, str(caught.value)), caught.value
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("mode", ["perturb", "vjp"])

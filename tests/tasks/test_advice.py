@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Collator, Label, Task, Token
+from tests.refused import refused
 
 IDS = [5, 6, 7, 8, 9, 4]
 
@@ -43,17 +44,17 @@ def test_too_few_blocks():
 
 def test_a_family_where_a_task_belongs_and_the_other_way_round():
     family = tasks.causal_lm(IDS)
-    with pytest.raises(TypeError, match=r"check each task of a family, or af\.tasks\.merge\(family\)"):
+    with refused(TypeError, r"check each task of a family, or af\.tasks\.merge\(family\)"):
         tasks.check(family)
     assert all(tasks.check(task).ok for task in family)
     assert tasks.check(tasks.merge(family)).ok
-    with pytest.raises(TypeError, match=r"pass \[task\]"):
+    with refused(TypeError, r"pass \[task\]"):
         tasks.merge(family[0])
     assert tasks.merge([family[0]]).task.size == 1
 
 
 def test_a_mask_that_is_a_tensor():
-    with pytest.raises(TypeError, match=r"af\.masks\.from_dense\(tensor\)"):
+    with refused(TypeError, r"af\.masks\.from_dense\(tensor\)"):
         Task([Token(5, 0)], [], torch.ones(1, 1, dtype=torch.bool))
     assert Task([Token(5, 0)], [], af.masks.from_dense(torch.ones(1, 1, dtype=torch.bool))).size == 1
 
