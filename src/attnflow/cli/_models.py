@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnflow.cli._masks import EXAMPLES
@@ -20,7 +19,7 @@ def require(name: str) -> None:
     Raises:
         BadUsage: neither a short name, nor a file or folder, nor a model of the hub.
     """
-    from attnflow.models.names import resolve
+    from attnflow.models.names import is_out_of_reach, resolve
 
     if not name.strip():
         raise BadUsage("name a model: smollm2-135m, minilm, a folder, a GGUF file or a model id of the hub")
@@ -29,18 +28,8 @@ def require(name: str) -> None:
     except FileNotFoundError as error:
         hint = f"; {name} is a mask: see `attnflow report {name}` and `attnflow mask show {name}`"
         raise BadUsage(f"{error}{hint if name in EXAMPLES else ''}") from error
-    if isinstance(place, str) and _is_out_of_reach(place):
+    if isinstance(place, str) and is_out_of_reach(place):
         raise BadUsage(f"{name!r} is no local model; HF_HUB_OFFLINE is set, and it is not in the hub's local cache")
-
-
-def _is_out_of_reach(hub_id: str) -> bool:
-    """Whether the hub must not be asked, and has left nothing of this model on this machine."""
-    try:
-        from huggingface_hub import constants
-    except ImportError:
-        return False  # who loads it says what to install
-    folder = f"models--{hub_id.replace('/', '--')}"
-    return constants.HF_HUB_OFFLINE and not (Path(constants.HF_HUB_CACHE) / folder).exists()
 
 
 def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:

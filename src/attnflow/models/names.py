@@ -40,6 +40,16 @@ def resolve(name: str) -> Path | str:
     raise FileNotFoundError(f"no file or folder {name!r}{rest}")
 
 
+def is_out_of_reach(hub_id: str) -> bool:
+    """Whether the hub must not be asked, and has left nothing of this model on this machine."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False  # who loads it says what to install
+    folder = f"models--{hub_id.replace('/', '--')}"
+    return constants.HF_HUB_OFFLINE and not (Path(constants.HF_HUB_CACHE) / folder).exists()
+
+
 def short_names() -> str:
     """The short names, as the end of a message."""
     return f"; short names are {', '.join(MODELS)}"

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
 from attnflow.bias.layer import layer_biases
-from attnflow.models.inputs import model_inputs, model_name
 from attnflow.models.loaded import Loaded, split
 from attnflow.report.page import Page
 from attnflow.report.registry import page
@@ -40,6 +39,8 @@ def model_page(
 
     Cost: an audit of the model, one pass over its queries and keys, and about four forward passes.
     """
+    from attnflow.models.inputs import model_inputs, model_name  # with transformers, which other pages do without
+
     module, tokenizer = split(model)
     named = model_inputs(module, inputs, tokenizer, 0)
     steps: list[tuple[str, Callable[[], object]]] = [
