@@ -69,7 +69,7 @@ def map_chart(
         allowed = np.stack([np.asarray(bias_map.allowed(number)[row]) for number in layers])
         sides, side = [str(number) for number in layers], "layer"
         what = f"query {query_name(bias_map, row)}" + (f", layer {layer}" if layer is not None else "")
-    keys, remark = foremost(np.abs(np.where(allowed, table, 0)).max(axis=0), allowed.any(axis=0))
+    keys, remark = foremost(np.abs(np.where(allowed, table, 0)).max(axis=0), np.asarray(allowed.any(axis=0)))
     tokens = [token_name(bias_map, key) for key in keys]
     figure = blank(*table_size(tokens, len(sides)))
     axes = figure.add_subplot()

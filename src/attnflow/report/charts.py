@@ -7,7 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import columns as display_width
@@ -49,17 +49,19 @@ def chart(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @wraps(draw)
     def styled(*arguments: P.args, **options: P.kwargs) -> Figure:
         try:
-            import matplotlib.figure  # noqa: F401
             from matplotlib import rc_context
-        except ImportError as error:
+
+            with rc_context(cast(Any, _STYLE)):
+                return draw(*arguments, **options)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
             raise MissingExtra("matplotlib", "report", "a chart") from error
-        with rc_context(_STYLE):
-            return draw(*arguments, **options)
 
     return styled
 
 
-def blank(width: float, height: float) -> Figure:
+def blank(width: float, height: float) -> Any:
     """A figure of that size in inches, of which nothing global knows."""
     from matplotlib.figure import Figure
 

@@ -68,6 +68,29 @@ def _table_part(result: Result, _: Context) -> Part:
     return Part(name, [Section("table", name, body)], failed=not getattr(result, "ok", True))
 
 
+def _as_svg(draw: Callable[..., str]) -> Callable[..., Svg]:
+    def drawing(result: Any, **options: Any) -> Svg:
+        return Svg(draw(result, **options))
+
+    return drawing
+
+
+def _survey_figure(survey: Survey, **options: Any) -> Figure:
+    return score_chart(*survey.models, **options)
+
+
+def _survey_text(survey: Survey, width: int = 110) -> str:
+    return overview(survey.models, width)
+
+
+def _score_text(scores: GeometryScores, width: int = 110) -> str:
+    return overview([scores], width)
+
+
+def _plain_text(result: object, **_: object) -> str:
+    return str(result)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How one kind of result is shown.
@@ -81,25 +104,22 @@ class Kind:
 
     part: Callable[[Any, Context], Part] = _table_part
     figure: Callable[..., Svg | Figure] | None = None
-    text: Callable[..., str] = lambda result, **_: str(result)
+    text: Callable[..., str] = _plain_text
     together: bool = False
 
 
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
-    Mask: Kind(mask_part, lambda mask, **options: Svg(mask_svg(mask, **options)), mask_text),
+    Mask: Kind(mask_part, _as_svg(mask_svg), mask_text),
     Flow: Kind(mask_part, _flow_figure),
-    Hasse: Kind(hasse_part, lambda hasse, **options: Svg(hasse_svg(hasse, **options))),
+    Hasse: Kind(hasse_part, _as_svg(hasse_svg)),
     LeakReport: Kind(leak_part),
     Verification: Kind(verification_part),
     AuditReport: Kind(audit_part, audit_chart),
     BiasMap: Kind(bias_part, map_chart),
-    BiasGraph: Kind(graph_part, lambda graph, **options: Svg(graph_svg(graph, **options))),
-    GeometryScores: Kind(scores_part, score_chart, lambda scores, width=110: overview([scores], width), together=True),
-    Survey: Kind(
-        figure=lambda survey, **options: score_chart(*survey.models, **options),
-        text=lambda survey, width=110: overview(survey.models, width),
-    ),
+    BiasGraph: Kind(graph_part, _as_svg(graph_svg)),
+    GeometryScores: Kind(scores_part, score_chart, _score_text, together=True),
+    Survey: Kind(figure=_survey_figure, text=_survey_text),
     Trace: Kind(trace_part, trace_chart),
     Trained: Kind(training_part, training_chart),
 }

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from attnflow._core import checks
 from attnflow._core.errors import MissingExtra
@@ -19,7 +19,6 @@ from attnflow._core.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Affine2D
 
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
 SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
@@ -89,7 +88,7 @@ def written(figure: Figure, kind: str, *, rc: Mapping[str, str] | None = None, *
 
     content = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    with rc_context({"svg.hashsalt": "attnflow", **(rc or {})}), warnings.catch_warnings():
+    with rc_context(cast(Any, {"svg.hashsalt": "attnflow", **(rc or {})})), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(content, format=kind, metadata=undated, **options)
     return content.getvalue()
@@ -113,15 +112,19 @@ def _figure_of(markup: str) -> Figure:
     return figure
 
 
-def _draw(axes: Any, node: ElementTree.Element, place: Affine2D, outer: Mapping[str, Any]) -> None:
+def _draw(axes: Any, node: ElementTree.Element, place: Any, outer: Mapping[str, Any]) -> None:
     from matplotlib.patches import Circle, FancyBboxPatch, PathPatch, Rectangle
 
-    style = {**outer, **{name: node.get(name) for name in _INHERITED if node.get(name) is not None}}
+    style: dict[str, Any] = {**outer, **{name: node.attrib[name] for name in _INHERITED if name in node.attrib}}
     style["opacity"] = float(outer["opacity"]) * float(node.get("opacity", "1"))
     place = _moved(node.get("transform", ""), place)
     kind = node.tag.rpartition("}")[2]
     x, y, width, height, corner = (float(node.get(name, "0")) for name in ("x", "y", "width", "height", "rx"))
-    look = {"facecolor": _colour(style, "fill", _INK), "edgecolor": _colour(style, "stroke", "none"), "zorder": 1}
+    look: dict[str, Any] = {
+        "facecolor": _colour(style, "fill", _INK),
+        "edgecolor": _colour(style, "stroke", "none"),
+        "zorder": 1,
+    }
     look |= {"linewidth": _POINTS * float(style.get("stroke-width", 1)), "transform": place + axes.transData}
     if node.get("stroke-dasharray"):
         look["linestyle"] = (0, [float(length) for length in node.get("stroke-dasharray", "").split()])
@@ -165,17 +168,13 @@ def _colour(style: Mapping[str, Any], what: str, default: str) -> Any:
     return to_rgba(_INK if name == "currentColor" else name, share)
 
 
-def _moved(transform: str, place: Affine2D) -> Affine2D:
+def _moved(transform: str, place: Any) -> Any:
     from matplotlib.transforms import Affine2D
 
     own = Affine2D()
     for name, values in reversed(re.findall(r"(\w+)\(([^)]*)\)", transform)):
         numbers = [float(value) for value in values.replace(",", " ").split()]
-        own = (
-            own.translate(*numbers[:2])
-            if name == "translate"
-            else own.rotate_deg_around(*(*numbers[1:], 0, 0)[:2], numbers[0])
-        )
+        own = own.translate(numbers[0], numbers[1]) if name == "translate" else own.rotate_deg(numbers[0])
     return own + place
 
 

@@ -33,14 +33,14 @@ def training_chart(trained: Trained, *, title: str | None = None) -> Figure:
     left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)  # above: no line is covered
     layers = trained.layers
     numbers = [int(name.rpartition("_")[2]) for name in layers]
-    scale = ScalarMappable(Normalize(min(numbers, default=0), max([1, *numbers])), colormaps["viridis"])
+    colours, scale = colormaps["viridis"], Normalize(min(numbers, default=0), max([1, *numbers]))
     for name, number in zip(layers, numbers, strict=True):
         points = [(entry["step"], entry[name]) for entry in curve if name in entry]
-        right.plot(*zip(*points, strict=True), color=scale.to_rgba(number), linewidth=1.2)
+        right.plot(*zip(*points, strict=True), color=colours(scale(number)), linewidth=1.2)
         right.annotate(str(number), points[-1], xytext=(3, 0), textcoords="offset points", fontsize=7, va="center")
     right.set(xlabel="step", ylabel="|B|, row-centred")
     if layers:
-        bar = figure.colorbar(scale, ax=right, pad=0.06, fraction=0.05, label="layer")
+        bar = figure.colorbar(ScalarMappable(scale, colours), ax=right, pad=0.06, fraction=0.05, label="layer")
         bar.ax.invert_yaxis()  # layer 0 at the top, as everywhere
         bar.locator.set_params(integer=True)
     for axes in (left, right):

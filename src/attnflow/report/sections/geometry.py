@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from attnflow._core.markup import grouped, plural
@@ -55,7 +56,7 @@ def _scores(models: Models) -> Section:
         behind = reading == (2.0, "excess")
         said = f" Open marks: {len(background())} published records, without those known to be wrong." if behind else ""
         title = "Symmetry and directionality"
-        parts.append(charts.in_page(lambda alike=alike: score_chart(*alike, title=" "), title, caption + said))
+        parts.append(charts.in_page(partial(score_chart, *alike, title=" "), title, caption + said))
     parts.append(html.table(_HEAD, _rows(models), text_columns=2))
     return Section("geometry", "Symmetry and directionality", html.join([*parts, *_remarks(models)]))
 
@@ -65,7 +66,7 @@ def _by_layer(models: Models) -> Section:
     parts: list[Content] = []
     for reading in sorted({(model.gamma, model.mode) for model in models}):
         alike = [model for model in models if (model.gamma, model.mode) == reading]
-        draw = lambda alike=alike: score_chart(*alike, picture="layers", title=" ")  # noqa: E731
+        draw = partial(score_chart, *alike, picture="layers", title=" ")
         parts.append(charts.in_page(draw, "Scores by layer", "Grey: where random weights of this width would lie."))
     for model in models:
         for summary in model.summaries:
@@ -84,7 +85,7 @@ def _by_head(models: Models) -> Section:
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
     for model in scored[:_MAPS]:
-        draw = lambda model=model: score_chart(model, picture="heads")  # noqa: E731
+        draw = partial(score_chart, model, picture="heads")
         parts.append(charts.in_page(draw, f"Scores of each head of {model.model}"))
     if len(scored) > _MAPS:
         parts.append(html.paragraph(f"… and {grouped(len(scored) - _MAPS)} more.", kind="lead"))
