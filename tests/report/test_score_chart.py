@@ -1,5 +1,6 @@
 """Figures of scores: what they show, and what they refuse."""
 
+import inspect
 import math
 import sys
 from dataclasses import replace
@@ -96,7 +97,7 @@ def test_what_a_figure_cannot_show_is_named():
         report.figure(scores(heads=0), picture="heads")
     with pytest.raises(ValueError, match="one model"):
         report.figure(scores(), scores("two"), picture="heads")
-    draw = getattr(charts.score_chart, "__wrapped__", charts.score_chart)
+    draw = inspect.unwrap(charts.score_chart)
     with pytest.raises(ValueError, match="got 'pie'"):
         draw(scores(), picture="pie")
 
