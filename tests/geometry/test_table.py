@@ -40,8 +40,9 @@ def test_rows_hold_the_scores_of_the_weights():
         3, "layers.3.attention", "decoder", "self", Rows("q", 2, 4, 0, 4), Rows("k", 2, 2, 0, 2), 4, 2, False
     )
     full, heads = full_scores(query, key, 4, 2), head_scores(query, key, 4, 2)
-    rows = [*rows_of(source, full), *rows_of(source, heads)]
+    rows = [*rows_of(source, full, 20), *rows_of(source, heads, 20)]
     assert [r.head for r in rows] == ["all", 0, 1, 2, 3]
+    assert {r.width for r in rows} == {20}
     assert {(r.layer, r.name, r.tower, r.kind) for r in rows} == {(3, "layers.3.attention", "decoder", "self")}
     assert rows[0].symmetry == full.symmetry.item()
     assert [r.directionality for r in rows[1:]] == heads.directionality.tolist()
@@ -52,7 +53,7 @@ def test_rows_hold_the_scores_of_the_weights():
 
 def test_matrices_that_are_not_square_are_flagged():
     source = Place(0, "cross", "decoder", "cross", Rows("q", 2, 4, 0, 4), Rows("k", 2, 4, 0, 4), 4, 4, False)
-    (found,) = rows_of(source, full_scores(torch.randn(8, 20), torch.randn(8, 12), 4, 4))
+    (found,) = rows_of(source, full_scores(torch.randn(8, 20), torch.randn(8, 12), 4, 4), 20)
     assert found.flags == ("not square",)
     assert math.isnan(found.symmetry)
     assert found.norm > 0
