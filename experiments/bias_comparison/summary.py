@@ -129,6 +129,8 @@ def figure(base: float, results: Sequence[Result]) -> Any:
     every.set_ylabel("held-out loss (nats per token)")
     every.set_title("all arms", fontsize=10)
     biases.set_title("biases alone (another scale)", fontsize=10)
+    names = {"frameon": False, "fontsize": 8, "ncols": 7}  # below both panels, where they cover no line
+    drawn.legend(*every.get_legend_handles_labels(), loc="outside lower center", **names)
     return drawn
 
 
@@ -141,7 +143,6 @@ def _curves(axes: Any, base: float, results: Sequence[Result]) -> None:
         style = {"color": _COLOURS.get(one.arm, "0.5"), "marker": _MARKS.get(one.arm, "o"), "label": one.arm}
         plot_band(axes, [0, *one.curve], middle, low, high, **style)
     axes.set_xlabel("training step")
-    axes.legend(frameon=False, fontsize=8)
 
 
 def _percent(value: Interval | None) -> str:
