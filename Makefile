@@ -69,8 +69,9 @@ kernels: $(ENV)  ## tests of the Triton kernels, in Triton's interpreter where t
 	$(call say,tests of Triton kernels)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) tests -m kernels -n $(WORKERS)
 
-docs: $(ENV)  ## the site, warnings as errors
+docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are missing
 	$(call say,documentation)
+	$(PY) docs/pictures.py
 	$(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 

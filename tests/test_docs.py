@@ -110,6 +110,16 @@ def test_example_runs(example, tmp_path):
     assert not TRAINS.search(example.read_text()) or "\n0 labelled calls proved" not in f"\n{done.stderr}"
 
 
+def test_pictures_are_small_and_shown():
+    pictures = sorted((ROOT / "docs" / "pictures").iterdir())
+    script = (ROOT / "docs" / "pictures.py").read_text()
+    assert {f"def {picture.stem}()" in script for picture in pictures} == {True}
+    for picture in pictures:
+        assert picture.stat().st_size < 60_000, picture.name
+        assert f"docs/pictures/{picture.name}" in (ROOT / "README.md").read_text()
+        assert f"pictures/{picture.name}" in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
