@@ -12,7 +12,6 @@ from torch import Tensor
 from attnflow.masks.mask import Mask
 
 Rows = Callable[[slice], Tensor]
-AllowLike = "Allow | Mask | Tensor | None"
 
 _CHUNK: Final = 256  # queries made at once where all of them are needed
 
@@ -50,21 +49,21 @@ class Allow:
             ValueError: of another size than the call.
         """
         if isinstance(allow, Allow):
-            found = allow
+            relation = allow
         elif allow is None:
-            found = cls(None, num_queries, num_keys)
+            relation = cls(None, num_queries, num_keys)
         elif isinstance(allow, Mask):
-            found = cls.from_mask(allow, device)
+            relation = cls.from_mask(allow, device)
         elif isinstance(allow, Tensor):
-            found = cls.from_dense(allow)
+            relation = cls.from_dense(allow)
         else:
             raise TypeError(f"the mask must be a Mask, a boolean tensor or None, got {type(allow).__name__}")
-        if (found.num_queries, found.num_keys) != (num_queries, num_keys):
+        if (relation.num_queries, relation.num_keys) != (num_queries, num_keys):
             raise ValueError(
-                f"the mask has {found.num_queries} queries and {found.num_keys} keys, the call {num_queries} and "
+                f"the mask has {relation.num_queries} queries and {relation.num_keys} keys, the call {num_queries} and "
                 f"{num_keys}; slice it to the rows and columns of this call"
             )
-        return found
+        return relation
 
     @classmethod
     def from_dense(cls, allow: Tensor) -> Allow:

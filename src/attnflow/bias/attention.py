@@ -93,9 +93,9 @@ def choose(call: Call, backend: str, need_weights: bool = False) -> str:
     """
     if backend == "auto":
         name = next(name for name in _preferred(call, need_weights) if module_of(name).refuses(call) is None)
-        if (said := (name, call.query.device.type)) not in _said and not torch.compiler.is_compiling():
-            _said.add(said)
-            _log.info("attention with a bias runs with %r on %s", *said)
+        if (choice := (name, call.query.device.type)) not in _said and not torch.compiler.is_compiling():
+            _said.add(choice)
+            _log.info("attention with a bias runs with %r on %s", *choice)
         return name
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")

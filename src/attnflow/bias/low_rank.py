@@ -41,15 +41,15 @@ def energy(bias: Float[Tensor, "queries keys"], allowed: Bool[Tensor, "queries k
     if bool(allowed.all()):
         return float(torch.linalg.svdvals(target)[:rank].square().sum()) / total
     right = torch.linalg.svd(target, full_matrices=False).Vh[:rank].mT
-    found, offset, before = torch.zeros_like(target), torch.zeros_like(count), 1.0
+    low, offset, before = torch.zeros_like(target), torch.zeros_like(count), 1.0
     for _ in range(_ROUNDS):
-        filled = torch.where(allowed, target - offset, found)
+        filled = torch.where(allowed, target - offset, low)
         left = torch.linalg.qr(filled @ right).Q  # a step of subspace iteration in place of a decomposition
         sides = filled.mT @ left
         right = torch.linalg.qr(sides).Q
-        found = left @ sides.mT
-        offset = ((target - found) * mask).sum(dim=1, keepdim=True) / count
-        residual = float(centred(target - found).square().sum()) / total
+        low = left @ sides.mT
+        offset = ((target - low) * mask).sum(dim=1, keepdim=True) / count
+        residual = float(centred(target - low).square().sum()) / total
         if abs(before - residual) < _SETTLED:
             return 1.0 - residual
         before = residual

@@ -74,7 +74,7 @@ class BiasMap(Result):
         model: name of the model.
         tokens: the text of each key, in order.
         queries: positions of the rows.
-        layers: what was found in each layer with a bias.
+        layers: what was captured of each layer with a bias.
         heads: numbers of the heads that the maps tell apart; empty for one map, the mean over heads.
         causal: whether no query attends to a later key: then the reasoning graph is acyclic.
         produced: the token that was generated at each query ("" if unknown); empty outside generation.
@@ -97,10 +97,10 @@ class BiasMap(Result):
         Raises:
             ValueError: that layer has no bias or was not captured; the message lists those that were.
         """
-        found = next((one for one in self.layers if one.layer == number), None)
-        if found is None:
+        match = next((one for one in self.layers if one.layer == number), None)
+        if match is None:
             raise ValueError(f"layer must be one of {[one.layer for one in self.layers]}, got {number!r}")
-        return found
+        return match
 
     def row(self, query: int) -> int:
         """The row of a position; -1 is the last row, -2 the one before it.
@@ -131,10 +131,10 @@ class BiasMap(Result):
         if quantity not in {field.name for field in fields(LayerMap)} - {"layer", "name", "allowed"}:
             raise ValueError(f"quantity must be 'bias', 'raw' or one of the weights, got {quantity!r}")
         chosen = self.layers if layer is None else (self.layer(layer),)
-        found = [getattr(one, quantity) for one in chosen]
-        if any(one is None for one in found):
+        tables = [getattr(one, quantity) for one in chosen]
+        if any(table is None for table in tables):
             raise ValueError("the base model was not run: capture(..., base=True)")
-        maps = torch.stack(cast(list[Tensor], found))
+        maps = torch.stack(cast(list[Tensor], tables))
         return maps.mean(dim=(0, 1)) if head is None else maps[:, self._map(head)].mean(dim=0)
 
     def allowed(self, layer: int | None = None) -> Bool[Tensor, "queries keys"]:

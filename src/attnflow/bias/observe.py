@@ -98,10 +98,10 @@ def _block(
     weights = without if terms == 0 else _softmax(call, score + per_head(raw[None], call.num_heads)[0], allowed)
     if max(raw.shape[0], allowed.shape[0]) > 1 or heads is not None:
         raw, allowed = per_head(raw[None], call.num_heads)[0], allowed.expand(call.num_heads, -1, -1)
-    kept = raw.double().masked_fill(~allowed, 0.0)
-    mean = kept.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
-    centred = (kept - mean).masked_fill(~allowed, 0.0)
-    parts = (kept, centred, allowed, weights, without)
+    raw_allowed = raw.double().masked_fill(~allowed, 0.0)
+    mean = raw_allowed.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
+    centred = (raw_allowed - mean).masked_fill(~allowed, 0.0)
+    parts = (raw_allowed, centred, allowed, weights, without)
     if heads is None:
         return tuple(_mean(part).cpu() for part in parts)  # pyright: ignore[reportReturnType]
     chosen = torch.tensor(heads, device=raw.device)

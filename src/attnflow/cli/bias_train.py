@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -84,11 +84,11 @@ def bias_train(
         from attnflow.bias.kinds import KINDS
         from attnflow.bias.run import check_folder, last_checkpoint, run_settings
 
-        part = cast(Literal["guidance", "all"], train.value)
+        part = train.value
         config = KINDS[kind.value]()
-        spacing = (
-            {} if every is None else {"log_every": _log_every(every), "save_every": every, "evaluate_every": every}
-        )
+        spacing: dict[str, Any] = {}
+        if every is not None:
+            spacing = {"log_every": _log_every(every), "save_every": every, "evaluate_every": every}
         try:  # what is wrong is said before the model is loaded
             settings = bias.TrainingConfig(steps=steps, batch_size=batch, learning_rate=peak, **spacing)
             check_folder(output, run_settings(settings, [config], part, length))
@@ -114,7 +114,7 @@ def bias_train(
         try:
             handle = bias.attach(loaded, config, train=part)
             spinner("evaluating the model as it is")
-            more = {**mixed_precision(loaded.model), "log_level": "error"}
+            more: dict[str, Any] = {**mixed_precision(loaded.model), "log_level": "error"}
             done = bias.train(loaded, documents, output, settings, length=length, progress=progress, **more)
         except ValueError as error:
             raise BadUsage(str(error)) from error

@@ -58,13 +58,13 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
     main = cast(CacheLayerMixin, cache.layers[layer])
     companion = _companion(cache, main, layer, depth, columns)
     empty = columns.new_zeros(columns.shape[0], 1, columns.shape[1], 0)
-    found = companion.update(columns[:, None], empty)[0][:, 0]
+    cached = companion.update(columns[:, None], empty)[0][:, 0]
     seen, held = cast(tuple[Any, Any], (companion.get_seq_length(), main.get_seq_length()))
     if isinstance(seen, Tensor):  # of a static cache: looking at it would stop the device, and a compiler
         torch._assert_async(seen == held, _GAP)  # pyright: ignore[reportPrivateImportUsage]
-    elif seen != held or found.shape[1] != num_keys:
+    elif seen != held or cached.shape[1] != num_keys:
         raise ValueError(f"the cache holds {held} tokens of layer {layer}, of which the bias has seen {seen}: {_GAP}")
-    return found
+    return cached
 
 
 def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: torch.device) -> Tensor:
@@ -105,21 +105,21 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
     """The companion of a layer; a new one for the first tokens, and where another bias has left its own."""
     index = cast("dict[int, int]", cache.__dict__.setdefault(_ATTRIBUTE, {}))
     if layer in index:
-        found = cast(CacheLayerMixin, cache.layers[index[layer]])
-        if found.keys is None or not found.keys.numel() or found.keys.shape[-1] == columns.shape[-1]:
-            return found
-    made = _like(main)
+        cached = cast(CacheLayerMixin, cache.layers[index[layer]])
+        if cached.keys is None or not cached.keys.numel() or cached.keys.shape[-1] == columns.shape[-1]:
+            return cached
+    fresh = _like(main)
     _refuse_past(main, columns.shape[1], layer)
     if cache.offloading:  # which asks for the layer after the last one: what attention needs next is the first
-        made.prefetch = partial(cache.prefetch, 0, cache.only_non_sliding)
+        fresh.prefetch = partial(cache.prefetch, 0, cache.only_non_sliding)
     if layer in index:
-        cache.layers[index[layer]] = made
+        cache.layers[index[layer]] = fresh
     else:
         while len(cache.layers) < depth:  # a cache made without a config grows on demand
             cache.layers.append(cast(Any, cache.layer_class_to_replicate)())
         index[layer] = len(cache.layers)
-        cache.layers.append(made)
-    return made
+        cache.layers.append(fresh)
+    return fresh
 
 
 def _refuse_past(main: CacheLayerMixin, new: int, layer: int) -> None:
@@ -140,9 +140,9 @@ def _like(main: CacheLayerMixin) -> CacheLayerMixin:
     if isinstance(main, StaticLayer):
         return StaticLayer(max_cache_len=main.max_cache_len)
     if isinstance(main, DynamicSlidingWindowLayer):
-        made = DynamicSlidingWindowLayer(sliding_window=main.sliding_window)
-        made.record_past = getattr(main, "record_past", False)
-        return made
+        fresh = DynamicSlidingWindowLayer(sliding_window=main.sliding_window)
+        fresh.record_past = getattr(main, "record_past", False)
+        return fresh
     if isinstance(main, DynamicLayer):
         return DynamicLayer()
     raise UnsupportedArchitecture(f"a cache layer of class {type(main).__name__} has no place for a bias's columns")

@@ -68,18 +68,18 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 def _layer(index: int, site: Site, depth: int, place: Place | None, missing: str) -> Layer:
     config = site.owner.config
-    said: dict[str, int] = {**_numbers(config), **_own(site.module)}
+    numbers: dict[str, int] = {**_numbers(config), **_own(site.module)}
     if place is None:
-        heads = said.get("num_heads", said.get("num_attention_heads", 0))
+        heads = numbers.get("num_heads", numbers.get("num_attention_heads", 0))
         if not heads:
             raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}")
-        kv_heads = said.get("num_key_value_heads") or heads
-        head_dim = said.get("head_dim") or said["hidden_size"] // heads
+        kv_heads = numbers.get("num_key_value_heads") or heads
+        head_dim = numbers.get("head_dim") or numbers["hidden_size"] // heads
     else:
         heads, kv_heads, head_dim = place.num_heads, place.num_kv_heads, place.head_dim
     causal = getattr(site.module, "is_causal", None)
     causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
-    shape = LayerShape(index, heads, kv_heads, head_dim, said["hidden_size"], causal)
+    shape = LayerShape(index, heads, kv_heads, head_dim, numbers["hidden_size"], causal)
     if place is None or not isinstance(place.query_rows, Rows) or not isinstance(place.key_rows, Rows):
         latent = "its queries or keys are products of two projections (latent attention)"
         return Layer(site, shape, depth, (), latent if place is not None else missing)

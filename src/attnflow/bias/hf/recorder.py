@@ -75,9 +75,9 @@ class Recorder:
 
     def _begin(self, inner: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a model's forward; the innermost one holds the layers."""
-        given = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point():
-            self._given = given
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and not input_ids.is_floating_point():
+            self._given = input_ids
         if not inner:
             return
         cache = kwargs.get("past_key_values")
@@ -95,14 +95,14 @@ class Recorder:
         if not rows:
             return
         own = len(bias.kinds) if bias.enabled else 0
-        found = observe(call, own, rows, self._heads, self._sequence)
+        observed = observe(call, own, rows, self._heads, self._sequence)
         total, keys = self._first + self._new, call.key.shape[2]
         start = max(0, total - keys)  # a sliding cache has dropped the first keys, a static one has empty slots behind
-        kept = self._rows[bias.shape.index]
+        rows_of_layer = self._rows[bias.shape.index]
         for index, row in enumerate(rows):
-            parts = (getattr(found, name)[:, index : index + 1, : total - start] for name in _PARTS)
+            parts = (getattr(observed, name)[:, index : index + 1, : total - start] for name in _PARTS)
             bias_, raw, allowed, weights, without = (part.clone() for part in parts)
-            kept[self._first + row] = start, Observed(raw, bias_, allowed, weights, without)
+            rows_of_layer[self._first + row] = start, Observed(raw, bias_, allowed, weights, without)
 
     def map(self, model: str, tokenizer: PreTrainedTokenizerBase | None, last: int | None = None) -> BiasMap:
         """Everything seen so far as one map.
@@ -118,8 +118,8 @@ class Recorder:
         queries = sorted({position for rows in self._rows.values() for position in rows})
         if not queries:
             raise ValueError("no forward pass of the model has run inside the block: there is nothing to look at")
-        found = [rows for rows in self._rows.values() if rows]
-        size = max(start + row.raw.shape[-1] for rows in found for start, row in rows.values())
+        observed = [rows for rows in self._rows.values() if rows]
+        size = max(start + row.raw.shape[-1] for rows in observed for start, row in rows.values())
         layers = tuple(
             LayerMap(bias.shape.index, name, *_assembled(self._rows[bias.shape.index], queries, size))
             for name, bias in self._biases
@@ -138,7 +138,7 @@ class Recorder:
 def _assembled(rows: dict[int, tuple[int, Observed]], queries: Sequence[int], size: int) -> list[Tensor]:
     """One tensor [maps, queries, keys] for each part, zero where nothing was seen."""
     maps = next(iter(rows.values()))[1].raw.shape[0]
-    made: list[Tensor] = []
+    parts_whole: list[Tensor] = []
     for name in _PARTS:
         whole = torch.zeros(maps, len(queries), size, dtype=torch.bool if name == "allowed" else torch.float32)
         for index, query in enumerate(queries):
@@ -146,8 +146,8 @@ def _assembled(rows: dict[int, tuple[int, Observed]], queries: Sequence[int], si
                 start, row = rows[query]
                 part: Tensor = getattr(row, name)
                 whole[:, index, start : start + part.shape[-1]] = part[:, 0]
-        made.append(whole)
-    return made
+        parts_whole.append(whole)
+    return parts_whole
 
 
 def _names(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:

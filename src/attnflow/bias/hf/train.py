@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import transformers
 from torch import nn
 from torch.utils.data import Subset
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -79,8 +79,8 @@ def train(
     generates = getattr(model, "can_generate", None)
     if getattr(model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
         raise ValueError(f"training needs a causal language model, got a {type(model).__name__}")
-    known = run_settings(config, attached.configs, "guidance" if bias_alone(model) else "all", length)
-    check_folder(place, known)
+    own_settings = run_settings(config, attached.configs, "guidance" if bias_alone(model) else "all", length)
+    check_folder(place, own_settings)
     texts = read_documents(documents) if isinstance(documents, str) else documents
     training, held = split_documents(tokenize(texts, tokenizer))
     rows = Packed(training, length)
@@ -89,33 +89,34 @@ def train(
     except ValueError as error:
         raise ValueError(f"too little text is held out, a tenth of all: {error}") from error
     settings = {
-        **known,
+        **own_settings,
         "model": str(getattr(model.config, "_name_or_path", "")),
         "data": hashlib.sha256(rows.tokens.numpy().tobytes()).hexdigest(),
     }
     spacing = max(1, len(held_rows) // config.held_out_rows)
-    made = trainer(
+    more: dict[str, Any] = {"disable_tqdm": True, **arguments}
+    loop = trainer(
         model,
         rows,
         config,
         place / CHECKPOINTS,
         held_out=Subset(held_rows, list(range(0, len(held_rows), spacing))[: config.held_out_rows]),
         callbacks=[_Progress(progress, config.steps)],
-        **{"disable_tqdm": True, **arguments},
+        **more,
     )
-    made.remove_callback(PrinterCallback)
-    if made.args.fsdp:
+    loop.remove_callback(PrinterCallback)
+    if loop.args.fsdp:
         raise ValueError("FSDP shards what is saved here as a whole; use af.bias.trainer, and save its checkpoints")
-    if made.is_world_process_zero():  # one of several processes writes the results
+    if loop.is_world_process_zero():  # one of several processes writes the results
         check_folder(place, settings)
         place.mkdir(parents=True, exist_ok=True)
         _write_json(place / SETTINGS, settings)
-    before = made.evaluate()["eval_loss"]
-    made.train(resume_from_checkpoint=get_last_checkpoint(str(place / CHECKPOINTS)))
-    result = _result(made, attached, place, before, settings)
-    if made.is_world_process_zero():
+    before = loop.evaluate()["eval_loss"]
+    loop.train(resume_from_checkpoint=get_last_checkpoint(str(place / CHECKPOINTS)))
+    result = _result(loop, attached, place, before, settings)
+    if loop.is_world_process_zero():
         _save(model, tokenizer, result)
-    made.accelerator.wait_for_everyone()
+    loop.accelerator.wait_for_everyone()
     return result
 
 
@@ -126,18 +127,18 @@ class _Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by `Trainer` with each entry of the log."""
         parts = {"loss": "loss", "eval_loss": "held-out loss"}
-        said = [f"{label} {kwargs['logs'][name]:.3f}" for name, label in parts.items() if name in kwargs["logs"]]
-        if self.progress is not None and said:
-            self.progress(int(state.global_step), self.steps, ", ".join(said))
+        words = [f"{label} {kwargs['logs'][name]:.3f}" for name, label in parts.items() if name in kwargs["logs"]]
+        if self.progress is not None and words:
+            self.progress(int(state.global_step), self.steps, ", ".join(words))
 
 
-def _result(made: BiasTrainer, attached: BiasHandle, folder: Path, before: float, settings: dict[str, Any]) -> Trained:
-    state = made.state
+def _result(loop: BiasTrainer, attached: BiasHandle, folder: Path, before: float, settings: dict[str, Any]) -> Trained:
+    state = loop.state
     evaluated = [entry for entry in state.log_history if "eval_loss" in entry]
     if evaluated and evaluated[-1]["step"] == state.global_step:
         after = float(evaluated[-1]["eval_loss"])
     else:
-        after = float(made.evaluate()["eval_loss"])
+        after = float(loop.evaluate()["eval_loss"])
     curve: dict[int, dict[str, float]] = {0: {"step": 0.0, "eval_loss": before}}
     for entry in state.log_history:
         numbers = {k: float(v) for k, v in entry.items() if k in _SHOWN or k.startswith("bias/")}
@@ -161,7 +162,7 @@ def _save(model: nn.Module, tokenizer: PreTrainedTokenizerBase, result: Trained)
     save(model, folder)
     if result.settings["train"] == "all":
         base = {name: tensor for name, tensor in model.state_dict().items() if f".{CHILD}." not in name}
-        model.save_pretrained(folder / "model", state_dict=base)
+        cast(PreTrainedModel, model).save_pretrained(folder / "model", state_dict=base)
         tokenizer.save_pretrained(folder / "model")
     for name in (RESULTS, "curve.csv", *(["curve.png"] if find_spec("matplotlib") is not None else [])):
         result.save(folder / name)

@@ -28,7 +28,7 @@ _PROBED: Final = 2  # rows on which |B| is measured
 
 def arguments_of(config: TrainingConfig, folder: str | Path, **more: Any) -> TrainingArguments:
     """A config for `Trainer`; `more` goes to `TrainingArguments` and wins, as in `report_to="tensorboard"`."""
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": config.steps,
         "per_device_train_batch_size": config.batch_size,
@@ -54,7 +54,7 @@ def arguments_of(config: TrainingConfig, folder: str | Path, **more: Any) -> Tra
         "prediction_loss_only": True,
         "use_cpu": not torch.cuda.is_available(),
     }
-    return TrainingArguments(**{**said, **more})
+    return TrainingArguments(**{**options, **more})
 
 
 class BiasTrainer(Trainer):
@@ -140,25 +140,25 @@ def trainer(
     """
     model, _ = split(model)
     more: dict[str, Any] = {} if held_out is not None else {"eval_strategy": "no"}
-    said = arguments_of(config, folder, **{**more, **arguments})
+    options = arguments_of(config, folder, **{**more, **arguments})
     half = [p for _, bias in layer_biases(model) for p in bias.parameters() if p.dtype in _HALF]
-    if half and said.fsdp:
+    if half and options.fsdp:
         raise ValueError(
             "FSDP shards parameters of one type only, and a bias on a half-precision model trains in float32: load the "
             "model in float32 and pass bf16=True, which computes in bfloat16"
         )
-    if said.n_gpu > 1:
+    if options.n_gpu > 1:
         raise ValueError(
-            f"Trainer would run {said.n_gpu} GPUs in one process by nn.DataParallel, under which a bias does not run: "
+            f"Trainer would run {options.n_gpu} GPUs in one process by nn.DataParallel, where a bias does not run; "
             "start with `accelerate launch` or `torchrun`, or show one GPU by CUDA_VISIBLE_DEVICES"
         )
     for parameter in half:
         parameter.data = parameter.data.float()
-    draws = config.steps * config.batch_size * config.accumulation * said.world_size
+    draws = config.steps * config.batch_size * config.accumulation * options.world_size
     strengths = [LogStrength(rows)] if next(layer_biases(model), None) is not None else []
     return BiasTrainer(
         model=model,
-        args=said,
+        args=options,
         train_dataset=Drawn(rows, draws, config.seed),
         eval_dataset=held_out,
         probes=[*strengths, *probes],

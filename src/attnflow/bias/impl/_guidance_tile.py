@@ -54,9 +54,9 @@ class GuidanceTiles:
 
     def _prepare(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Centred features [maps, tokens, hidden], their mean squares, and gain * centred, [maps, hidden, tokens]."""
-        found = wide(features).flatten(0, 1)
-        found = found - found.mean(dim=-1, keepdim=True)
-        return found, found.double().square().mean(dim=-1), (found.mT * self.gain[:, :, None]).contiguous()
+        centred = wide(features).flatten(0, 1)
+        centred = centred - centred.mean(dim=-1, keepdim=True)
+        return centred, centred.double().square().mean(dim=-1), (centred.mT * self.gain[:, :, None]).contiguous()
 
     def tile(
         self, rows: slice, columns: slice, allowed: Bool[Tensor, "batch_1 heads_1 queries keys"] | None

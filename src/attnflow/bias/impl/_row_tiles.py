@@ -97,8 +97,8 @@ class RowTiles:
         output = call.value.new_zeros((*call.query.shape[:3], call.value.shape[3]))
         for block in blocks_of(call):
             weights = self._dropped(self._weights(block).weights, block)
-            found = self._by_key_head(weights) @ self.value[:, block.columns]
-            output[:, :, block.rows] = found.view(*weights.shape[:3], -1)
+            product = self._by_key_head(weights) @ self.value[:, block.columns]
+            output[:, :, block.rows] = product.view(*weights.shape[:3], -1)
         return output
 
     def backward(self, gradient: Tensor, needs_terms: bool) -> list[Tensor | None]:
@@ -111,21 +111,21 @@ class RowTiles:
         to_key, to_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
         to_sinks = None if call.sinks is None else torch.zeros_like(wide(call.sinks))
         for block in blocks_of(call):
-            found = self._weights(block)
+            block_weights = self._weights(block)
             upstream = self._by_key_head(wide(gradient[:, :, block.rows]))
-            dropped = self._by_key_head(self._dropped(found.weights, block))
+            dropped = self._by_key_head(self._dropped(block_weights.weights, block))
             to_value[:, block.columns].baddbmm_(dropped.mT, upstream)
-            to_weights = torch.bmm(upstream, self.value[:, block.columns].mT).view_as(found.weights)
+            to_weights = torch.bmm(upstream, self.value[:, block.columns].mT).view_as(block_weights.weights)
             to_scores = self._dropped(to_weights, block)
-            along = (found.weights * to_scores).sum(dim=-1, keepdim=True)
-            to_scores = to_scores.sub_(along).mul_(found.weights)
-            if to_sinks is not None and found.on_sink is not None:
-                to_sinks -= (found.on_sink * along).sum(dim=(0, 2, 3))
+            along = (block_weights.weights * to_scores).sum(dim=-1, keepdim=True)
+            to_scores = to_scores.sub_(along).mul_(block_weights.weights)
+            if to_sinks is not None and block_weights.on_sink is not None:
+                to_sinks -= (block_weights.on_sink * along).sum(dim=(0, 2, 3))
             for term, tiles in learned:
                 to_bias = to_scores.unflatten(1, (term.groups, -1)).sum(dim=2)
                 tiles.gather(block.rows, block.columns, block.allowed, to_bias)
-            if found.cap_slope is not None:
-                to_scores *= found.cap_slope
+            if block_weights.cap_slope is not None:
+                to_scores *= block_weights.cap_slope
             to_products = self._by_key_head(to_scores.mul_(call.scale))
             to_query[:, :, block.rows] = (to_products @ self.key[:, block.columns]).view(*to_scores.shape[:3], -1)
             query = self._by_key_head(wide(call.query[:, :, block.rows]))
@@ -174,8 +174,8 @@ class RowTiles:
         if self.seed is None:
             return weights
         generator = torch.Generator(weights.device).manual_seed(self.seed + block.rows.start)
-        kept = 1 - self.call.dropout
-        return torch.empty_like(weights).bernoulli_(kept, generator=generator).mul_(weights).div_(kept)
+        keep_share = 1 - self.call.dropout
+        return torch.empty_like(weights).bernoulli_(keep_share, generator=generator).mul_(weights).div_(keep_share)
 
     def _by_key_head(self, heads: Tensor) -> Tensor:
         """[batch, heads, rows, n] as [batch * kv_heads, rows of all heads that share a key, n]."""

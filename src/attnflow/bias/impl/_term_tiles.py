@@ -117,8 +117,8 @@ class _AutogradTiles(_InPlace):
             tile = self.term.with_tensors(tensors).tile(rows, columns)
             inputs = [tensors[index] for index in places]
             upstream = gradient.sum_to_size(tile.shape).to(tile.dtype)
-            found = torch.autograd.grad(tile, inputs, upstream, materialize_grads=True)
-        for index, part in zip(places, found, strict=True):
+            parts = torch.autograd.grad(tile, inputs, upstream, materialize_grads=True)
+        for index, part in zip(places, parts, strict=True):
             cast(Tensor, self.sums[index]).add_(part)
 
 

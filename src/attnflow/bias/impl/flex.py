@@ -91,9 +91,9 @@ def score_mod(call: Call) -> ScoreMod:
 def form_of(call: Call) -> Form:
     """The block mask of a call's relation; kept with the relation for the layers to come."""
     device = call.query.device
-    found = call.allow.derived(("flex", str(device)), lambda: _form(call.allow, device))
-    assert isinstance(found, Form)
-    return found
+    result = call.allow.derived(("flex", str(device)), lambda: _form(call.allow, device))
+    assert isinstance(result, Form)
+    return result
 
 
 def _lookup(term: Term, call: Call) -> Lookup:
@@ -106,8 +106,8 @@ def _lookup(term: Term, call: Call) -> Lookup:
         @no_type_check
         def additive(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             element = b * 0 if one else b
-            found = columns[element, h // per_map, k]
-            return found if rows is None else found - rows[element, h // per_map, q]
+            result = columns[element, h // per_map, k]
+            return result if rows is None else result - rows[element, h // per_map, q]
 
         return additive
     if isinstance(term, Offset):
@@ -148,8 +148,8 @@ def _form(allow: Allow, device: torch.device) -> Form:
     weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.int32, device=device)
     for start in range(0, allow.num_queries, step):
         stop = min(start + step, allow.num_queries)
-        found = allow.rows(slice(start, stop))
-        part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool) if found is None else found
+        result = allow.rows(slice(start, stop))
+        part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool) if result is None else result
         part = torch.nn.functional.pad(part.to(device), (0, -allow.num_keys % _BLOCK, 0, (start - stop) % _BLOCK))
         bits.append((part.unflatten(3, (-1, 8)) * weight).sum(dim=-1).to(torch.uint8)[:, :, : stop - start])
         counts.append(part.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum(dim=(3, 5)))

@@ -85,10 +85,10 @@ def _forward(call: Call, seed: Tensor | None) -> Tensor:
 def _backward(call: Call, seed: Tensor | None, gradient: Tensor, needs_terms: bool) -> list[Tensor | None]:
     """One gradient for each of `_tensors(call)`; None for integers, and for terms where nobody needs them."""
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-        found = RowTiles(call, None if seed is None else int(seed)).backward(gradient, needs_terms)
+        gradients = RowTiles(call, None if seed is None else int(seed)).backward(gradient, needs_terms)
     tensors = _tensors(call)
-    found += [None] * (len(tensors) - len(found))
-    return [None if part is None else part.to(tensor.dtype) for part, tensor in zip(found, tensors, strict=True)]
+    gradients += [None] * (len(tensors) - len(gradients))
+    return [None if part is None else part.to(tensor.dtype) for part, tensor in zip(gradients, tensors, strict=True)]
 
 
 class _Tiled(torch.autograd.Function):
@@ -109,8 +109,8 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         call = _with_tensors(ctx.empty_call, ctx.saved_tensors)
-        found = _backward(call, ctx.seed, grad_outputs[0], any(needed[ctx.first_of_terms :]))
-        return None, None, *(part if wanted else None for part, wanted in zip(found, needed, strict=True))
+        gradients = _backward(call, ctx.seed, grad_outputs[0], any(needed[ctx.first_of_terms :]))
+        return None, None, *(part if wanted else None for part, wanted in zip(gradients, needed, strict=True))
 
 
 def _describe(term: Term) -> tuple[int, int, int]:
@@ -164,8 +164,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     schema=f"(Tensor gradient, bool needs_terms, {_ARGUMENTS}) -> Tensor[]",
 )
 def _operator_backward(gradient: Tensor, needs_terms: bool, *arguments: Any) -> list[Tensor]:
-    found = _backward(_call(*arguments[:-1]), arguments[-1], gradient, needs_terms)
-    return [gradient.new_empty(0) if part is None else part.contiguous() for part in found]
+    gradients = _backward(_call(*arguments[:-1]), arguments[-1], gradient, needs_terms)
+    return [gradient.new_empty(0) if part is None else part.contiguous() for part in gradients]
 
 
 @_operator_backward.register_fake
@@ -189,8 +189,8 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     query, key, value, sinks, allow, seed, *tensors = ctx.saved_tensors
     needs_terms = any(tensor.requires_grad for tensor in tensors)
     arguments = query, key, value, sinks, allow, tensors, *ctx.numbers, seed
-    found = torch.ops.attnflow.tiled_attention_backward(gradient, needs_terms, *arguments)
-    to_query, to_key, to_value, *rest = found
+    gradients = torch.ops.attnflow.tiled_attention_backward(gradient, needs_terms, *arguments)
+    to_query, to_key, to_value, *rest = gradients
     to_sinks = None if sinks is None else rest.pop(0)
     usable = [part if needs_terms and t.is_floating_point() else None for part, t in zip(rest, tensors, strict=True)]
     no_spec = None if tensors else []  # an empty list counts as one of tensors

@@ -38,7 +38,7 @@ class DenseConfig(BiasConfig):
 class DenseTable(nn.Module):
     """B_ij = values[i, j] by position: a parameter, or a tensor set for a batch (pair representations, graphs).
 
-    Assign `module.given = tensor` of shape [batch or 1, maps, length, length] to use it in place of the parameter;
+    Assign `module.override = tensor` of shape [batch or 1, maps, length, length] to use it in place of the parameter;
     gradients flow into it. None goes back.
     """
 
@@ -48,7 +48,7 @@ class DenseTable(nn.Module):
         self.values = nn.Parameter(
             torch.empty(1, shape.groups(config.share_heads), config.max_length, config.max_length)
         )
-        self.given: Tensor | None = None
+        self.override: Tensor | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -65,7 +65,7 @@ class DenseTable(nn.Module):
         Raises:
             ValueError: a position beyond the table.
         """
-        table = self.values if self.given is None else self.given
+        table = self.values if self.override is None else self.override
         keys, rows = columns.squeeze(-1).long(), queries.positions
         length = min(table.shape[2:])
         last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))
@@ -84,4 +84,4 @@ class DenseTable(nn.Module):
 
     def is_zero(self) -> bool:
         """Whether every number of the table is zero."""
-        return self.given is None and not bool(self.values.any())
+        return self.override is None and not bool(self.values.any())

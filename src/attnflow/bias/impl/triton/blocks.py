@@ -78,21 +78,21 @@ def blocks_of(allow: Allow, device: torch.device, rows: int) -> Blocks:
             _lists(any_head.mT, union),
         )
 
-    found = allow.derived(("triton", rows, str(device)), make)
-    assert isinstance(found, Blocks)
-    return found
+    result = allow.derived(("triton", rows, str(device)), make)
+    assert isinstance(result, Blocks)
+    return result
 
 
 def bytes_of(allow: Allow, device: torch.device) -> UInt8[Tensor, "batch heads queries keys"] | None:
     """A byte for each pair, for a few queries; None where every pair is allowed."""
 
     def make() -> Tensor | None:
-        found = allow.dense()
-        return None if found is None else found.to(device).contiguous().view(torch.uint8)
+        result = allow.dense()
+        return None if result is None else result.to(device).contiguous().view(torch.uint8)
 
-    found = allow.derived(("triton bytes", str(device)), make)
-    assert found is None or isinstance(found, Tensor)
-    return found
+    result = allow.derived(("triton bytes", str(device)), make)
+    assert result is None or isinstance(result, Tensor)
+    return result
 
 
 def _count(allow: Allow, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -116,10 +116,10 @@ def _count(allow: Allow, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _rows(allow: Allow, block: slice, device: torch.device) -> Bool[Tensor, "batch heads rows keys"]:
-    found = allow.rows(block)
-    if found is None:
+    result = allow.rows(block)
+    if result is None:
         return torch.ones(1, 1, block.stop - block.start, allow.num_keys, dtype=torch.bool, device=device)
-    return found.to(device)
+    return result.to(device)
 
 
 def _lists(counts: Tensor, whole: int) -> Lists:

@@ -70,8 +70,8 @@ def row_pairs_kernel(
                 )  # fmt: skip
                 bias += tl.sum(tl.load(table + g * buckets + bucket), 0)
             if DENSE:
-                given = dense + b * dense_b + g * dense_g + row * dense_m + cols
-                bias += tl.load(given, mask=cols < num_cols, other=0.0).to(tl.float32)
+                dense_at = dense + b * dense_b + g * dense_g + row * dense_m + cols
+                bias += tl.load(dense_at, mask=cols < num_cols, other=0.0).to(tl.float32)
             result = pairs + ((b * num_groups + g) * num_rows + row) * num_cols + cols
             tl.store(result, bias, mask=cols < num_cols)
 
@@ -152,8 +152,8 @@ def combine_kernel(
     share = tl.exp2((top_ - finite) * LOG2E)
     sum_ = tl.sum(total_ * share, 0)
     where = parts + place[:, None] * VALUE + dv[None, :]
-    found = tl.load(where, mask=(split[:, None] < num_splits) & (dv[None, :] < VALUE), other=0.0)
-    acc = tl.sum(found * share[:, None], 0)
+    partial = tl.load(where, mask=(split[:, None] < num_splits) & (dv[None, :] < VALUE), other=0.0)
+    acc = tl.sum(partial * share[:, None], 0)
     if HAS_SINKS:
         sink = tl.load(sinks + b * sinks_b + h * sinks_h + row * sinks_m)
         sum_ += tl.where(sum_ > 0.0, tl.exp2((sink - finite) * LOG2E), 0.0)

@@ -29,16 +29,16 @@ def load_tile(
     d, row = tl.arange(0, PADDED), tl.arange(0, COUNT)
     where = base + start.to(tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if CHECK and WIDTH < PADDED:
-        found = tl.load(where, mask=(start + row[:, None] < limit) & (d[None, :] < WIDTH), other=0.0)
+        loaded = tl.load(where, mask=(start + row[:, None] < limit) & (d[None, :] < WIDTH), other=0.0)
     elif CHECK:
-        found = tl.load(where, mask=start + row[:, None] < limit, other=0.0)
+        loaded = tl.load(where, mask=start + row[:, None] < limit, other=0.0)
     elif WIDTH < PADDED:
-        found = tl.load(where, mask=d[None, :] < WIDTH, other=0.0)
+        loaded = tl.load(where, mask=d[None, :] < WIDTH, other=0.0)
     else:
-        found = tl.load(where)
+        loaded = tl.load(where)
     if UP:  # a product of bfloat16 matrices is NaN in the interpreter
-        found = found.to(tl.float32)
-    return found
+        loaded = loaded.to(tl.float32)
+    return loaded
 
 
 @triton.jit

@@ -115,5 +115,5 @@ def forward_kernel(
     acc /= tl.where(empty, 1.0, total)[:, None]
     output += b * output_b + h.to(tl.int64) * output_h
     store_tile(output, output_m, start, num_rows, acc, ROWS, VALUE, VALUE_PADDED)
-    found = tl.where(empty, 0.0, top + tl.log(tl.where(empty, 1.0, total)))
-    tl.store(logsum + (b * num_heads + h) * num_rows + rows, found, mask=rows < num_rows)
+    log_total = tl.where(empty, 0.0, top + tl.log(tl.where(empty, 1.0, total)))
+    tl.store(logsum + (b * num_heads + h) * num_rows + rows, log_total, mask=rows < num_rows)

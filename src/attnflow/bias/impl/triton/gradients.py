@@ -81,16 +81,16 @@ def term_gradients(
                 launch.gather_columns(parts.cols, col_sums[elements], col_lists, first, count)
             if parts.buckets is not None:
                 found_buckets += parts.buckets.sum(dim=(1, 2)).unflatten(0, (-1, groups)).sum(dim=0)
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     if needs.guidance and both is not None:
-        found |= _guidance(inputs, both, row_sums, col_sums)
+        gradients |= _guidance(inputs, both, row_sums, col_sums)
     if needs.offset:
-        found["table"] = _table_of_pairs(inputs, change) if many and change is not None else found_buckets
+        gradients["table"] = _table_of_pairs(inputs, change) if many and change is not None else found_buckets
     if needs.product and change is not None and inputs.left is not None and inputs.right is not None:
-        found |= {"left": change @ inputs.right.float(), "right": change.mT @ inputs.left.float()}
+        gradients |= {"left": change @ inputs.right.float(), "right": change.mT @ inputs.left.float()}
     if needs.dense and change is not None and inputs.dense is not None:
-        found["dense"] = change.sum(dim=0, keepdim=True) if inputs.dense.shape[0] < change.shape[0] else change
-    return found
+        gradients["dense"] = change.sum(dim=0, keepdim=True) if inputs.dense.shape[0] < change.shape[0] else change
+    return gradients
 
 
 def _elements(batch: int, one_by_one: bool) -> Iterator[slice]:
@@ -108,7 +108,7 @@ def _guidance(inputs: Inputs, both: Centred, row_sums: Tensor, col_sums: Tensor)
     hidden = inputs.rows.shape[3]
     size = 2 * hidden * BLOCK
     gain = inputs.gain[:, :, None]
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     gain_gradient = torch.zeros_like(inputs.gain)
     for name, sums, vectors, centred in (
         ("rows", row_sums[..., :size], inputs.rows, both.rows),
@@ -119,9 +119,9 @@ def _guidance(inputs: Inputs, both: Centred, row_sums: Tensor, col_sums: Tensor)
         gain_gradient += (centred * flow).sum(dim=(0, 3))
         flow = flow * gain
         gradient = flow - flow.mean(dim=2, keepdim=True) - norm
-        found[name] = gradient[..., : vectors.shape[2]].mT.to(vectors.dtype).contiguous()
+        gradients[name] = gradient[..., : vectors.shape[2]].mT.to(vectors.dtype).contiguous()
     totals = row_sums[..., size:].sum(dim=(0, 2)).unflatten(1, (2, hidden))
-    return found | {"gain": gain_gradient, "weight": totals[:, 0], "shift": totals[:, 1]}
+    return gradients | {"gain": gain_gradient, "weight": totals[:, 0], "shift": totals[:, 1]}
 
 
 def _table_of_pairs(inputs: Inputs, change: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ def _table_of_pairs(inputs: Inputs, change: Tensor) -> Tensor:
     assert inputs.bucket_of is not None
     assert inputs.row_positions is not None
     assert inputs.column_positions is not None
-    found = change.new_zeros((inputs.table.shape[1], inputs.table.shape[0]))
+    gradients = change.new_zeros((inputs.table.shape[1], inputs.table.shape[0]))
     last = inputs.bucket_of.shape[0] - 1
     for element in range(change.shape[0]):
         row = inputs.row_positions[min(element, inputs.row_positions.shape[0] - 1)]
         column = inputs.column_positions[min(element, inputs.column_positions.shape[0] - 1)]
         distance = (column[None, :] - row[:, None] + inputs.origin).clamp(0, last)
-        found.index_put_((inputs.bucket_of[distance].long(),), change[element].permute(1, 2, 0), accumulate=True)
-    return found.T.contiguous()
+        gradients.index_put_((inputs.bucket_of[distance].long(),), change[element].permute(1, 2, 0), accumulate=True)
+    return gradients.T.contiguous()

@@ -160,26 +160,26 @@ def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
     products, dense = _of(call, Product), _dense_values(call)
     maps = [term.groups for term in (*guidance, *products, *offsets[:1])] + [values.shape[1] for values in dense]
     groups = reduce(math.lcm, maps, 1)
-    found: dict[str, Any] = dict.fromkeys(NAMES)
-    found |= {"query": _inner(call.query), "key": _inner(call.key), "value": _inner(call.value)}
-    found |= {"origin": 0, "blocks": blocks, "scale": call.scale, "softcap": call.softcap or 0.0}
+    packed: dict[str, Any] = dict.fromkeys(NAMES)
+    packed |= {"query": _inner(call.query), "key": _inner(call.key), "value": _inner(call.value)}
+    packed |= {"origin": 0, "blocks": blocks, "scale": call.scale, "softcap": call.softcap or 0.0}
     if additive:
         shared = reduce(math.lcm, (term.groups for term in additive))
         columns = _sum([_spread(term.columns.float(), shared) for term in additive])
-        found["columns"] = _inner(columns.expand(batch, -1, -1))
+        packed["columns"] = _inner(columns.expand(batch, -1, -1))
     if dense:
-        found["dense"] = _inner(_sum([_spread(values, groups) for values in dense]))
+        packed["dense"] = _inner(_sum([_spread(values, groups) for values in dense]))
     if guidance:
-        found |= _network(guidance[0], batch, groups)
+        packed |= _network(guidance[0], batch, groups)
     if products:
         left, right = (
             _inner(torch.cat([_spread(side, groups).expand(batch, -1, -1, -1) for side in sides], dim=-1))
             for sides in ([term.rows for term in products], [term.columns for term in products])
         )
         same = left.dtype == right.dtype
-        found |= {"left": left if same else left.float(), "right": right if same else right.float()}
+        packed |= {"left": left if same else left.float(), "right": right if same else right.float()}
     if offsets:
-        found |= _by_distance(offsets[0], groups)
+        packed |= _by_distance(offsets[0], groups)
     # A constant of a row: softmax cannot see it, unless a sink takes part.
     rows = [term.rows for term in additive if term.rows is not None]
     unseen = rows + [term.offset for term in guidance]
@@ -187,14 +187,14 @@ def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
         sinks = call.sinks.float()[None, :, None].expand(batch, -1, queries)
         for constant in [-row for row in rows] + [term.offset[None, :, None] for term in guidance]:
             sinks = sinks - _spread(constant.float(), heads)
-        found["sinks"], unseen = sinks.contiguous(), []
-    return Inputs(**found), unseen
+        packed["sinks"], unseen = sinks.contiguous(), []
+    return Inputs(**packed), unseen
 
 
 def _dense_values(call: Call) -> list[Tensor]:
     """Given numbers for all pairs; a second table by distance and the user's own terms, differentiated by PyTorch."""
-    known = (Additive, Guidance, Product, Dense, Offset)
-    others = [term for term in call.terms if not isinstance(term, known)] + [*_of(call, Offset)[1:]]
+    native = (Additive, Guidance, Product, Dense, Offset)
+    others = [term for term in call.terms if not isinstance(term, native)] + [*_of(call, Offset)[1:]]
     every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
     return [term.values for term in _of(call, Dense)] + [term.tile(*every) for term in others]
 
@@ -202,14 +202,14 @@ def _dense_values(call: Call) -> list[Tensor]:
 def _network(term: Guidance, batch: int, groups: int) -> dict[str, Tensor]:
     vectors = {"rows": term.rows, "cols": term.columns}
     parameters = {"gain": term.scale, "shift": term.shift, "weight": term.weight}
-    found = {name: _inner(_spread(side, groups).expand(batch, -1, -1, -1)) for name, side in vectors.items()}
-    return found | {name: _spread(side.float(), groups, dim=0).contiguous() for name, side in parameters.items()}
+    packed = {name: _inner(_spread(side, groups).expand(batch, -1, -1, -1)) for name, side in vectors.items()}
+    return packed | {name: _spread(side.float(), groups, dim=0).contiguous() for name, side in parameters.items()}
 
 
 def _by_distance(term: Offset, groups: int) -> dict[str, Any]:
     names = ("bucket_of", "row_positions", "column_positions")
-    found = {name: getattr(term, name).int().contiguous() for name in names}
-    return {**found, "table": _spread(term.table.float(), groups, dim=0).contiguous(), "origin": term.origin}
+    packed = {name: getattr(term, name).int().contiguous() for name in names}
+    return {**packed, "table": _spread(term.table.float(), groups, dim=0).contiguous(), "origin": term.origin}
 
 
 def _of(call: Call, kind: type[AnyTerm]) -> list[AnyTerm]:

@@ -96,11 +96,11 @@ def _gradients(
     inputs: Inputs, output: Tensor, logsum: Tensor, kept: Tensor, gradient: Tensor, needs: Needs
 ) -> list[Tensor]:
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    found = _empty_gradients(inputs, needs)
+    results = _empty_gradients(inputs, needs)
     for name in _DIFFERENTIABLE[8:11] + _DIFFERENTIABLE[13:]:
-        found[name].zero_()  # parameters, which every batch element adds to
+        results[name].zero_()  # parameters, which every batch element adds to
     if needs.dense and inputs.dense is not None and inputs.dense.shape[0] == 1:
-        found["dense"].zero_()
+        results["dense"].zero_()
     limit, each = tuning.PAIR_BYTES, inputs.pair_bytes() if inputs.must_build and not kept.numel() else 0
     for batch, maps in inputs.parts(limit, each):
         part, heads = inputs.part(batch, maps), _heads(inputs, maps)
@@ -109,21 +109,21 @@ def _gradients(
         table = kept if kept.numel() else launch.build_pairs(part, both) if part.must_build else part.dense
         per_kv = inputs.query.shape[1] // inputs.key.shape[1]
         kv = slice(heads.start // per_kv, heads.stop // per_kv)
-        query = found["query"][batch, heads] if needs.attention else torch.empty_like(part.query)
+        query = results["query"][batch, heads] if needs.attention else torch.empty_like(part.query)
         up = launch.query_gradient(part, table, up, query)
         if needs.attention:
-            columns = launch.key_gradients(part, table, up, found["key"][batch, kv], found["value"][batch, kv])
+            columns = launch.key_gradients(part, table, up, results["key"][batch, kv], results["value"][batch, kv])
             if columns is not None and part.columns is not None and inputs.columns is not None:
                 shared = part.columns.shape[1]
                 first = 0 if inputs.columns.shape[1] == 1 else heads.start * inputs.columns.shape[1] // output.shape[1]
                 total = columns.unflatten(1, (shared, -1)).sum(dim=2)
-                found["columns"][batch, first : first + shared] += total
+                results["columns"][batch, first : first + shared] += total
         if inputs.sinks is not None:
-            _sink_gradient(part, up, found["sinks"][batch, heads])
+            _sink_gradient(part, up, results["sinks"][batch, heads])
         if needs.pairs and table is not None:
             for name, tensor in term_gradients(part, table, up, both, needs).items():
-                _add(found[name], tensor, name, batch, maps)
-    return list(found.values())
+                _add(results[name], tensor, name, batch, maps)
+    return list(results.values())
 
 
 def _add(total: Tensor, tensor: Tensor, name: str, batch: slice, maps: slice) -> None:
@@ -147,19 +147,19 @@ def _empty_gradients(inputs: Inputs, needs: Needs) -> dict[str, Tensor]:
     asked |= dict.fromkeys(("rows", "cols", "gain", "shift", "weight"), needs.guidance)
     asked |= dict.fromkeys(("left", "right"), needs.product)
     asked |= {"table": needs.offset, "dense": needs.dense, "sinks": inputs.sinks is not None}
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, wanted in asked.items():
         tensor = getattr(inputs, name)
         if tensor is None or not wanted:
-            found[name] = inputs.query.new_empty((0,))
+            results[name] = inputs.query.new_empty((0,))
         elif name == "columns":
-            found[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+            results[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         else:
             plain = name in ("query", "key", "value")
-            found[name] = torch.empty_like(
+            results[name] = torch.empty_like(
                 tensor, memory_format=torch.preserve_format if plain else torch.contiguous_format
             )
-    return found
+    return results
 
 
 @biased_attention_backward.register_fake
@@ -196,8 +196,8 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
         asked["table"],
         asked["dense"],
     ]
-    found = torch.ops.attnflow.biased_attention_backward(*arguments, *output, gradient, needs)
-    for name, tensor in zip(_DIFFERENTIABLE, found, strict=True):
+    results = torch.ops.attnflow.biased_attention_backward(*arguments, *output, gradient, needs)
+    for name, tensor in zip(_DIFFERENTIABLE, results, strict=True):
         if asked[name]:
             nothing[NAMES.index(name)] = tensor
     return tuple(nothing)

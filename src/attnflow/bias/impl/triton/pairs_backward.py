@@ -169,8 +169,8 @@ def pairs_gradient_kernel(
             )  # fmt: skip
             low, high = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
             for one in range(low, high + 1):
-                found = tl.sum(tl.sum(tl.where(bucket == one, change, 0.0), 1), 0)
-                tl.store(bucket_parts + tile * buckets + one, found)
+                bucket_total = tl.sum(tl.sum(tl.where(bucket == one, change, 0.0), 1), 0)
+                tl.store(bucket_parts + tile * buckets + one, bucket_total)
 
 
 @triton.jit

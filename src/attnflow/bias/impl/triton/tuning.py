@@ -60,8 +60,8 @@ _SINGLE: Final = {
 
 def tiles(width: int, dtype: torch.dtype, queries: int) -> Tiles:
     """The sizes for heads of `width` (the larger of keys' and values') and that many queries."""
-    found = (_SINGLE if dtype == torch.float32 else _HALF)[padded(width, 32)]
-    return replace(found, rows=64) if queries <= 64 else found
+    sizes = (_SINGLE if dtype == torch.float32 else _HALF)[padded(width, 32)]
+    return replace(sizes, rows=64) if queries <= 64 else sizes
 
 
 def padded(width: int, least: int = 16) -> int:
