@@ -107,12 +107,14 @@ def _inputs(text: str | None, ids: str | None) -> str | list[int]:
 
 def _write(result: Trace, position: int, path: Path, store: str | None) -> None:
     """The file that the suffix of `path` asks for; whole or not at all."""
+    from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
 
     suffix = path.suffix.lower()
     if suffix == ".html":
         page(result, details={} if store is None else {"Store": store}).save(path)
     elif suffix in (".svg", ".png"):
-        figure(result, position=position).savefig(path)
+        with write_atomically(path) as file:
+            figure(result, position=position).savefig(file, format=suffix[1:])
     else:
         result.save(path)
