@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 import attnflow as af
 from attnflow.models import names, unpack
 from attnflow.models.packages import Packaged
-from tests.models import outputs, tiny, tokens
+from tests.models import modular, outputs, tiny, tokens
 
 ABSENT = Packaged("no-such-model==1.0", "no_such_module_of_attnflow", "model.gguf", "A model")
 
@@ -182,3 +182,14 @@ def test_without_transformers_the_extra_is_named():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "af.load_model needs transformers, which is not installed: pip install 'attnflow[hf]'\n"
+
+
+def test_a_saved_modular_model_is_loaded_where_nobody_imported_it(tmp_path):
+    modular(torch.float32).save_pretrained(tmp_path)
+    code = (
+        "import sys, attnflow as af\n"
+        "assert not {'torch', 'transformers', 'attnflow.knowledge'} & set(sys.modules)\n"
+        "print(type(af.models.load_model(sys.argv[1], tokenizer=False).model).__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert result.stdout == "ModularForCausalLM\n", result.stderr
