@@ -150,8 +150,8 @@ def _count_shattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_blo
     order = np.argsort(edges, kind="stable")
     edges, cover = edges[order], np.cumsum(np.where(order < len(offset), 1, -1))
     length = np.diff(edges, append=edges[-1:])
-    kept = (cover > 0) & (length > 0)
-    start, length, cover = edges[kept], length[kept], cover[kept]
+    covered = (cover > 0) & (length > 0)
+    start, length, cover = edges[covered], length[covered], cover[covered]
     total, counts = np.cumsum(length), np.zeros(grid[0] * grid[1])  # float sums are exact below 2**53
     for part in np.split(np.arange(len(start)), np.searchsorted(total, np.arange(_EXPANDED, total[-1], _EXPANDED))):
         size = length[part]

@@ -214,12 +214,12 @@ class Mask:
                 return []
             if self._query_rank is None and self._key_rank is None:
                 return _first_pairs(_symmetric_difference(self._rows, other._rows), limit)
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for (start, left), (_, right) in zip(self.dense_chunks(), other.dense_chunks(), strict=True):
-            found += [(int(q) + start, int(k)) for q, k in np.argwhere(left != right)[: limit - len(found)]]
-            if len(found) == limit:
+            pairs += [(int(q) + start, int(k)) for q, k in np.argwhere(left != right)[: limit - len(pairs)]]
+            if len(pairs) == limit:
                 break
-        return found
+        return pairs
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both allow."""

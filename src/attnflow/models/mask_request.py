@@ -162,10 +162,10 @@ def _version(mask: Tensor) -> int | None:
 def _padding_alone(request: MaskRequest) -> BlockMask:
     """A block mask of one block, which lets every query attend to every key that is no pad."""
     device = request.arguments.get("device", "cpu")
-    real = torch.ones(request.batch_size, request.num_keys, dtype=torch.bool, device=device)
-    if request.padding is not None:
-        given = request.padding[:, request.first_key : request.first_key + request.num_keys].to(device).bool()
-        real = torch.nn.functional.pad(given, (0, request.num_keys - given.shape[1]))
+    real, _ = request.pads()
+    if real is None:
+        real = torch.ones(request.batch_size, request.first_key + request.num_keys, dtype=torch.bool)
+    real = real[:, request.first_key :].to(device)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return real[b, k]

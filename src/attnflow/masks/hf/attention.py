@@ -48,11 +48,11 @@ class MaskedAttention:
     def _positions(self, call: AttentionCall) -> Positions:
         """Where the call's tokens lie: shared by the layers that the model gave one mask."""
         batch, _, queries, _ = call.query.shape
-        keys, request, given = call.key.shape[2], call.request, call.mask
-        if given is None and request is None and (queries == keys or self.cross):
+        keys, request, mask = call.key.shape[2], call.request, call.mask
+        if mask is None and request is None and (queries == keys or self.cross):
             return Positions(MaskRequest(batch, queries, keys))  # vision encoders ask for no mask at all
         if request is None:
-            what = "None" if given is None else f"{type(given).__name__} of shape {tuple(given.shape)}"
+            what = "None" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}"
             raise ValueError(
                 f"{self.name} was given the attention mask {what}, which would bypass the mask of attach. Pass a 2D "
                 "attention_mask [batch, keys] for padding or none; put everything else into the mask itself. If you "

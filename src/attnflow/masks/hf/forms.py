@@ -17,7 +17,7 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
 _WHOLE: Final = 4096  # a mask of at most this many queries is made dense at once; a larger one grows by doubling
-_KEPT: Final = 8  # block masks kept per mask: as many as the sequence lengths of a bucketed training run
+_MAX_BLOCK_MASKS: Final = 8  # held per mask: as many as the sequence lengths of a bucketed training run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,11 +70,11 @@ class MaskForms:
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
         """(query, first key, last key + 1) of disjoint intervals that make up the mask, in no given order."""
         if self._pieces is None:
-            found = self.mask.pieces()
-            if found is None:
+            pieces = self.mask.pieces()
+            if pieces is None:
                 rows = self.mask.intervals()
-                found = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
-            self._pieces = found
+                pieces = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+            self._pieces = pieces
         return self._pieces
 
     def bounds(self) -> tuple[IntArray, IntArray]:
@@ -120,7 +120,7 @@ class MaskForms:
         key = (span, str(device))
         if key not in self._blocks:
             self._blocks[key] = self.placed(span).block_mask(device=device)
-            while len(self._blocks) > _KEPT:
+            while len(self._blocks) > _MAX_BLOCK_MASKS:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(key)
         return self._blocks[key]

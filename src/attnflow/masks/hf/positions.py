@@ -29,16 +29,16 @@ class Positions:
         self.padding, self.left = request.pads()
         # Only outside of a trace: the leading pads of each sequence as Python integers.
         self._lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
-        self._made: dict[tuple[object, ...], tuple[AttentionMask, Tensor | None]] = {}
+        self._masks: dict[tuple[object, ...], tuple[AttentionMask, Tensor | None]] = {}
 
     def native(
         self, forms: MaskForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
     ) -> tuple[AttentionMask, Tensor | None]:
         """(mask in the form that `implementation` takes, queries that may attend to nothing or None)."""
         key = (id(forms), implementation, str(device), dtype)
-        if key not in self._made:
-            self._made[key] = self._make(forms, cross, crop, implementation, device, dtype)
-        return self._made[key]
+        if key not in self._masks:
+            self._masks[key] = self._make(forms, cross, crop, implementation, device, dtype)
+        return self._masks[key]
 
     def _make(
         self, forms: MaskForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
