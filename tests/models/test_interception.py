@@ -227,3 +227,38 @@ def test_implementations_that_cannot_be_intercepted():
         check_implementation(model, "paged", "the implementation", "bias")
     for name in IMPLEMENTATIONS:
         check_implementation(model, name, "the implementation", "bias")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks_die_with_their_forward_pass(implementation):
+    """Without waiting for the garbage collector: they are tables of all pairs."""
+    import gc
+    import weakref
+
+    import attnflow as af
+
+    model, ids = tiny("Llama", torch.float32), tokens(2, LENGTH)
+    model.set_attn_implementation(implementation)
+    real = torch.ones_like(ids)
+    real[0, :2] = 0
+    masks = []
+
+    def watch(call, proceed):
+        masks.extend(weakref.ref(one) for one in (call.mask, call.request) if one is not None)
+        return proceed(call)
+
+    af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=4, layers="every"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "score_terms" in name:
+                parameter.normal_()
+    put(model, watch, "mask")
+    gc.collect()
+    gc.disable()
+    try:
+        run(model, {"input_ids": ids, "attention_mask": real})
+        outputs(model, input_ids=ids, attention_mask=real).sum().backward()
+        assert masks
+        assert [one() for one in masks if one() is not None] == []
+    finally:
+        gc.enable()

@@ -85,7 +85,7 @@ def request_of(mask: object) -> MaskRequest | None:
     if isinstance(mask, Tensor) and request is not None and _version(mask) != request.derived.get("version"):
         return None  # the model has written into it
     if request is None and isinstance(mask, BlockMask):  # `BlockMask.to` keeps nothing but this function
-        request = getattr(mask.mask_mod, _REQUEST, None)
+        request = getattr(mask.mask_mod, _REQUEST, lambda: None)()
     if request is None and isinstance(mask, Tensor) and not torch.compiler.is_compiling():
         request = _request_of_copy(mask)
     return cast("MaskRequest | None", request)
@@ -148,7 +148,9 @@ def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
     if torch.compiler.is_compiling():
         return
     if isinstance(mask, BlockMask):
-        setattr(mask.mask_mod, _REQUEST, request)
+        setattr(
+            mask.mask_mod, _REQUEST, ref(request)
+        )  # not owned: what is derived from a request may hold the function
     else:
         request.derived["version"] = _version(mask)
         _recent.append(ref(mask))

@@ -22,11 +22,11 @@ def relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
         return _unmasked(call), None
     if call.request is None:  # of the caller's making, who may change it in place
         return _masked(call)
-    # By identity, beside the mask itself so that it lives as long: layers of one kind get one mask.
-    key = "relation", id(call.mask)
+    # Layers of one kind get one mask, which lives as long as the request.
+    key = "relation", id(call.mask), str(call.query.device)
     if key not in call.request.derived:
-        call.request.derived[key] = call.mask, _masked(call)
-    return call.request.derived[key][1]
+        call.request.derived[key] = _masked(call)
+    return call.request.derived[key]
 
 
 def _unmasked(call: AttentionCall) -> Allow:
@@ -50,7 +50,8 @@ def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
     if isinstance(call.mask, BlockMask):
         return _by_rows(call.mask, call.query.shape[2], call.key.shape[2], call.query.device), None
     assert call.mask is not None
-    mask = call.mask[:, :, :, : call.key.shape[2]]
+    # Detached, since the mask holds its request: a cycle would keep tables of all pairs until they are collected.
+    mask = call.mask.detach()[:, :, :, : call.key.shape[2]] if call.request else call.mask[..., : call.key.shape[2]]
     added = None
     if mask.dtype != torch.bool:  # the smallest number of its type where nothing passes
         allowed = mask > torch.finfo(mask.dtype).min / 2
@@ -63,13 +64,13 @@ def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
 
 def _by_rows(mask: BlockMask, queries: int, keys: int, device: torch.device) -> Allow:
     """A block mask's relation: rows are made when they are asked for, and no table of all pairs is held."""
-    batch, heads = mask.shape[0], mask.shape[1]
+    batch, heads, mask_mod = mask.shape[0], mask.shape[1], mask.mask_mod
     element = torch.arange(batch, device=device)[:, None, None, None]
     head = torch.arange(heads, device=device)[None, :, None, None]
     key = torch.arange(keys, device=device)[None, None, None]
 
     def rows(block: slice) -> Tensor:
         query = torch.arange(block.start, block.stop, device=device)[None, None, :, None]
-        return mask.mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
+        return mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
 
     return Allow(rows, queries, keys, batch=batch)
