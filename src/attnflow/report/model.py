@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,26 +43,27 @@ def model_page(
     from attnflow.models.inputs import model_inputs, model_name  # with transformers, which other pages do without
 
     module, tokenizer = split(model)
+    name = title or model_name(module)
     named = model_inputs(module, inputs, tokenizer, 0)
     steps: list[tuple[str, Callable[[], object]]] = [
         ("Order", lambda: audit.declared_order(module, named)),
         ("Audit", lambda: audit.check(module, named)),
-        ("Geometry", lambda: geometry.score(module)),
-        ("Knowledge", lambda: knowledge.trace(module, named, tokenizer=tokenizer)),
+        ("Geometry", lambda: replace(geometry.score(module), model=name)),
+        ("Knowledge", lambda: replace(knowledge.trace(module, named, tokenizer=tokenizer), model=name)),
     ]
     if any(layer_biases(module)):
-        steps.insert(2, ("Bias", lambda: bias.capture(module, named, tokenizer=tokenizer)))
+        steps.insert(2, ("Bias", lambda: replace(bias.capture(module, named, tokenizer=tokenizer), model=name)))
     results: list[object] = []
     problems: dict[str, str] = {}
-    for name, find in steps:
+    for step, find in steps:
         if progress is not None:
-            progress(name.lower())
+            progress(step.lower())
         try:
             results.append(find())
         except _ERRORS as error:
-            problems[name] = str(error)
+            problems[step] = str(error)
     labels = None
     if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
-        rows = [ids[0].tolist() for name, ids in named.items() if name in ("input_ids", "decoder_input_ids")]
+        rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
         labels = [str(tokenizer.decode([token])) for row in rows for token in row]
-    return page(*results, title=title or model_name(module), labels=labels, details=details, problems=problems)
+    return page(*results, title=name, labels=labels, details=details, problems=problems)

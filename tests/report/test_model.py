@@ -1,0 +1,40 @@
+"""Everything about a model on one page; what it has not got is named."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attnflow import bias
+from attnflow.report import model_page
+from tests.report.reading import parse_page
+
+
+def tiny():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).eval()
+
+
+def test_order_audit_bias_geometry_and_entries_on_one_page():
+    model, told = tiny(), []
+    bias.attach(model, bias.GuidanceConfig(hidden_dim=8, init="kaiming"))
+    made = model_page(model, [5, 6, 7, 8], title="mine", progress=told.append)
+    names = [section.name for section in made.sections]
+    assert [name for name in names if name in ("order", "audit", "bias", "geometry", "entries")] == [
+        "order", "audit", "bias", "geometry", "entries"
+    ]  # fmt: skip
+    assert made.ok
+    assert "problems" not in names
+    assert told == ["order", "audit", "bias", "geometry", "knowledge"]
+    assert "Over 2 layers of mine" in parse_page(made.html).text
+
+
+def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
+    model = tiny()
+    for layer in model.model.layers:
+        layer.mlp = torch.nn.Identity()
+    made = model_page(model, [5, 6, 7])
+    names = [section.name for section in made.sections]
+    assert names[0] == "problems"
+    assert {"order", "audit", "geometry"} <= set(names)
+    assert "bias" not in names
+    assert "Knowledge could not be shown" in parse_page(made.html).text
