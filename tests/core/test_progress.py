@@ -33,7 +33,7 @@ def test_long_work_writes_a_line_now_and_then():
             progress(second, 25, "scoring")
         clock.now = 40.0
         progress.stage("writing")
-    assert stream.getvalue() == "scoring 10/25\nscoring 20/25\nwriting\n"
+    assert stream.getvalue() == "scoring 10/25\nscoring 20/25\n"
 
 
 def test_a_terminal_sees_a_bar_that_is_gone_afterwards():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], object]  # (done, total, what); total is 0 where it is not known
 
-_PLAIN_SECONDS: Final = 10.0
+_PLAIN_SECONDS: Final = 30.0
 
 
 @runtime_checkable
@@ -60,8 +60,9 @@ class Reporter:
             print(f"{what} {done}/{total}" if total else what, file=self._stream, flush=True)
 
     def stage(self, what: str) -> None:
-        """Show what is going on where nothing can be counted."""
-        self(0, 0, what)
+        """Show what is going on where nothing can be counted, on a terminal."""
+        if self._stream.isatty():
+            self._draw(0, 0, what)
 
     def pause(self) -> None:
         """Take the bar off the screen, so that something can be printed; the next call shows it again."""

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
-    from attnflow._core.progress import Progress
-    from attnflow.cli._output import Spinner
+    from attnflow._core.progress import Progress, Reporter
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.backend import SearchMode
 
@@ -43,9 +42,9 @@ def durable(uri: str) -> None:
         raise BadUsage("a store in memory is gone when the command ends: name a folder")
 
 
-def shown(spinner: Spinner, what: str) -> Progress:
-    """Progress as the spinner shows it."""
-    return lambda done, total, _: spinner(f"{what} {done:,} of {total:,}")
+def shown(spinner: Reporter, what: str) -> Progress:
+    """Progress under another name."""
+    return lambda done, total, _: spinner(done, total, what)
 
 
 def note(text: str) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from attnflow._core.errors import MissingExtra
+from attnflow._core.progress import Reporter
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.live import Live
 
     from attnflow._core.results import Result
 
@@ -73,47 +73,11 @@ def _plain(value: object) -> object:
     raise TypeError(f"no JSON form for {type(value).__name__}")
 
 
-class Spinner:
-    """What is going on, on stderr; silent where stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._screen = console(stderr=True)
-        self._live: Live | None = None
-
-    def __call__(self, title: str) -> None:
-        """Show `title` until the next one, or until `pause`."""
-        if not self._screen.is_terminal:
-            return
-        from rich.live import Live
-        from rich.spinner import Spinner as Picture
-        from rich.text import Text
-
-        picture = Picture("dots", Text(title, overflow="ellipsis", no_wrap=True))
-        if self._live is None:
-            # By default it would send what is printed on stdout to stderr, past a redirection of stdout.
-            self._live = Live(picture, console=self._screen, transient=True, redirect_stdout=False)
-            self._live.start()
-        else:
-            self._live.update(picture)
-
-    def pause(self) -> None:
-        """Take the title off the screen, so that something can be printed."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def __enter__(self) -> Spinner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pause()
-
-
-def working(title: str) -> Spinner:
-    """A spinner with its first title, for a `with` block."""
-    spinner = Spinner()
-    spinner(title)
-    return spinner
+def working(title: str) -> Reporter:
+    """Progress on stderr with its first title, for a `with` block."""
+    reporter = Reporter()
+    reporter.stage(title)
+    return reporter
 
 
 def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:

@@ -70,7 +70,7 @@ def audit(
             cache=cache,
             passes=passes,
             dtype=torch.float64 if double else None,
-            progress=lambda done, total, what: spinner(f"auditing {model}: {what} {done}/{total}"),
+            progress=spinner,
         )
     if json_output:
         print_result(report)

@@ -78,11 +78,11 @@ def bias_show(
         name = saved.base_name if bias is None else model
         if not name:
             raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
-        spinner(f"loading {name}")
+        spinner.stage(f"loading {name}")
         loaded = _models.load(name)
         try:
             biases.load(loaded, folder)
-            spinner("running it with and without its bias")
+            spinner.stage("running it with and without its bias")
             bias_map = biases.capture(
                 loaded,
                 prompt,
@@ -97,7 +97,7 @@ def bias_show(
         except (ValueError, TypeError) as error:
             raise BadUsage(str(error)) from error
         if target is not None:
-            spinner(f"writing {output}")
+            spinner.stage(f"writing {output}")
             if target.suffix.lower() == ".dot":
                 target.write_text(graph.to_dot(), encoding="utf-8")
             elif is_graph:

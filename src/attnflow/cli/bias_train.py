@@ -99,21 +99,21 @@ def bias_train(
 
         from attnflow.bias.hf.training import mixed_precision
 
-        spinner(f"loading {model}")
+        spinner.stage(f"loading {model}")
         loaded = _models.load(model)
         if train is Part.everything:
             loaded.model.float()  # in half precision, small updates of the weights would be lost
         torch.manual_seed(settings.seed)
 
         def progress(step: int, total: int, what: str) -> None:
-            line = f"step {step:,} of {total:,}: {what}"
-            spinner(line)
-            if not sys.stderr.isatty():
-                print(line, file=sys.stderr, flush=True)
+            if sys.stderr.isatty():
+                spinner(step, total, what)
+            else:  # every logged step
+                print(f"step {step:,} of {total:,}: {what}", file=sys.stderr, flush=True)
 
         try:
             handle = bias.attach(loaded, config, train=part)
-            spinner("evaluating the model as it is")
+            spinner.stage("evaluating the model as it is")
             more: dict[str, Any] = {**mixed_precision(loaded.model), "log_level": "error"}
             done = bias.train(loaded, documents, output, settings, length=length, progress=progress, **more)
         except ValueError as error:

@@ -58,8 +58,8 @@ def demo(
         ids = loaded.tokenizer(text)["input_ids"][: Sizes().block_tokens]
         show(describe(model, loaded), "bold")
         show(f"text: {shorten(text, screen.width - 6)}")
-        result, parts = run(model, loaded.model, ids, announce=spinner, tell=tell)
-        spinner("writing the report")
+        result, parts = run(model, loaded.model, ids, announce=spinner.stage, tell=tell)
+        spinner.stage("writing the report")
         page(*parts, title=f"Two masks derived, proved, and run on {model}").save(target)
     if json_output:
         print_result(result)

@@ -83,10 +83,10 @@ def geometry(
             heads,
             attention.value,
             config=overrides,
-            progress=lambda done, total, what: spinner(f"scoring {what} {done}/{total}"),
+            progress=spinner,
         )
         if target is not None and result.models:
-            spinner(f"writing {output}")
+            spinner.stage(f"writing {output}")
             if drawn:
                 figure(result, picture=picture.value).savefig(target)
             elif target.suffix.lower() == ".html":

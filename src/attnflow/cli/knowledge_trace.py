@@ -70,18 +70,18 @@ def knowledge_trace(
         spinner = stack.enter_context(working(f"loading {model}"))
         loaded = _models.load(model, ids is None, "give token ids, as in --ids 5,6,7")
         if not reads_entries(loaded.model):
-            spinner("opening its feed-forward layers")
+            spinner.stage("opening its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
         if held is not None:
             attach(loaded, held)
-        spinner("tracing")
+        spinner.stage("tracing")
         layers = None if layer is None else [layer]
         kept = max(16, count) if top is None else top
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         result = replace(trace(loaded, inputs, layers=layers, top=kept, targets=targets), model=model)
         result.row(position)
         if path is not None:
-            spinner(f"writing {output}")
+            spinner.stage(f"writing {output}")
             _write(result, position, path, store)
     if json_output:
         print_result(result)

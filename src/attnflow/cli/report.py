@@ -13,7 +13,7 @@ from attnflow.cli._models import describe, load, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, working
 
 if TYPE_CHECKING:
-    from attnflow.cli._output import Spinner
+    from attnflow._core.progress import Reporter
     from attnflow.report import Page
 
 
@@ -73,7 +73,7 @@ def _require_model(name: str, with_settings: bool) -> None:
         raise BadUsage(message if near else f"{error}; masks are in `attnflow mask list`") from error
 
 
-def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Spinner) -> Page:
+def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Reporter) -> Page:
     from attnflow._core.plain import read_json
     from attnflow.masks.spec import mask_from_dict
     from attnflow.report import page
@@ -82,14 +82,14 @@ def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Spin
     spec = read_json(subject) if is_file(subject) and n is None and not settings else {}
     if "inputs" in spec:
         task = Task.from_dict(spec, subject)
-        spinner(f"checking {task.size} positions")
+        spinner.stage(f"checking {task.size} positions")
         return page(task, title=subject)
     mask = mask_from_dict(spec.get("mask", spec), subject) if spec else mask_argument(subject, n, settings)
-    spinner(f"analysing {mask.name}")
+    spinner.stage(f"analysing {mask.name}")
     return page(mask)
 
 
-def _of_model(name: str, text: str | None, tokens: int, spinner: Spinner) -> Page:
+def _of_model(name: str, text: str | None, tokens: int, spinner: Reporter) -> Page:
     from attnflow.audit.text import text_inputs
     from attnflow.report import model_page
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
+from attnflow._core.progress import Progress
 from attnflow.bias.layer import layer_biases
 from attnflow.models.loaded import Loaded, split
 from attnflow.report.page import Page
@@ -24,7 +25,7 @@ def model_page(
     *,
     title: str | None = None,
     details: Mapping[str, str] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Page:
     """The order that a model declares, its audit, its bias if there is one, its geometry, and which entries fired.
 
@@ -33,7 +34,7 @@ def model_page(
         inputs: a text, token ids, or the model's inputs by name.
         title: heading; by default the model's name.
         details: more rows for the provenance.
-        progress: called before each step with what it is.
+        progress: called as progress(done, total, what) before each step.
 
     Returns:
         The page. What cannot be found out about this model is among its problems, with the reason; the rest is shown.
@@ -55,9 +56,9 @@ def model_page(
         steps.insert(2, ("Bias", lambda: replace(bias.capture(module, named, tokenizer=tokenizer), model=name)))
     results: list[object] = []
     problems: dict[str, str] = {}
-    for step, find in steps:
+    for done, (step, find) in enumerate(steps):
         if progress is not None:
-            progress(step.lower())
+            progress(done, len(steps), step.lower())
         try:
             results.append(find())
         except _ERRORS as error:
