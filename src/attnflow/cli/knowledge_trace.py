@@ -109,12 +109,13 @@ def _write(result: Trace, position: int, path: Path, store: str | None) -> None:
     """The file that the suffix of `path` asks for; whole or not at all."""
     from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
+    from attnflow.report.svg import encode
 
     suffix = path.suffix.lower()
     if suffix == ".html":
         page(result, details={} if store is None else {"Store": store}).save(path)
     elif suffix in (".svg", ".png"):
         with write_atomically(path) as file:
-            figure(result, position=position).savefig(file, format=suffix[1:])
+            file.write(encode(figure(result, position=position), suffix))
     else:
         result.save(path)
