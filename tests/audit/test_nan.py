@@ -7,6 +7,7 @@ import attnflow as af
 from attnflow.audit.inputs import read
 from attnflow.audit.nan import refuse_nan
 from tests.audit.common import tiny, tokens
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("ask", [af.audit.check, af.audit.measure])
@@ -31,5 +32,5 @@ def test_nan_in_padding_is_no_business_of_the_audit():
 
 
 def test_only_modules_are_audited():
-    with pytest.raises(TypeError, match="Module"):
+    with refused(TypeError, "expected a torch module or what af.load_model returns, got int"):
         af.audit.check(3, tokens())
