@@ -54,6 +54,7 @@ def demo(
         generates = getattr(loaded.model, "can_generate", None)
         if getattr(loaded.model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
             raise BadUsage(f"the demo needs a causal language model, got a {type(loaded.model).__name__}")
+        assert loaded.tokenizer is not None
         text = sample()
         ids = loaded.tokenizer(text)["input_ids"][: Sizes().block_tokens]
         show(describe(model, loaded), "bold")
