@@ -18,9 +18,11 @@ from attnflow._core.errors import MissingExtra
 from attnflow._core.progress import Reporter
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
 
     from attnflow._core.results import Result
+    from attnflow.report.svg import Svg
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 
@@ -105,3 +107,13 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
     if not os.access(folder, os.W_OK | os.X_OK) or (target.exists() and not os.access(target, os.W_OK)):
         raise BadUsage(f"cannot write {path}: no permission")
     return target
+
+
+def save_picture(picture: Svg | Figure, path: Path) -> None:
+    """Write a picture in the format of the suffix, whole or not at all."""
+    from attnflow._core.files import write_atomically
+    from attnflow.report.svg import encode
+
+    content = encode(picture, path.suffix.lower())
+    with write_atomically(path) as file:
+        file.write(content)

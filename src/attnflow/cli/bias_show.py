@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from attnflow.cli import _models
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json", ".dot")
@@ -105,7 +105,7 @@ def bias_show(
             elif target.suffix.lower() in (".svg", ".png"):
                 from attnflow.report import figure
 
-                figure(bias_map, layer=layer, query=query, head=head).savefig(target)
+                save_picture(figure(bias_map, layer=layer, query=query, head=head), target)
             else:
                 bias_map.save(target)
     if json_output:

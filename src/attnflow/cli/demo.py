@@ -56,6 +56,7 @@ def demo(
             raise BadUsage(f"the demo needs a causal language model, got a {type(loaded.model).__name__}")
         assert loaded.tokenizer is not None
         text = sample()
+        assert loaded.tokenizer is not None  # it was asked for
         ids = loaded.tokenizer(text)["input_ids"][: Sizes().block_tokens]
         show(describe(model, loaded), "bold")
         show(f"text: {shorten(text, screen.width - 6)}")

@@ -10,7 +10,7 @@ import typer
 
 from attnflow.cli._models import require
 from attnflow.cli._options import OutputOption, settings_from
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
@@ -88,7 +88,7 @@ def geometry(
         if target is not None and result.models:
             spinner.stage(f"writing {output}")
             if drawn:
-                figure(result, picture=picture.value).savefig(target)
+                save_picture(figure(result, picture=picture.value), target)
             elif target.suffix.lower() == ".html":
                 page(result).save(target)
             else:

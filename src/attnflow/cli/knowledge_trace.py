@@ -11,7 +11,7 @@ import typer
 
 from attnflow.cli import _models
 from attnflow.cli._options import integers
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
 if TYPE_CHECKING:
     from attnflow.knowledge import Trace
@@ -107,15 +107,12 @@ def _inputs(text: str | None, ids: str | None) -> str | list[int]:
 
 def _write(result: Trace, position: int, path: Path, store: str | None) -> None:
     """The file that the suffix of `path` asks for; whole or not at all."""
-    from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
-    from attnflow.report.svg import encode
 
     suffix = path.suffix.lower()
     if suffix == ".html":
         page(result, details={} if store is None else {"Store": store}).save(path)
     elif suffix in (".svg", ".png"):
-        with write_atomically(path) as file:
-            file.write(encode(figure(result, position=position), suffix))
+        save_picture(figure(result, position=position), path)
     else:
         result.save(path)
