@@ -19,7 +19,6 @@ from cattrs import ClassValidationError, Converter, transform_error
 from cattrs.strategies import configure_union_passthrough
 from torch import Tensor
 
-from attnflow._core.errors import MissingExtra
 from attnflow._core.files import write_atomically
 
 _R = TypeVar("_R", bound="Result")  # typing.Self is unknown to the checker of types that the tests run under
@@ -107,12 +106,14 @@ class Result:
         """`rows` as a `pandas.DataFrame`.
 
         Raises:
-            MissingExtra: pandas is not installed.
+            ImportError: pandas is not installed; no extra of this package brings it.
         """
         try:
             import pandas
         except ImportError as error:
-            raise MissingExtra("pandas", "report", "a table as a DataFrame") from error
+            raise ImportError(
+                "a table as a DataFrame needs pandas, which is not installed: pip install pandas"
+            ) from error
         return pandas.DataFrame(list(self.rows()))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
