@@ -239,6 +239,9 @@ def plain(call: Call, rounded_bias: bool = False) -> Tensor:
     return (weights.to(dtype).to(weights.dtype) @ wide(value)).to(dtype)
 
 
+NUDGED = 8  # calls: the largest error of few numbers needs several draws to be known within a factor
+
+
 def nudged(call: Call, seed: int) -> Call:
     """The call with each number of single precision moved by up to one rounding: luck in one result is not accuracy.
 
@@ -289,7 +292,9 @@ def check_against_float64(case: Case | Call, run: str | Run, *, rounded_bias: bo
         with poisoned():
             actual = outcome(call, run)
     exact = outcome(call, lambda c: reference.run(c)[0], torch.float64)
-    lows = [outcome(other, lambda c: plain(c, rounded_bias)) for other in (call, *(nudged(call, k) for k in range(3)))]
+    lows = [
+        outcome(other, lambda c: plain(c, rounded_bias)) for other in (call, *(nudged(call, k) for k in range(NUDGED)))
+    ]
     assert actual.found["output"].dtype == call.value.dtype
     for name, true in exact.found.items():
         found = actual.found[name]

@@ -15,16 +15,16 @@ def tiny():
 
 
 def test_order_audit_bias_geometry_and_entries_on_one_page():
-    model, told = tiny(), []
+    model, steps = tiny(), []
     bias.attach(model, bias.GuidanceConfig(hidden_dim=8, init="kaiming"))
-    made = model_page(model, [5, 6, 7, 8], title="mine", progress=told.append)
+    made = model_page(model, [5, 6, 7, 8], title="mine", progress=lambda *step: steps.append(step))
     names = [section.name for section in made.sections]
     assert [name for name in names if name in ("order", "audit", "bias", "geometry", "entries")] == [
         "order", "audit", "bias", "geometry", "entries"
     ]  # fmt: skip
     assert made.ok
     assert "problems" not in names
-    assert told == ["order", "audit", "bias", "geometry", "knowledge"]
+    assert steps == [(i, 5, what) for i, what in enumerate(["order", "audit", "bias", "geometry", "knowledge"])]
     assert "Over 2 layers of mine" in parse_page(made.html).text
 
 
