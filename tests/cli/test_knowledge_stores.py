@@ -10,8 +10,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.texts import Inspection, Matches
 from attnflow.knowledge.store import Store
+from attnflow.knowledge.text_results import Inspection, Matches
 from attnflow.models.packages import MODELS
 
 pytest.importorskip("lancedb")
