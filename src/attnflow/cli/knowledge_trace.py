@@ -76,9 +76,9 @@ def knowledge_trace(
             attach(loaded, held)
         spinner.stage("tracing")
         layers = None if layer is None else [layer]
-        kept = max(16, count) if top is None else top
+        wanted = max(16, count) if top is None else top
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
-        result = replace(trace(loaded, inputs, layers=layers, top=kept, targets=targets), model=model)
+        result = replace(trace(loaded, inputs, layers=layers, top=wanted, targets=targets), model=model)
         result.row(position)
         if path is not None:
             spinner.stage(f"writing {output}")

@@ -52,7 +52,7 @@ class Certificate:
         active = [one.active for one in certificates if one.active is not None]
         return cls(
             any(one.approximate for one in certificates),
-            counts.pop() if alike else _side_by_side([one._kept() for one in certificates]),
+            counts.pop() if alike else _side_by_side([one._retrieved() for one in certificates]),
             max(one.total for one in certificates),
             _side_by_side([one.last for one in certificates]),
             _side_by_side(active) if len(active) == len(certificates) else None,
@@ -72,7 +72,7 @@ class Certificate:
     @property
     def left_out(self) -> Int[Tensor, "*queries"]:
         """For each query, how many entries were not kept."""
-        return (self.total - self._kept()).clamp(min=0)
+        return (self.total - self._retrieved()).clamp(min=0)
 
     @property
     def complete(self) -> Bool[Tensor, "*queries"]:
@@ -123,14 +123,14 @@ class Certificate:
         active = self._left_out_active()
         return (active * weight + (self.left_out - active) * depth) * norm
 
-    def _kept(self) -> Int[Tensor, "*queries"]:
+    def _retrieved(self) -> Int[Tensor, "*queries"]:
         return torch.as_tensor(self.k, device=self.last.device).expand(self.last.shape)
 
     def _left_out_active(self) -> Int[Tensor, "*queries"]:
         """How many of the entries left out may have a score > 0."""
         most = self.left_out
         if self.active is not None:
-            most = torch.minimum(most, (self.active - self._kept()).clamp(min=0))
+            most = torch.minimum(most, (self.active - self._retrieved()).clamp(min=0))
         return torch.where(self.last > 0, most, 0)
 
 

@@ -99,7 +99,7 @@ class BlockSparsity:
         return self.full + self.partial + self.empty
 
     @property
-    def kept(self) -> int:
+    def computed(self) -> int:
         """Blocks that a kernel computes."""
         return self.full + self.partial
 
@@ -108,9 +108,9 @@ def block_sparsity(mask: Mask, block: int = 128) -> BlockSparsity:
     """Counts full, partial and empty blocks; like torch, a block that sticks out of the sequence is never full."""
     cells = grid(mask, block, block)
     full = int((cells.counts == block * block).sum())
-    kept = int((cells.counts > 0).sum())
-    used = mask.nnz / (kept * block * block) if kept else 0.0
-    return BlockSparsity(block, full, kept - full, cells.counts.size - kept, used)
+    computed = int((cells.counts > 0).sum())
+    used = mask.nnz / (computed * block * block) if computed else 0.0
+    return BlockSparsity(block, full, computed - full, cells.counts.size - computed, used)
 
 
 def block_sizes(mask: Mask) -> list[int]:
@@ -168,7 +168,7 @@ def prices(mask: Mask, model: CostModel, block: int = 128) -> list[Price]:
     if queries == keys:
         rows.append(("causal pairs", queries * (queries + 1) // 2))
     rows.append(("this mask's pairs", mask.nnz))
-    rows.append((f"its blocks of {block}", min(blocks.kept * block * block, dense)))
+    rows.append((f"its blocks of {block}", min(blocks.computed * block * block, dense)))
     return [
         Price(name, pairs, pairs / dense if dense else 0.0, model.flops(pairs), model.score_bytes(pairs))
         for name, pairs in rows

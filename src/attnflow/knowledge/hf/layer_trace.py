@@ -134,12 +134,12 @@ class LayerWatch:
             1 - torch.where(size_all > 0, rest.norm(dim=-1) / size_all, 0),
         )
 
-    def _written(self, kept: Tensor, order: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+    def _written(self, weights: Tensor, order: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         """What the kept entries write."""
-        sparse = kept.new_zeros(shape).flatten(1).scatter_add(-1, order, kept).view(shape)
-        written = kept.new_zeros(())
+        sparse = weights.new_zeros(shape).flatten(1).scatter_add(-1, order, weights).view(shape)
+        written = weights.new_zeros(())
         for columns in (order % len(places)).unique().split(max(1, _BLOCK // shape[1])):
-            values = self.reader.values(places[columns]).detach().to(kept)
+            values = self.reader.values(places[columns]).detach().to(weights)
             written = written + torch.einsum("phe,hed->pd", sparse[..., columns], values)
         return written
 

@@ -153,9 +153,9 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     ids = ids[(rank := np.lexsort((ids, at, layers)))]
     rows = torch.as_tensor(store.vectors(ids)).to(base.entries)
     at = at[rank]
-    kept = at < len(before)
-    same = rows[torch.from_numpy(kept)].eq(base.entries.detach()[torch.from_numpy(at[kept])]).all(dim=1)
-    changes = EntryChanges(int((~kept).sum()), int((~same).sum()), len(before) - int(kept.sum()))
+    remaining = at < len(before)
+    same = rows[torch.from_numpy(remaining)].eq(base.entries.detach()[torch.from_numpy(at[remaining])]).all(dim=1)
+    changes = EntryChanges(int((~remaining).sum()), int((~same).sum()), len(before) - int(remaining.sum()))
     _replace(base, rows, ids, counts)
     return changes
 

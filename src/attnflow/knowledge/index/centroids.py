@@ -55,8 +55,8 @@ class Centroids:
     def _drop_empty(self, points: Floats) -> None:
         """A centroid that no point is nearest to would be read for nothing; equal points leave many such."""
         filled = np.bincount(self._find(points)[0], minlength=len(self)) > 0
-        kept = [group[own] for group, own in zip(self._groups, np.split(filled, self._starts[1:-1]), strict=True)]
-        self._groups = [group for group in kept if len(group)]
+        groups = [group[own] for group, own in zip(self._groups, np.split(filled, self._starts[1:-1]), strict=True)]
+        self._groups = [group for group in groups if len(group)]
         self._number()
 
     def __len__(self) -> int:

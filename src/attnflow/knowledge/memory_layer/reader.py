@@ -194,10 +194,10 @@ class KnowledgeReader(nn.Module):
         if self.observer is not None:
             rows = best(ranked, retrieval)
             certificate = certify(ranked, rows, retrieval)
-            self.observer(Reading(self.layer, rows, *self._kept(scores, rows), certificate, self._up_norm(hidden)))
+            self.observer(Reading(self.layer, rows, *self._retrieved(scores, rows), certificate, self._up_norm(hidden)))
         if retrieval.k is not None and not training:
             rows = best(ranked, retrieval)
-            return attention.write(sum_of_rows(self._kept(scores, rows)[1], rows, entries))
+            return attention.write(sum_of_rows(self._retrieved(scores, rows)[1], rows, entries))
         mask = chosen(ranked, retrieval)
         sparse = self._weigh(scores, mask)
         if training:
@@ -245,15 +245,15 @@ class KnowledgeReader(nn.Module):
         self.observer(Reading(self.layer, None, scores, weights))
         return self.attention.read(weights, entries)
 
-    def _kept(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _retrieved(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and weights at rows, of which -1 is none."""
-        kept = scores.gather(-1, rows.clamp(min=0).expand(len(scores), *rows.shape))
-        return kept, self._weigh(kept, rows >= 0)
+        best = scores.gather(-1, rows.clamp(min=0).expand(len(scores), *rows.shape))
+        return best, self._weigh(best, rows >= 0)
 
-    def _weigh(self, scores: Tensor, kept: Tensor) -> Tensor:
-        """Weights of the entries that are kept; of others, 0."""
+    def _weigh(self, scores: Tensor, present: Tensor) -> Tensor:
+        """Weights of the entries that are there; of others, 0."""
         lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
-        return weigh(scores.masked_fill(~kept, lowest), self.attention.activation).masked_fill(~kept, 0)
+        return weigh(scores.masked_fill(~present, lowest), self.attention.activation).masked_fill(~present, 0)
 
     def _up_norm(self, hidden: Tensor) -> Tensor | None:
         return self.attention.project_query(hidden)[1].detach().norm(dim=-1) if self.attention.gated else None
@@ -268,8 +268,8 @@ def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
     if not scores.shape[-1]:
         return torch.where(certificate.left_out == 0, 0.0, 1.0).double().to(weights.device)
     # Every weight that is not 0 is score - tau; those of a gated layer have been multiplied since.
-    kept = cast(Tensor, reading.ids).flatten(0, -2) >= 0
-    again = ACTIVATIONS["sparsemax"](scores.masked_fill(~kept, torch.finfo(torch.float32).min))
+    present = cast(Tensor, reading.ids).flatten(0, -2) >= 0
+    again = ACTIVATIONS["sparsemax"](scores.masked_fill(~present, torch.finfo(torch.float32).min))
     tau = (scores - again).masked_fill(again <= 0, -math.inf).amax(dim=-1)
     exact = (certificate.left_out == 0) | (certificate.last.to(tau) <= tau)
     return torch.where(exact, 0.0, 2.0).to(weights.device)

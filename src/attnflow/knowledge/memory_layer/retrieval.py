@@ -96,11 +96,11 @@ def certify(
     """What `best` promises, one element for each query, flattened. Cost: a pass over the scores."""
     flat = scores.detach().flatten(0, -2)
     if retrieval.k is not None:
-        kept, last = rows.shape[-1], flat.gather(-1, rows.flatten(0, -2)[:, -1:])[:, 0]
+        retrieved, last = rows.shape[-1], flat.gather(-1, rows.flatten(0, -2)[:, -1:])[:, 0]
     else:
-        kept = (rows >= 0).sum(dim=-1).flatten()
+        retrieved = (rows >= 0).sum(dim=-1).flatten()
         last = torch.full_like(flat[:, 0], cast(float, retrieval.threshold))
-    return Certificate(False, kept, scores.shape[-1], last, (flat > 0).sum(dim=-1))
+    return Certificate(False, retrieved, scores.shape[-1], last, (flat > 0).sum(dim=-1))
 
 
 def chosen(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Bool[Tensor, "*queries entries"]:

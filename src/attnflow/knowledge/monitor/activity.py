@@ -106,24 +106,24 @@ class Activity:
         self._layers: dict[int, _Counts] = {}
 
     def see(
-        self, reading: Reading, ids: Callable[[Tensor], Tensor], kept: Bool[Tensor, "*tokens"] | None = None
+        self, reading: Reading, ids: Callable[[Tensor], Tensor], counted: Bool[Tensor, "*tokens"] | None = None
     ) -> None:
         """Count one reading.
 
         Args:
             reading: of one layer.
             ids: positions of a reading -> ids of entries.
-            kept: which tokens count, None for all; padding should not.
+            counted: which tokens count, None for all; padding should not.
         """
         fires = active(reading)
-        active_here = fires.flatten(0, -3) if kept is None else fires[kept.to(fires.device)]
+        active_here = fires.flatten(0, -3) if counted is None else fires[counted.to(fires.device)]
         counts = self._layers.setdefault(reading.layer, _Counts())
         if reading.ids is None:
             everything = ids(torch.arange(active_here.shape[-1], device=active_here.device))
             counts.add(everything.cpu(), active_here.sum(dim=(0, 1)).cpu())
         else:
             counts.read_all = False
-            positions = reading.ids.flatten(0, -3) if kept is None else reading.ids[kept.to(fires.device)]
+            positions = reading.ids.flatten(0, -3) if counted is None else reading.ids[counted.to(fires.device)]
             counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
         counts.tally(active_here.sum(dim=(1, 2)).cpu())
 

@@ -182,10 +182,10 @@ def _blocks(masks: Layers) -> Section:
         for size in block_sizes(mask):
             s = block_sparsity(mask, size)
             bar = _share_bar([("full", s.full), ("partial", s.partial), ("empty", s.empty)])
-            kept = f"{grouped(s.kept)} of {grouped(s.total)}"
-            share = percent(s.kept / s.total)
-            rows.append([str(size), Html(bar), share, kept, grouped(s.full), grouped(s.partial), percent(s.used)])
-        head = ["size", "full, partial, empty", "kept", "blocks", "full", "partial", "used"]
+            computed = f"{grouped(s.computed)} of {grouped(s.total)}"
+            share = percent(s.computed / s.total)
+            rows.append([str(size), Html(bar), share, computed, grouped(s.full), grouped(s.partial), percent(s.used)])
+        head = ["size", "full, partial, empty", "computed", "blocks", "full", "partial", "used"]
         parts.append(html.table(head, rows, text_columns=2))
     return Section("blocks", "Block sparsity", html.join(parts))
 

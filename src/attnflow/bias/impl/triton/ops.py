@@ -33,7 +33,7 @@ def _output_like(inputs: Inputs) -> Tensor:
     return inputs.value.new_empty((batch, queries, heads, inputs.value.shape[3])).transpose(1, 2)
 
 
-def _kept_shape(inputs: Inputs, keep: bool) -> tuple[int, ...]:
+def _pairs_shape(inputs: Inputs, keep: bool) -> tuple[int, ...]:
     """Of the materialised bias that is kept for the backward pass; (0,) if none is."""
     words = inputs.blocks[0]
     shape = (inputs.query.shape[0], inputs.groups, words.shape[3], words.shape[2] * 64)
@@ -60,10 +60,10 @@ def biased_attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     output = _output_like(inputs)
     logsum = inputs.query.new_empty(inputs.query.shape[:3], dtype=torch.float32)
-    if _kept_shape(inputs, keep) != (0,):
-        kept = launch.build_pairs(inputs, Centred.of(inputs), whole=True)
-        launch.attend(inputs, kept, output, logsum)
-        return output, logsum, kept
+    if _pairs_shape(inputs, keep) != (0,):
+        pairs = launch.build_pairs(inputs, Centred.of(inputs), whole=True)
+        launch.attend(inputs, pairs, output, logsum)
+        return output, logsum, pairs
     for batch, maps in inputs.parts(tuning.PAIR_BYTES, inputs.pair_bytes() if inputs.must_build else 0):
         part, heads = inputs.part(batch, maps), _heads(inputs, maps)
         table = launch.build_pairs(part, Centred.of(part)) if part.must_build else part.dense
@@ -75,25 +75,25 @@ def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, keep = Inputs(*arguments[:_COUNT]), bool(arguments[_COUNT])
     logsum = inputs.query.new_empty(inputs.query.shape[:3], dtype=torch.float32)
-    kept = inputs.query.new_empty(_kept_shape(inputs, keep), dtype=inputs.pair_type)
-    return _output_like(inputs), logsum, kept
+    pairs = inputs.query.new_empty(_pairs_shape(inputs, keep), dtype=inputs.pair_type)
+    return _output_like(inputs), logsum, pairs
 
 
 @torch.library.custom_op(
     "attnflow::biased_attention_backward",
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor output, Tensor logsum, Tensor kept, Tensor gradient, bool[] needs) -> Tensor[]",
+    schema=f"({_ARGUMENTS}, Tensor output, Tensor logsum, Tensor pairs, Tensor gradient, bool[] needs) -> Tensor[]",
 )
 def biased_attention_backward(*arguments: Any) -> list[Tensor]:
     """Gradients by the order of `_DIFFERENTIABLE`; empty tensors for what is not asked for."""
     inputs = Inputs(*arguments[:_COUNT])
-    output, logsum, kept, gradient, asked = arguments[_COUNT:]
+    output, logsum, pairs, gradient, asked = arguments[_COUNT:]
     with torch.cuda.device_of(inputs.query):
-        return _gradients(inputs, output, logsum, kept, gradient, Needs.of(inputs, asked))
+        return _gradients(inputs, output, logsum, pairs, gradient, Needs.of(inputs, asked))
 
 
 def _gradients(
-    inputs: Inputs, output: Tensor, logsum: Tensor, kept: Tensor, gradient: Tensor, needs: Needs
+    inputs: Inputs, output: Tensor, logsum: Tensor, pairs: Tensor, gradient: Tensor, needs: Needs
 ) -> list[Tensor]:
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     results = _empty_gradients(inputs, needs)
@@ -101,12 +101,12 @@ def _gradients(
         results[name].zero_()  # parameters, which every batch element adds to
     if needs.dense and inputs.dense is not None and inputs.dense.shape[0] == 1:
         results["dense"].zero_()
-    limit, each = tuning.PAIR_BYTES, inputs.pair_bytes() if inputs.must_build and not kept.numel() else 0
+    limit, each = tuning.PAIR_BYTES, inputs.pair_bytes() if inputs.must_build and not pairs.numel() else 0
     for batch, maps in inputs.parts(limit, each):
         part, heads = inputs.part(batch, maps), _heads(inputs, maps)
         up = Upstream.of(gradient[batch, heads], output[batch, heads], logsum[batch, heads])
-        both = Centred.of(part) if not kept.numel() or needs.guidance else None
-        table = kept if kept.numel() else launch.build_pairs(part, both) if part.must_build else part.dense
+        both = Centred.of(part) if not pairs.numel() or needs.guidance else None
+        table = pairs if pairs.numel() else launch.build_pairs(part, both) if part.must_build else part.dense
         per_kv = inputs.query.shape[1] // inputs.key.shape[1]
         kv = slice(heads.start // per_kv, heads.stop // per_kv)
         query = results["query"][batch, heads] if needs.attention else torch.empty_like(part.query)
