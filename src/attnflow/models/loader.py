@@ -55,7 +55,7 @@ def load_model(
         UnsupportedArchitecture: the model needs code from its repository.
 
     Cost: the time and memory of the weights. A GGUF file is unpacked once, in some 20 s and a little over twice the
-    memory for 135 million parameters; from the cache they take 1 s.
+    memory for 135 million parameters; from the cache they take about 2 s.
     """
     kind = _dtype(dtype)
     folder, gguf = _locate(os.fspath(name_or_path))
