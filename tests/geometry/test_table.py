@@ -144,7 +144,7 @@ def test_pandas():
 
 def test_without_pandas_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(af.MissingExtra, match=r"attnflow\[report\]"):
+    with pytest.raises(ImportError, match="pip install pandas"):
         encoder_decoder().to_pandas()
 
 

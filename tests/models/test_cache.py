@@ -152,6 +152,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_does_no_harm(gguf, tmp_path,
     assert "cannot be kept" in caplog.text
 
 
+@pytest.mark.slow
 def test_processes_side_by_side(gguf, tmp_path):
     code = "import sys, attnflow as af; print(af.load_model(sys.argv[1], tokenizer=False).model.lm_head.weight.sum())"
     runs = [

@@ -57,6 +57,7 @@ def contents(store):
     return state
 
 
+@pytest.mark.slow
 def test_every_acknowledged_write_survives_a_kill(tmp_path):
     state, snapshots, acknowledged, cut_short = {}, {}, 0, 0
     for seed in range(1, ROUNDS + 1):
