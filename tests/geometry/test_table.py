@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.summary import Quartiles
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of

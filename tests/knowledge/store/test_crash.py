@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from attnflow.knowledge.store import Store
