@@ -6,6 +6,7 @@ the model itself is asked: inputs are changed (or gradients taken) and every mod
 
 from typing import TYPE_CHECKING
 
+from attnflow._core.lazy import on_demand
 from attnflow.audit.auditor import check
 from attnflow.audit.declared import declared_order
 from attnflow.audit.findings import AuditReport
@@ -25,14 +26,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """What needs transformers, on first use."""
-    if name == "GuardCallback":
-        from attnflow.audit import hf
+def _home(_: str) -> object:
+    from attnflow.audit import hf
 
-        return hf.GuardCallback
-    raise AttributeError(f"module 'attnflow.audit' has no attribute {name!r}")
+    return hf
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.loaded import tokenized
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -107,14 +108,8 @@ def read(
         ValueError: a text without a tokenizer, no slot, an empty sequence, an empty batch, or sequences of different
             batch sizes.
     """
-    if isinstance(inputs, str):
-        if tokenizer is None:
-            raise ValueError(
-                "a text needs a tokenizer: pass what af.load_model returned in place of the model, or token ids in "
-                "place of the text"
-            )
-        inputs = cast(Mapping[str, Any], tokenizer(inputs, return_tensors="pt"))
-    elif isinstance(inputs, Sequence):
+    inputs = cast("Sequence[int] | Tensor | Mapping[str, Any]", tokenized(inputs, tokenizer))
+    if isinstance(inputs, Sequence):
         inputs = torch.atleast_2d(torch.as_tensor(inputs))
     if isinstance(inputs, Tensor):
         kwargs: dict[str, Any] = {_first_name(model, inputs): inputs}

@@ -5,6 +5,7 @@ What needs a transformers model, such as `attach`, lives in `bias.hf` and is rea
 
 from typing import TYPE_CHECKING
 
+from attnflow._core.lazy import on_demand
 from attnflow.bias.attention import attention
 from attnflow.bias.kinds import (
     AlibiConfig,
@@ -62,14 +63,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """What needs transformers, on first use."""
-    if name in __all__:
-        from attnflow.bias import hf
+def _home(_: str) -> object:
+    from attnflow.bias import hf
 
-        return getattr(hf, name)
-    raise AttributeError(f"module 'attnflow.bias' has no attribute {name!r}")
+    return hf
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -8,6 +8,7 @@ is in `hf/`, and reachable from here.
 
 from typing import TYPE_CHECKING
 
+from attnflow._core.lazy import on_demand
 from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.certificate import Certificate
@@ -56,18 +57,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """What needs transformers, or SciPy, on first use."""
-    if name in ("drift", "duplicates", "reembed"):
-        from attnflow.knowledge import monitor
-
-        return getattr(monitor, name)
-    if name in __all__:
-        from attnflow.knowledge import hf
-
-        return getattr(hf, name)
-    raise AttributeError(f"module 'attnflow.knowledge' has no attribute {name!r}")
+def _home(name: str) -> object:
+    if name in ("drift", "duplicates", "reembed"):  # with SciPy
+        from attnflow.knowledge import monitor as home
+    else:
+        from attnflow.knowledge import hf as home
+    return home
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from attnflow._core.lazy import on_demand
 from attnflow.masks.build import from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import (
     attention_sink,
@@ -56,14 +57,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """What needs transformers, on first use."""
-    if name == "attach":
-        from attnflow.masks import hf
+def _home(_: str) -> object:
+    from attnflow.masks import hf
 
-        return hf.attach
-    raise AttributeError(f"module 'attnflow.masks' has no attribute {name!r}")
+    return hf
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

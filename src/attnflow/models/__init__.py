@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from attnflow._core.errors import MissingExtra
+from attnflow._core.lazy import on_demand
 from attnflow.models.packages import MODELS, MissingPackage
 
 if TYPE_CHECKING:
@@ -18,20 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "Loaded", "MissingPackage", "load_model", "sample_text"]
 
 
-def __getattr__(name: str) -> object:
-    """What needs torch or transformers, on first use."""
+def _home(name: str) -> object:
     if name == "load_model":
         if find_spec("transformers") is None:
             raise MissingExtra("transformers", "hf", "af.load_model")
-        from attnflow.models.loader import load_model as value
+        from attnflow.models import loader as home
     elif name == "Loaded":
-        from attnflow.models.loaded import Loaded as value
-    elif name == "sample_text":
-        from attnflow.models.text import sample_text as value
+        from attnflow.models import loaded as home  # with torch
     else:
-        raise AttributeError(f"module 'attnflow.models' has no attribute {name!r}")
-    return value
+        from attnflow.models import text as home
+    return home
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

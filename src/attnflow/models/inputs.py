@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from attnflow.models.loaded import tokenized
+
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 
 
@@ -19,13 +21,7 @@ def model_inputs(
     model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
 ) -> dict[str, Tensor]:
     """The keyword arguments of the model's forward, batched, where its embeddings are."""
-    if isinstance(inputs, str):
-        if tokenizer is None:
-            raise ValueError(
-                "a text needs a tokenizer: pass tokenizer=..., or what af.load_model returned in place of the "
-                "model, or token ids in place of the text"
-            )
-        inputs = cast(Mapping[str, Tensor], tokenizer(inputs, return_tensors="pt"))
+    inputs = tokenized(inputs, tokenizer)
     if isinstance(inputs, Mapping):
         named = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], inputs).items()}
         if "input_ids" not in named:

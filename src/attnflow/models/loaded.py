@@ -32,3 +32,19 @@ def split(model: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase
             "load a model by its name or folder with af.load_model(...)"
         )
     return model, None
+
+
+def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> object:
+    """The tokenizer's named tensors of a text; whatever else inputs may be, themselves.
+
+    Raises:
+        ValueError: a text without a tokenizer.
+    """
+    if not isinstance(inputs, str):
+        return inputs
+    if tokenizer is None:
+        raise ValueError(
+            "a text needs a tokenizer: pass what af.load_model returned in place of the model, or token ids in place "
+            "of the text; a function that takes tokenizer=... takes one there, too"
+        )
+    return dict(tokenizer(inputs, return_tensors="pt"))
