@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
-from attnflow.models.architectures import REGISTRATIONS
+from attnflow.models.names import REGISTRATIONS
 
 if TYPE_CHECKING:
     from attnflow import audit, bias, geometry, knowledge, masks, models, order, report, tasks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models import cache, unpack
+from attnflow.models import cache, loader
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.packages import MODELS
 from tests.models.checkpoints import write_llama
@@ -117,7 +117,7 @@ def test_a_gguf_file_is_unpacked_once(gguf, monkeypatch):
     def refuse(file):
         raise AssertionError("unpacked again")
 
-    monkeypatch.setattr(unpack, "_unpack", refuse)
+    monkeypatch.setattr(loader, "_unpack", refuse)
     assert torch.equal(logits(gguf), first)
     assert torch.equal(logits(gguf, dtype="bfloat16"), half)
     model = af.load_model(gguf, tokenizer=False).model
@@ -168,8 +168,8 @@ def test_processes_side_by_side(gguf, tmp_path):
 def test_the_real_model_in_the_cache_holds_what_its_file_holds(monkeypatch):
     monkeypatch.delenv("ATTNFLOW_CACHE")  # the cache of this machine, as other tests load this model, too
     af.load_model("smollm2-135m")
-    monkeypatch.setattr(unpack, "_unpack", None)
-    monkeypatch.setattr(unpack, "_unpack_tokenizer", None)
+    monkeypatch.setattr(loader, "_unpack", None)
+    monkeypatch.setattr(loader, "_unpack_tokenizer", None)
     started = time.perf_counter()
     model, tokenizer = af.load_model("smollm2-135m")
     assert time.perf_counter() - started < 10  # some 1 s; unpacking takes 20 s

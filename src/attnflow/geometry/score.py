@@ -15,9 +15,8 @@ from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.layers import Attention, check_attention
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
-from attnflow.models.attention import AttentionLayer
+from attnflow.models.attention import AttentionLayer, stored_layers
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
-from attnflow.models.checkpoints.attention import stored_layers
 from attnflow.models.loaded import Loaded
 
 Source = nn.Module | Loaded | str | os.PathLike[str]

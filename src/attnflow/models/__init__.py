@@ -1,7 +1,7 @@
 """What a model is: how it is loaded, where it attends, which tensors it has.
 
 `loader`, `packages` and `hub` get a model; `checkpoints` reads tensors from files without building one; `attention`,
-`sites` and `feed_forward` say where its layers are, `families` how their weights are named and laid out.
+and `sites` say where its layers are, `families` how their weights are named and laid out.
 """
 
 from importlib.util import find_spec
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.lazy import on_demand
-from attnflow.models.packages import MODELS, MissingPackage
+from attnflow.models.packages import MODELS, MissingPackage, sample_text
 
 if TYPE_CHECKING:
     from attnflow.models.loaded import Loaded
     from attnflow.models.loader import load_model
-    from attnflow.models.text import sample_text
 
 __all__ = ["MODELS", "Loaded", "MissingPackage", "load_model", "sample_text"]
 
@@ -24,10 +23,8 @@ def _home(name: str) -> object:
         if find_spec("transformers") is None:
             raise MissingExtra("transformers", "hf", "af.load_model")
         from attnflow.models import loader as home
-    elif name == "Loaded":
-        from attnflow.models import loaded as home  # with torch
     else:
-        from attnflow.models import text as home
+        from attnflow.models import loaded as home  # with torch
     return home
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.checkpoints.weights import Weights, config_of, stated_by
 from attnflow.models.families.find import Place, find
+from attnflow.models.families.heads import UnknownHeads
 from attnflow.models.families.rows import Read, Rows
+from attnflow.models.families.table import is_query_or_key
 
-_STATED: Final = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 _ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
 
 
@@ -26,21 +29,10 @@ class AttentionLayer(Place):
     token. Query head h scores against KV head `h // (num_heads // num_kv_heads)`. The bilinear form of a head is
     `query_h.T @ key_h`, of which the scores of geometry, sec. 3 are taken. Biases, rotations by position, the gains of
     norms and the factor 1/sqrt(head_dim) have no part in it.
-
-    Attributes:
-        read: reads a stored tensor, or a run of its rows, by name.
-        parameters: the parameters that hold query and key, by name, of a model in memory; other rows of a fused one are
-            not part of them.
     """
 
     read: Read
-    parameters: Mapping[str, nn.Parameter]
-
-    @classmethod
-    def at(cls, place: Place, read: Read, parameters: Mapping[str, nn.Parameter] | None = None) -> AttentionLayer:
-        """The layer at a place."""
-        return cls(**{field.name: getattr(place, field.name) for field in fields(place)}, read=read,
-                   parameters=parameters or {})  # fmt: skip
+    parameters: Mapping[str, nn.Parameter]  # of a model in memory, which hold query and key, perhaps among other rows
 
     def query(self) -> Float[Tensor, "out d_query"]:
         """The query's weight, [num_heads * head_dim, d_query].
@@ -95,7 +87,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         return parameters[tensor] if rows is None else parameters[tensor][slice(*rows)]
 
     return [
-        AttentionLayer.at(place, read, {name: parameters[name] for name in place.tensors})
+        AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
         for place in _find(model, shapes)
     ]
 
@@ -103,10 +95,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 def attention_places(model: nn.Module) -> dict[str, Place]:
     """Where the projections of every attention module are, by its path, also under adapters and when quantised.
 
-    Names are those that the model's own code uses.
-
-    Raises:
-        UnsupportedArchitecture: the model has no attention that is known.
+    Names are those that the model's own code uses. Raises `UnsupportedArchitecture` if no attention is known.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
@@ -119,20 +108,42 @@ def attention_places(model: nn.Module) -> dict[str, Place]:
     return {place.name: place for place in _find(model, shapes)}
 
 
+def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
+    """Every attention module of what `open_weights` opened, in order; its weights are read when they are asked for.
+
+    Args:
+        weights: the checkpoint.
+        config: entries that replace those of its config.json.
+
+    Raises:
+        UnsupportedArchitecture: no queries and keys are known, they do not fit the config, or they are quantised in a
+            format that is not read.
+    """
+    packed = sorted(name for name in weights.packed if is_query_or_key(name))
+    if packed:
+        raise UnsupportedArchitecture(
+            f"{weights.name}: the weights are quantised in a format that is not read ({preview(packed, 2)}); GGUF and "
+            "8-bit floats are"
+        )
+    try:
+        places = _stored_places(weights, {**weights.config, **(config or {})})
+    except UnsupportedArchitecture as error:
+        raise UnsupportedArchitecture(f"{weights.name}: {error}") from error
+    return [AttentionLayer(**vars(place), read=weights.read, parameters={}) for place in places]
+
+
+def _stored_places(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
+    try:
+        return find(weights.shapes, config, weights.stated)
+    except UnknownHeads:
+        try:
+            from attnflow.models.loader import complete_config
+        except ImportError:  # without transformers nobody knows what a config leaves out
+            pass
+        else:
+            return find(weights.shapes, complete_config(config), weights.stated)
+        raise
+
+
 def _find(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, ...]:
     return find(shapes, config_of(model), lambda path: stated_by(model, path))
-
-
-def config_of(model: nn.Module) -> Mapping[str, object]:
-    """The config that a model carries, as in config.json; empty if it carries none."""
-    config = getattr(model, "config", None)
-    as_dict = getattr(config, "to_dict", None)
-    if callable(as_dict):
-        return cast(Mapping[str, object], as_dict())
-    return cast(Mapping[str, object], config) if isinstance(config, Mapping) else {}
-
-
-def stated_by(model: nn.Module, path: str) -> Mapping[str, object]:
-    """What the attention module at a path says of its heads."""
-    module = model.get_submodule(path)
-    return {word: getattr(module, word) for word in _STATED if isinstance(getattr(module, word, None), int)}

@@ -21,17 +21,11 @@ _ABANDONED: Final = 3600.0  # seconds after which an entry that is being written
 
 @dataclass(frozen=True)
 class CacheState:
-    """What the cache holds.
-
-    Attributes:
-        folder: where it is.
-        entries: models and tokenizers in it.
-        size: bytes on the disk.
-    """
+    """What the cache holds."""
 
     folder: Path
-    entries: int
-    size: int
+    entries: int  # models and tokenizers
+    size: int  # bytes on the disk
 
 
 def folder() -> Path:
@@ -50,11 +44,7 @@ def describe() -> CacheState:
 
 
 def clear() -> CacheState:
-    """Remove all entries; a process that has loaded one keeps it.
-
-    Returns:
-        What was there.
-    """
+    """Remove all entries, and say what was there; a process that has loaded one keeps it."""
     state = describe()
     for entry in _entries():
         _discard(entry)
@@ -62,10 +52,7 @@ def clear() -> CacheState:
 
 
 def lookup(key: str) -> Path | None:
-    """The folder of an entry whose files are as they were written; None, and no entry any more, if there is none.
-
-    Cost: reads the entry once, some 1.5 GB/s.
-    """
+    """The folder of an entry whose files, all read, are as they were written; None, and no entry any more, if not."""
     entry = folder() / key
     if _intact(entry):
         return entry
@@ -76,8 +63,7 @@ def lookup(key: str) -> Path | None:
 def store(key: str, write: Callable[[Path], object]) -> None:
     """Make an entry of what `write` puts into the folder that it is given; of several processes the first one does.
 
-    Raises:
-        OSError: the cache cannot be written. Nothing is left behind.
+    `OSError` if the cache cannot be written; nothing is left behind.
     """
     root = folder()
     root.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
 from attnflow._core.errors import AttnflowError
-from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder
-from attnflow.models.checkpoints.safetensors import find_safetensors
-from attnflow.models.checkpoints.torch_file import find_torch_files
+from attnflow.models.checkpoints.files import SAFETENSORS, TORCH, BadCheckpoint, LocalFolder
 from attnflow.models.names import short_names
 
 # Of the HTTP client that the installed version of the hub's library brings.
@@ -30,14 +28,7 @@ class HubFile:
         self._url = url
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to the one before `stop`; requests that fail are repeated.
-
-        Raises:
-            BadCheckpoint: the server does not answer with this range.
-            OSError: it refuses, or cannot be reached.
-        """
-        if stop <= start:
-            return bytearray()
+        """The bytes of a range; requests that fail are repeated. `OSError` if the hub refuses or cannot be reached."""
         data = bytearray()
         while len(data) < stop - start:
             before = len(data)
@@ -67,13 +58,7 @@ class HubFile:
 
 
 class HubFolder:
-    """The files of a model at one commit of the hub.
-
-    Args:
-        repo_id: the model.
-        commit: so that all files are of one state, whatever is uploaded in between.
-        sizes: name and length of every file.
-    """
+    """The files of a model at one commit of the hub: all of one state, whatever is uploaded in between."""
 
     def __init__(self, repo_id: str, commit: str, sizes: Mapping[str, int]) -> None:
         self.name = repo_id
@@ -91,13 +76,10 @@ class HubFolder:
 
 
 def find_model(name: str) -> HubFolder | Path:
-    """The model of the hub with this id.
+    """The model of the hub with this id; `FileNotFoundError` if it cannot be had.
 
     A model that is in the local cache in full is taken from there, if it is the hub's newest or the hub cannot be
     reached; of any other, nothing is fetched yet but the list of its files.
-
-    Raises:
-        FileNotFoundError: there is no such model, it is not open to this user, or the hub cannot be reached.
     """
     try:
         info = HfApi().model_info(name, files_metadata=True)
@@ -120,7 +102,7 @@ def _cached(name: str, commit: str | None) -> Path | None:
     try:
         path = Path(snapshot_download(name, revision=commit, local_files_only=True))
         folder = LocalFolder(path)
-        complete = find_safetensors(folder) or find_torch_files(folder)
+        complete = SAFETENSORS.find(folder) or TORCH.find(folder)
     except (LocalEntryNotFoundError, AttnflowError, OSError, ValueError):
         return None
     return path if complete or any(file.endswith(".gguf") for file in folder.files) else None

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import logging
 import os
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import transformers
@@ -12,15 +19,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedConfig as Config
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
-from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.architectures import REGISTRATIONS
+from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
+from attnflow.models import cache
 from attnflow.models.loaded import Loaded
-from attnflow.models.names import resolve, short_names
-from attnflow.models.quiet import quiet
-from attnflow.models.unpack import first_line, load_gguf
+from attnflow.models.names import REGISTRATIONS, resolve, short_names
 
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
+_LOG: Final = logging.getLogger("attnflow.models")
+
+_Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 
 
 def load_model(
@@ -64,7 +73,7 @@ def load_model(
             model = _from_safetensors(folder, kind)
             tokens = _tokenizer(folder) if tokenizer else None
         else:
-            model, tokens = load_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
+            model, tokens = _from_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
     nn.Module.to(model.eval(), device)  # the method of transformers is typed for its own decorator alone
     return Loaded(model, tokens)
 
@@ -112,7 +121,7 @@ def _config(folder: str) -> Config:
                 f"{folder} brings its own code, which is not run here; models that transformers "
                 f"{transformers.__version__} knows can be loaded"
             ) from error
-        raise ValueError(f"{folder} has no config of a model that transformers knows: {first_line(error)}") from error
+        raise ValueError(f"{folder} has no config of a model that transformers knows: {_first_line(error)}") from error
 
 
 def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -144,10 +153,143 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
+        raise ValueError(f"{folder} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
 
 
 def _not_found(name: str, error: Exception) -> FileNotFoundError:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
+    why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else _first_line(error)
     return FileNotFoundError(f"{name!r} is no local model, and it cannot be had from the hub ({why}){short_names()}")
+
+
+def complete_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The config with the defaults of its family filled in, also in its parts; the same one if nobody knows them.
+
+    Released configs of models with several towers often name no more than what differs from these defaults.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        return config
+    try:
+        return cast(
+            Mapping[str, object], cast(Any, transformers.CONFIG_MAPPING[kind]).from_dict(dict(config)).to_dict()
+        )
+    except (TypeError, ValueError, KeyError, AttributeError):  # entries that this family has never had
+        return config
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Transformers and the hub print nothing inside; what fails is raised, and what is raised says it all."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    hub.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub.setLevel(hub_level)
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _from_gguf(
+    file: Path, dtype: torch.dtype, tokenizer: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model of a GGUF file and, if it is asked for, its tokenizer: unpacked once, then loaded from the cache.
+
+    A model read from GGUF by transformers counts as quantised: it refuses to be saved or trained. Its weights are
+    therefore copied into a fresh model of the same class. That takes seconds, so that the result, in float32, goes to
+    the cache, under the hash of the file's content and the version of transformers; the logits are identical.
+    """
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+    key = f"gguf-{digest}-transformers-{transformers.__version__}"
+
+    def unpacked(folder: Path) -> PreTrainedModel:
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def tokens(folder: Path) -> PreTrainedTokenizerBase:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+
+    model = _cached(f"{key}-model", unpacked, lambda: _unpack(file))
+    model.config._name_or_path = model.name_or_path = str(file.parent)
+    model.config.dtype = dtype
+    nn.Module.to(model, dtype)
+    if not tokenizer:
+        return model, None
+    words = _cached(f"{key}-tokenizer", tokens, lambda: _unpack_tokenizer(file))
+    words.name_or_path = str(file.parent)
+    return model, words
+
+
+def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
+    """What an entry of the cache holds; if there is none, it is unpacked and stored."""
+    folder = cache.lookup(key)
+    if folder is not None:
+        return load(folder)
+    value = unpack()
+    try:
+        cache.store(key, value.save_pretrained)
+    except OSError as error:
+        _LOG.warning("%s cannot be kept for the next time: %s", key, error)
+    return value
+
+
+def _unpack(file: Path) -> PreTrainedModel:
+    for module in ("gguf", "accelerate"):
+        if find_spec(module) is None:
+            raise MissingExtra(module, "hf", "reading a GGUF file")
+    try:
+        with _without_bar():
+            packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a truncated or unknown file fails anywhere in the parser
+        raise ValueError(f"{file} is no model that transformers reads: {_first_line(error)}") from error
+    config = copy.deepcopy(packed.config)
+    config.__dict__.pop("quantization_config", None)
+    config.dtype = torch.float32
+    with torch.random.fork_rng(devices=[]):  # its initial values are drawn, then overwritten
+        model = cast(PreTrainedModel, type(packed)(config))
+    model.load_state_dict(packed.state_dict())
+    model.generation_config = packed.generation_config
+    return model
+
+
+def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    try:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
+
+
+@contextmanager
+def _without_bar() -> Generator[None]:
+    """The one bar of transformers that asks nobody whether it may show."""
+    try:
+        from transformers import modeling_gguf_pytorch_utils
+    except ImportError:
+        yield
+        return
+    reader = cast(Any, modeling_gguf_pytorch_utils)
+    bar = getattr(reader, "tqdm", None)
+
+    def no_bar(items: Iterable[object], **_: object) -> Iterable[object]:
+        return items
+
+    reader.tqdm = no_bar
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without what follows in other lines."""
+    return str(error).strip().split("\n")[0][:300]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,9 @@ from attnflow.models.packages import MODELS
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ONE_WORD: Final = re.compile(r"[\w-][\w.-]*")
 _HUB: Final = "hub:"
+# Architectures of this package, by `model_type`: what makes their classes known to transformers when a checkpoint names
+# one. The top level fills it in, as rooms above this one define them.
+REGISTRATIONS: Final[dict[str, Callable[[], object]]] = {}
 _FILES: Final = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 

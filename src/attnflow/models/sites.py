@@ -1,19 +1,21 @@
-"""Where a transformers model attends: the modules that call the attention interface, and what they belong to."""
+"""Where a transformers model attends, by the attention interface, and where its feed-forward layers are."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Final, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.find import CROSS, Kind
+from attnflow.models.families.table import FEED_FORWARD, FeedForward
 
 _INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
 # Modules that carry information between positions without attention, by class name.
@@ -27,21 +29,13 @@ Part = Literal["", "encoder", "decoder"]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One module that calls the attention interface.
+    """One module that calls the attention interface."""
 
-    Attributes:
-        name: its path in the model.
-        module: itself.
-        kind: whether its keys are those of its own sequence.
-        part: the half of an encoder-decoder model that it lies in; "" in other models.
-        owner: the innermost transformers model around it, whose config names its attention implementation.
-    """
-
-    name: str
+    name: str  # its path in the model
     module: nn.Module
-    kind: Kind
-    part: Part
-    owner: PreTrainedModel
+    kind: Kind  # whether its keys are those of its own sequence
+    part: Part  # the half of an encoder-decoder model that it lies in; "" in other models
+    owner: PreTrainedModel  # the innermost model around it, whose config names its attention implementation
 
     @property
     def layers(self) -> str:
@@ -118,11 +112,7 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
 
 
 def eager_kernel(module: nn.Module) -> Callable[..., object]:
-    """The `eager` attention of a module: the default that it names when it asks the interface.
-
-    Raises:
-        UnsupportedArchitecture: it names none.
-    """
+    """The `eager` attention of a module: the default that it names when it asks the interface."""
     forward = inspect.unwrap(type(module).forward)
     for name in cast(CodeType, forward.__code__).co_names:
         if name.endswith("eager_attention_forward"):
@@ -130,6 +120,30 @@ def eager_kernel(module: nn.Module) -> Callable[..., object]:
     raise UnsupportedArchitecture(
         f"{type(module).__name__} names no eager attention; choose backend='sdpa' or 'flex_attention'"
     )
+
+
+def find_feed_forward(model: nn.Module) -> list[FeedForward]:
+    """The feed-forward layers of a model, in order; `UnsupportedArchitecture` if no linear maps are known by name."""
+    layers = [
+        replace(kind, name=name)
+        for name, module in model.named_modules()
+        if (kind := next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)) is not None
+    ]
+    if not layers:
+        near = sorted({type(m).__name__ for m in model.modules() if "mlp" in type(m).__name__.lower()})
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} has no feed-forward layers that are known (modules that may be: "
+            f"{', '.join(near) or 'none'}); experts that are stored together are not supported"
+        )
+    return layers
+
+
+def stored(module: nn.Module) -> Tensor:
+    """A linear map's weight as (out, in), a view."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
+    return weight.T if isinstance(module, Conv1D) else weight
 
 
 def _calls_interface(module: nn.Module) -> bool:
@@ -155,3 +169,22 @@ def _part(name: str) -> Part:
 
 def _inside(name: str, path: str) -> bool:
     return path == "" or name == path or name.startswith(path + ".")
+
+
+def _fits(module: nn.Module, layer: FeedForward) -> bool:
+    """Whether the maps are there and lead from the model's width to the neurons and back."""
+    maps, out = [_linear(module, path) for path in layer.first], _linear(module, layer.last)
+    if out is None or any(each is None for each in maps):
+        return False
+    width, neurons = stored(out).shape
+    rows = 2 * neurons if layer.fused else neurons
+    return all(each is not None and stored(each).shape == (rows, width) for each in maps)
+
+
+def _linear(module: nn.Module, path: str) -> nn.Module | None:
+    """The linear map at a path below a module, if there is one."""
+    try:
+        inner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return inner if isinstance(inner, nn.Linear | Conv1D) else None

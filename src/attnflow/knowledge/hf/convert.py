@@ -13,8 +13,9 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.layered import PARTS, EntryLayout, EntryScores, EntryValues, LayeredKnowledge
-from attnflow.models.feed_forward import FeedForward, find_feed_forward, stored
+from attnflow.models.families.table import FeedForward
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.sites import find_feed_forward, stored
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"

@@ -1,11 +1,12 @@
-"""Files of a checkpoint, on disk or elsewhere: listed, and read by ranges of bytes."""
+"""Files of a checkpoint, on disk or elsewhere: listed, chosen by format, and read by ranges of bytes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Final, Protocol, cast, runtime_checkable
 
 from attnflow._core.errors import AttnflowError
 
@@ -16,12 +17,7 @@ class BadCheckpoint(AttnflowError, ValueError):
 
 @runtime_checkable
 class File(Protocol):
-    """A file that is read by ranges of bytes.
-
-    Attributes:
-        name: what messages call it.
-        size: length in bytes.
-    """
+    """A file that is read by ranges of bytes; messages call it by its name."""
 
     name: str
     size: int
@@ -33,12 +29,7 @@ class File(Protocol):
 
 @runtime_checkable
 class Folder(Protocol):
-    """The files of one checkpoint.
-
-    Attributes:
-        name: what results and messages call it.
-        files: names of the files at its top level.
-    """
+    """The files of one checkpoint, those at its top level; results and messages call it by its name."""
 
     name: str
     files: tuple[str, ...]
@@ -61,11 +52,7 @@ class LocalFile:
         self.size = path.stat().st_size
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to the one before `stop`.
-
-        Raises:
-            BadCheckpoint: the file ends before.
-        """
+        """The bytes of a range; `BadCheckpoint` if the file ends before."""
         # Read, not mapped: the pages of a map would stay in memory and count as this process's.
         buffer = bytearray(max(stop - start, 0))
         with self._path.open("rb", buffering=0) as file:
@@ -97,12 +84,43 @@ class LocalFolder:
         return self._path / name
 
 
-def read_json(folder: Folder, name: str) -> Mapping[str, object]:
-    """A JSON file of the folder.
+@dataclass(frozen=True)
+class Format:
+    """How the files of a format are called: by `usual`, or by another name with one of the suffixes."""
 
-    Raises:
-        BadCheckpoint: it holds no JSON object.
-    """
+    name: str
+    suffixes: tuple[str, ...]
+    usual: str = ""
+
+    def find(self, folder: Folder) -> list[str]:
+        """The files that hold the model: the shards of the index, or the one file; empty if there are none.
+
+        Raises:
+            BadCheckpoint: a shard is missing, or which of several files holds the model is not clear.
+        """
+        there = [name for name in folder.files if name.endswith(self.suffixes) and not name.startswith(_NO_MODEL)]
+        indices = [name for name in folder.files if name.endswith(f"{self.suffixes[0]}.index.json")]
+        if indices and there != [self.usual]:
+            preferred = f"{self.usual}.index.json"
+            return _shards(folder, preferred if preferred in indices else indices[0])
+        if self.usual in there:
+            return [self.usual]
+        if len(there) > 1:
+            raise BadCheckpoint(
+                f"{folder.name} holds {len(there)} {self.name} files and no index ({', '.join(there[:3])}); pass one "
+                "of them"
+            )
+        return there
+
+
+_NO_MODEL: Final = ("adapter_", "training_args.bin")
+SAFETENSORS: Final = Format("safetensors", (".safetensors",), "model.safetensors")
+TORCH: Final = Format("torch", (".bin", ".pt", ".pth", ".ckpt"), "pytorch_model.bin")
+GGUF: Final = Format("GGUF", (".gguf",))
+
+
+def read_json(folder: Folder, name: str) -> Mapping[str, object]:
+    """A JSON file of the folder; `BadCheckpoint` if it holds no object."""
     file = folder.file(name)
     try:
         content = json.loads(file.read(0, file.size))
@@ -113,12 +131,8 @@ def read_json(folder: Folder, name: str) -> Mapping[str, object]:
     return cast(Mapping[str, object], content)
 
 
-def shards_of(folder: Folder, index: str) -> list[str]:
-    """The files that an index names, all of them there.
-
-    Raises:
-        BadCheckpoint: the index names none, or a file is missing.
-    """
+def _shards(folder: Folder, index: str) -> list[str]:
+    """The files that an index names, all of them there."""
     names = read_json(folder, index).get("weight_map")
     if not isinstance(names, dict):
         raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")

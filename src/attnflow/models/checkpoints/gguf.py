@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import MissingExtra
-from attnflow.models.checkpoints.files import BadCheckpoint, File
+from attnflow.models.checkpoints.files import BadCheckpoint, File, Folder
 from attnflow.models.checkpoints.weights import Weights
 
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -39,73 +39,61 @@ class _Entry:
     start: int
 
 
-class GGUFWeights(Weights):
-    """A model in a GGUF file of llama.cpp.
+def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) -> Weights:
+    """A model in a GGUF file of llama.cpp, which brings its own config.
 
     In files of the llama architecture, the converter has reordered the rows inside every head, of queries and keys
     alike; the order of the original is restored. (Scores are the same either way.)
     """
+    try:
+        from gguf import constants, quants
+    except ImportError as error:
+        raise MissingExtra("gguf", "hf", "reading a GGUF file") from error
+    [file] = map(folder.file, files)
+    metadata, entries, data_start = _parse(file)
+    kinds = cast(Mapping[int, tuple[int, int]], constants.GGML_QUANT_SIZES)
+    architecture = str(metadata.get("general.architecture", ""))
+    named = {word: f"{architecture}.{key}" for word, key in _WORDS.items()}
+    config = {
+        "model_type": "gguf",
+        "architecture": architecture,
+        **{word: metadata[key] for word, key in named.items() if key in metadata},
+    }
 
-    def __init__(self, file: File) -> None:
-        try:
-            from gguf import constants, quants
-        except ImportError as error:
-            raise MissingExtra("gguf", "hf", "reading a GGUF file") from error
-        self.name = file.name
-        self._file = file
-        metadata, self._entries, self._start = _parse(file)
-        self._kinds = cast(Mapping[int, tuple[int, int]], constants.GGML_QUANT_SIZES)
-        self._kind_of, self._unpack = constants.GGMLQuantizationType, quants.dequantize
-        self._architecture = str(metadata.get("general.architecture", ""))
-        self.config = {
-            "model_type": "gguf",
-            "architecture": self._architecture,
-            **{
-                word: metadata[f"{self._architecture}.{key}"]
-                for word, key in _WORDS.items()
-                if f"{self._architecture}.{key}" in metadata
-            },
-        }
-        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
-        self.packed = frozenset(name for name, entry in self._entries.items() if entry.kind not in self._kinds)
-        self._check_length()
-
-    def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        """A tensor, or a run of its rows, dequantised to float32."""
-        entry = self._entries[tensor]
-        first, last = rows or (0, entry.shape[0])
-        width = self._bytes((entry.shape[-1],), entry.kind)
-        start = self._start + entry.start
-        data = np.frombuffer(self._file.read(start + first * width, start + last * width), dtype=np.uint8)
-        kind = self._kind_of(entry.kind)
-        try:
-            plain = self._unpack(data.reshape(last - first, width), kind)
-        except NotImplementedError as error:
-            raise BadCheckpoint(f"{self.name}: {tensor} is in {kind.name}, which gguf cannot unpack") from error
-        value = torch.from_numpy(np.ascontiguousarray(plain, dtype=np.float32))
-        if self._architecture in _PERMUTED and rows is None:
-            value = self._unpermuted(tensor, value)
-        return value
-
-    def _unpermuted(self, tensor: str, value: Tensor) -> Tensor:
-        keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-        word = keys.get(tensor.removesuffix(".weight").rpartition(".")[2])
-        heads = self.config.get(word, self.config.get("num_attention_heads")) if word else None
-        if not isinstance(heads, int) or value.shape[0] % (2 * heads):
-            return value
-        return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-    def _bytes(self, shape: tuple[int, ...], kind: int) -> int:
-        block, size = self._kinds[cast(Any, kind)]
+    def size_of(shape: tuple[int, ...], kind: int) -> int:
+        block, size = kinds[kind]
         return math.prod(shape) // block * size
 
-    def _check_length(self) -> None:
-        for name, entry in self._entries.items():
-            if name in self.packed:
-                continue
-            stop = self._start + entry.start + self._bytes(entry.shape, entry.kind)
-            if stop > self._file.size:
-                raise BadCheckpoint(f"{self.name} is truncated: {name} ends at byte {stop} of {self._file.size}")
+    packed = frozenset(name for name, entry in entries.items() if entry.kind not in kinds)
+    for name, entry in entries.items():
+        stop = 0 if name in packed else data_start + entry.start + size_of(entry.shape, entry.kind)
+        if stop > file.size:
+            raise BadCheckpoint(f"{file.name} is truncated: {name} ends at byte {stop} of {file.size}")
+
+    def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
+        entry = entries[tensor]
+        first, last = rows or (0, entry.shape[0])
+        width = size_of((entry.shape[-1],), entry.kind)
+        start = data_start + entry.start
+        data = np.frombuffer(file.read(start + first * width, start + last * width), dtype=np.uint8)
+        kind = constants.GGMLQuantizationType(entry.kind)
+        try:
+            plain = quants.dequantize(data.reshape(last - first, width), kind)
+        except NotImplementedError as error:
+            raise BadCheckpoint(f"{file.name}: {tensor} is in {kind.name}, which gguf cannot unpack") from error
+        value = torch.from_numpy(np.ascontiguousarray(plain, dtype=np.float32))
+        return _unpermuted(tensor, value, config) if architecture in _PERMUTED and rows is None else value
+
+    return Weights(file.name, config, {name: entry.shape for name, entry in entries.items()}, packed, read)
+
+
+def _unpermuted(tensor: str, value: Tensor, config: Mapping[str, object]) -> Tensor:
+    keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    word = keys.get(tensor.removesuffix(".weight").rpartition(".")[2])
+    heads = config.get(word, config.get("num_attention_heads")) if word else None
+    if not isinstance(heads, int) or value.shape[0] % (2 * heads):
+        return value
+    return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 class _Header(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.models.checkpoints.files import BadCheckpoint, File, Folder, shards_of
+from attnflow.models.checkpoints.files import BadCheckpoint, File, Folder
 from attnflow.models.checkpoints.weights import Weights, as_float
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -23,7 +23,6 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _LARGEST_HEADER: Final = 100_000_000  # the limit of the format
-_INDEX: Final = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,67 +33,37 @@ class _Entry:
     start: int
     stop: int
 
-
-class SafetensorsWeights(Weights):
-    """A model stored as safetensors.
-
-    Args:
-        folder: where the files are.
-        files: names of the files; with shards, all of them.
-        config: what config.json says.
-    """
-
-    def __init__(self, folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> None:
-        self.name = folder.name
-        self.config = config
-        self._entries: dict[str, _Entry] = {}
-        for name in files:
-            self._entries.update(_header(folder.file(name)))
-        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
-        self.packed = frozenset(name for name, entry in self._entries.items() if entry.dtype not in _DTYPES)
-
-    def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        """A tensor, or a run of its rows, in float32; 8-bit floats are multiplied by their scales."""
-        entry = self._entries[tensor]
-        scale = self._scale(tensor) if entry.dtype.startswith("F8") else None
-        if scale is not None:
-            value = _scaled(self._raw(entry, None), scale, self.config)
-            return value if rows is None else value[slice(*rows)]
-        return self._raw(entry, rows)
-
-    def _raw(self, entry: _Entry, rows: tuple[int, int] | None) -> Tensor:
-        shape, start, stop = entry.shape, entry.start, entry.stop
+    def read(self, rows: tuple[int, int] | None) -> Tensor:
+        shape, start, stop = self.shape, self.start, self.stop
         if rows is not None:
             width = (stop - start) // shape[0]
             shape = (rows[1] - rows[0], *shape[1:])
             start, stop = start + rows[0] * width, start + rows[1] * width
-        return as_float(torch.frombuffer(entry.file.read(start, stop), dtype=_DTYPES[entry.dtype]).view(shape))
-
-    def _scale(self, tensor: str) -> Tensor | None:
-        for name in (f"{tensor}_scale_inv", f"{tensor}_scale"):  # both are factors, whatever the first is called
-            if name in self._entries:
-                return self._raw(self._entries[name], None)
-        return None
+        return as_float(torch.frombuffer(self.file.read(start, stop), dtype=_DTYPES[self.dtype]).view(shape))
 
 
-def find_safetensors(folder: Folder) -> list[str]:
-    """The files that hold the model: the shards of the index, or the one file; empty if there are none.
+def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
+    """A model stored as safetensors in these files; 8-bit floats are multiplied by their scales as they are read."""
+    entries: dict[str, _Entry] = {}
+    for name in files:
+        entries |= _header(folder.file(name))
 
-    Raises:
-        BadCheckpoint: a shard is missing, or which of several files holds the model is not clear.
-    """
-    there = [name for name in folder.files if name.endswith(".safetensors")]
-    index = next((name for name in folder.files if name.endswith(".safetensors.index.json")), None)
-    if _INDEX in folder.files:
-        index = _INDEX
-    if index is not None and (len(there) != 1 or there[0] != "model.safetensors"):
-        return shards_of(folder, index)
-    if "model.safetensors" in there:
-        return ["model.safetensors"]
-    there = [name for name in there if not name.startswith("adapter_")]
-    if len(there) > 1:
-        raise BadCheckpoint(f"{folder.name} holds {len(there)} safetensors files and no index; pass one of them")
-    return there
+    def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
+        entry = entries[tensor]
+        scales = (f"{tensor}_scale_inv", f"{tensor}_scale")  # both are factors, whatever the first is called
+        scale = next((entries[name] for name in scales if name in entries), None)
+        if scale is None or not entry.dtype.startswith("F8"):
+            return entry.read(rows)
+        value = _scaled(entry.read(None), scale.read(None), config)
+        return value if rows is None else value[slice(*rows)]
+
+    return Weights(
+        folder.name,
+        config,
+        {name: entry.shape for name, entry in entries.items()},
+        frozenset(name for name, entry in entries.items() if entry.dtype not in _DTYPES),
+        read,
+    )
 
 
 def _header(file: File) -> dict[str, _Entry]:

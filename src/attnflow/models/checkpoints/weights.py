@@ -1,15 +1,25 @@
-"""`Weights`: what the scores need of a model, wherever its tensors are."""
+"""`Weights`: what the scores need of a model, wherever its tensors are; of a model in memory, and of `torch.save`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from attnflow.models.checkpoints.files import BadCheckpoint, Folder
+from attnflow.models.families.rows import Read
+
+_STATED: Final = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+_INSIDE: Final = ("state_dict", "model", "module", "model_state_dict")
 
 
-class Weights(ABC):
+@dataclass(frozen=True, eq=False)
+class Weights:
     """Names and shapes of all tensors of a model, and any of them to read.
 
     Attributes:
@@ -17,21 +27,100 @@ class Weights(ABC):
         config: what config.json says; empty if there is none.
         shapes: name and shape of every tensor.
         packed: names of tensors that hold something else than numbers that can be read, such as quantised blocks.
+        read: a tensor, or a run of its rows, on the CPU in float32 (float64 stays).
+        stated: what the attention module at a path says of its heads; nothing in files.
     """
 
     name: str
     config: Mapping[str, object]
     shapes: Mapping[str, tuple[int, ...]]
     packed: frozenset[str]
+    read: Read
+    stated: Callable[[str], Mapping[str, object]] = lambda _: {}
 
-    def stated(self, path: str) -> Mapping[str, object]:
-        """What the attention module at a path says of its heads; nothing in files."""
-        del path
-        return {}
 
-    @abstractmethod
-    def read(self, tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        """A tensor, or a run of its rows, on the CPU in float32 (float64 stays)."""
+def module_weights(model: nn.Module) -> Weights:
+    """The parameters of a torch module; shared ones appear once."""
+    config = config_of(model)
+    name = config.get("_name_or_path")
+    parameters = dict(model.named_parameters())
+
+    def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
+        parameter = parameters[tensor].detach()
+        if parameter.is_meta:
+            raise BadCheckpoint(f"{tensor} is on the meta device, which holds no numbers: load the weights first")
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            raise BadCheckpoint(f"{tensor} is sharded over devices, which are not asked for it: score a checkpoint")
+        return as_float(parameter if rows is None else parameter[slice(*rows)])
+
+    return Weights(
+        name if isinstance(name, str) and name else type(model).__name__,
+        config,
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        frozenset(name for name, parameter in parameters.items() if not parameter.is_floating_point()),
+        read,
+        lambda path: stated_by(model, path),
+    )
+
+
+def config_of(model: nn.Module) -> Mapping[str, object]:
+    """The config that a model carries, as in config.json; empty if it carries none."""
+    config = getattr(model, "config", None)
+    as_dict = getattr(config, "to_dict", None)
+    if callable(as_dict):
+        return cast(Mapping[str, object], as_dict())
+    return cast(Mapping[str, object], config) if isinstance(config, Mapping) else {}
+
+
+def stated_by(model: nn.Module, path: str) -> Mapping[str, object]:
+    """What the attention module at a path says of its heads."""
+    module = model.get_submodule(path)
+    return {word: getattr(module, word) for word in _STATED if isinstance(getattr(module, word, None), int)}
+
+
+def torch_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
+    """A model saved by `torch.save`: tensors alone, so that no code is run, mapped from disk where that is possible."""
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        path = folder.local(name)
+        if path is None:
+            raise BadCheckpoint(
+                f"{folder.name} has its weights in {name}, which cannot be read by ranges: download it and pass the "
+                "folder"
+            )
+        tensors |= _load(path)
+    return Weights(
+        folder.name,
+        config,
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        frozenset(name for name, tensor in tensors.items() if not tensor.is_floating_point()),
+        lambda name, rows: as_float(tensors[name] if rows is None else tensors[name][slice(*rows)]),
+    )
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        archive = file.read(4) == b"PK\x03\x04"  # the older format is none, and cannot be mapped
+    try:
+        content = cast(object, torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
+    except pickle.UnpicklingError as error:
+        raise BadCheckpoint(
+            f"{path} holds more than tensors, or is damaged; a pickle can run any code and is not opened: convert it "
+            "to safetensors on a machine that trusts it"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {why}") from error
+    for word in _INSIDE:
+        inner = cast(Mapping[str, object], content).get(word) if isinstance(content, Mapping) else None
+        if isinstance(inner, Mapping):
+            content = cast(object, inner)
+            break
+    items = cast(Mapping[object, object], content) if isinstance(content, Mapping) else {}
+    tensors = {str(name): value for name, value in items.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise BadCheckpoint(f"{path} holds no tensors by name, as a state dict does")
+    return tensors
 
 
 def as_float(value: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Final, Literal, cast
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.heads import Heads, Stated
-from attnflow.models.families.latent import LatentKey, LatentQuery
-from attnflow.models.families.rows import Rows
+from attnflow.models.families.rows import LatentKey, LatentQuery, Rows
 from attnflow.models.families.table import (
     FUSED,
     FUSED_WORDS,
@@ -42,29 +41,17 @@ _OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|line
 
 @dataclass(frozen=True)
 class Place:
-    """Where the query and key of one attention module are stored.
+    """Where the query and key of one attention module are stored."""
 
-    Attributes:
-        layer: number of the layer in its tower, from 0, as the model counts.
-        name: path of the module: the common stem of its tensors' names.
-        tower: the part of a model of several: "encoder", "decoder", "vision", "text", "audio", ...; "" if it has one.
-        kind: whether the keys are made from the same sequence as the queries.
-        query_rows: where the query heads lie.
-        key_rows: where the key heads lie.
-        num_heads: heads of the query.
-        num_kv_heads: heads of the key, a divisor of `num_heads`.
-        discovered: whether it was found by names and shapes alone, as its family is not in the registry.
-    """
-
-    layer: int
-    name: str
-    tower: str
-    kind: Kind
+    layer: int  # in its tower, from 0, as the model counts
+    name: str  # path of the module: the common stem of its tensors' names
+    tower: str  # of a model of several parts: "encoder", "decoder", "vision", "text", "audio", ...; "" if it has one
+    kind: Kind  # whether the keys are made from the same sequence as the queries
     query_rows: Rows | LatentQuery
     key_rows: Rows | LatentKey
     num_heads: int
-    num_kv_heads: int
-    discovered: bool
+    num_kv_heads: int  # a divisor of `num_heads`
+    discovered: bool  # by names and shapes alone, as its family is not in the registry
 
     @property
     def head_dim(self) -> int:
@@ -107,23 +94,22 @@ class _Site:
 
 
 def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None = None) -> tuple[Place, ...]:
-    """Where the queries and keys of a model are stored, in the order of its layers.
+    """Where the queries and keys of a model are stored: a place for each attention module, in the order of its layers.
+
+    Modules without a layer number, such as pooling heads, are left out where others have one, and so are small networks
+    between towers (resamplers, projectors) and linear attention.
 
     Args:
         shapes: name and shape of every tensor.
         config: what config.json says.
         stated: what the attention module at a path says of its heads, for a model in memory; it wins over the config.
 
-    Returns:
-        One place for each attention module. Modules without a layer number, such as pooling heads, are left out where
-        others have one, and so are small networks between towers (resamplers, projectors) and linear attention.
-
     Raises:
         UnsupportedArchitecture: there is no attention that is known, or the shapes are not those of the config.
-
-    Cost: O(number of tensors).
     """
-    _refuse_adapters(shapes)
+    adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
+    if adapted:
+        raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
     sites = [site for site in _sites(shapes) if not _OTHER.search(site.stem)]
     sites = [site for site in sites if site.numbers] or sites
     places = [(site, _place(site, shapes, config, stated)) for site in sites]
@@ -131,12 +117,6 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
     if not pairs:
         raise UnsupportedArchitecture(_nothing_found(shapes, config))
     return _ordered(pairs)
-
-
-def _refuse_adapters(shapes: Shapes) -> None:
-    adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
-    if adapted:
-        raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
 
 
 def _sites(shapes: Shapes) -> Iterator[_Site]:
@@ -161,16 +141,13 @@ def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Co
         return None
     query, key, heads = layout
     discovered = model_type not in KNOWN and site.word not in UNIVERSAL
-    if discovered:
-        _refuse_convolutions(site, shapes)
+    if discovered:  # a convolution beside the key may well stand between the key and the score
+        beside = next((name for name in shapes if name.startswith(f"{site.stem}.") and "conv" in name.lower()), None)
+        if beside is not None:
+            raise UnsupportedArchitecture(
+                f"{beside} may change queries or keys, and this family is not in the registry"
+            )
     return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, discovered)
-
-
-def _refuse_convolutions(site: _Site, shapes: Shapes) -> None:
-    """In a family that is not known, a convolution beside the key may well stand between the key and the score."""
-    beside = next((name for name in shapes if name.startswith(f"{site.stem}.") and "conv" in name.lower()), None)
-    if beside is not None:
-        raise UnsupportedArchitecture(f"{beside} may change queries or keys, and this family is not in the registry")
 
 
 _Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]
@@ -239,7 +216,8 @@ def _latent(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage:
         )
     query = site.tensor(site.word)
     count = stated.query_heads(query, stage)
-    nope, rope, value = (next(iter(stated.values([word], stage)), 0) for word in _LATENT_WIDTHS)
+    widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    nope, rope, value = (next(iter(stated.values([word], stage)), 0) for word in widths)
     dim = nope + rope
     if shapes[query][0] != count * dim or shapes[names[2]][0] != count * (nope + value):
         raise UnsupportedArchitecture(f"{site.stem}: the shapes of its latent attention are not those of its config")
@@ -251,9 +229,6 @@ def _latent(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage:
     )
 
 
-_LATENT_WIDTHS: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
 def _config_of(root: Config, site: _Site) -> Config:
     """The config of the tower that the site lies in: the root, or the part of it that is called after the tower."""
     for key in (f"{site.tower}_config", f"{site.tower}_encoder", site.side):
@@ -261,7 +236,8 @@ def _config_of(root: Config, site: _Site) -> Config:
         if isinstance(part, Mapping):
             return cast(Config, part)
     part = root.get("text_config")
-    if isinstance(part, Mapping) and not Stated([root], site.side).knows_heads:
+    stated = Stated([root], site.side)
+    if isinstance(part, Mapping) and not stated.values(stated.query_words, 0):
         return cast(Config, part)
     return root
 

@@ -25,34 +25,20 @@ class Heads(NamedTuple):
 
 
 class Stated:
-    """What is said about the heads of one tower.
+    """What is said about the heads of one tower, by the first of several configs that knows an answer.
 
-    Args:
-        speakers: configs, as in config.json; the first one that knows an answer gives it.
-        side: "encoder" or "decoder" where one config speaks for both.
+    `side` is "encoder" or "decoder" where one config speaks for both.
     """
 
     def __init__(self, speakers: Sequence[Mapping[str, object]], side: str) -> None:
         self._speakers = speakers
-        self._query = (f"{side}_attention_heads", *_QUERY) if side else _QUERY
-
-    @property
-    def knows_heads(self) -> bool:
-        """Whether anything is said about the number of heads."""
-        return bool(self.values(self._query, 0))
+        self.query_words = (f"{side}_attention_heads", *_QUERY) if side else _QUERY
 
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
-        """Heads of two separate projections with so many output rows.
+        """Heads of two separate projections with so many output rows; `UnsupportedArchitecture` if they do not fit.
 
-        Args:
-            name: of the query's tensor, for messages.
-            stage: where the config lists a number for each.
-            rows: output rows of the query.
-            key_rows: output rows of the key.
-            width: what the heads must add up to where the config does not say how wide they are; None if anything.
-
-        Raises:
-            UnsupportedArchitecture: the shapes are not those of the heads that the config names.
+        `name` is for messages, `stage` counts where the config lists a number for each; `width` is what the heads must
+        add up to where the config does not say how wide they are (None: anything).
         """
         query = self.query_heads(name, stage)
         dims = self.values(_DIM, stage)
@@ -69,11 +55,7 @@ class Stated:
         return Heads(query, key_rows // dim, dim)
 
     def fused(self, name: str, stage: int, rows: int) -> Heads:
-        """Heads of one tensor that holds query, key and value with so many rows together.
-
-        Raises:
-            UnsupportedArchitecture: the shape is not that of the heads that the config names.
-        """
+        """Likewise of one tensor that holds query, key and value with so many rows together."""
         query = self.query_heads(name, stage)
         key = next(iter(self.values(_KEY, stage)), query)
         dim, rest = divmod(rows, query + 2 * key)
@@ -98,12 +80,8 @@ class Stated:
         return []
 
     def query_heads(self, name: str, stage: int) -> int:
-        """Heads of the query.
-
-        Raises:
-            UnknownHeads: nothing says so.
-        """
-        heads = self.values(self._query, stage)
+        """Heads of the query; `UnknownHeads` if nothing says how many."""
+        heads = self.values(self.query_words, stage)
         if not heads:
             raise UnknownHeads(
                 f"{name}: nothing says how many heads there are; keep config.json beside the weights, or pass "

@@ -1,10 +1,11 @@
-"""Where the heads of a projection lie inside a stored tensor."""
+"""Where the heads of a projection lie in what is stored: rows of a tensor, or a product of two (latent attention)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 # Reads a stored tensor by name, or the rows from the first to the last but one of it.
@@ -23,23 +24,15 @@ class Rows:
     - head-interleaved (H, 3, head_dim): a group for each head, of blocks query, key, value;
     - GQA-grouped (num_kv_heads, group + 2, head_dim): a group for each KV head.
 
-    Attributes:
-        tensor: name of the stored tensor.
-        head_dim: rows of a block.
-        blocks: blocks in a group.
-        start: the first block taken from each group.
-        stop: the block after the last one taken.
-        groups: how many groups there are.
-        transposed: whether the weight is stored (in, out), as by `Conv1D`.
     """
 
     tensor: str
-    head_dim: int
-    blocks: int
-    start: int
-    stop: int
+    head_dim: int  # rows of a block
+    blocks: int  # in a group
+    start: int  # the first block taken from each group
+    stop: int  # the block after the last one taken
     groups: int = 1
-    transposed: bool = False
+    transposed: bool = False  # stored (in, out), as by `Conv1D`
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -65,3 +58,52 @@ class Rows:
     def _blocks(self, weight: Tensor) -> Tensor:
         stored = weight.T if self.transposed else weight
         return stored.unflatten(0, (self.groups, self.blocks, self.head_dim))[:, self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentQuery:
+    """Of latent attention (DeepSeek): `q = W_up W_down x`, without the norm between the two, which is no linear map."""
+
+    down: str  # [rank, in]
+    up: str  # [num_heads * head_dim, rank]
+    head_dim: int  # with the part that is rotated
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that are read."""
+        return self.down, self.up
+
+    def load(self, read: Read) -> Tensor:
+        """The product, [num_heads * head_dim, in]."""
+        return read(self.up, None) @ read(self.down, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKey:
+    """Head h has `k_h = [W_up,h W_down x ; W_rope x]`: a part of its own from the latent, and one shared by all heads.
+
+    The norm of the latent, which is no linear map, is left out.
+    """
+
+    down: str  # [rank + rope, in]
+    up: str  # [num_heads * (nope + value), rank]
+    num_heads: int
+    nope: int  # width of the part of a head that is not rotated
+    rope: int  # width of the rotated part
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.nope + self.rope
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that are read."""
+        return self.down, self.up
+
+    def load(self, read: Read) -> Tensor:
+        """The effective weight, [num_heads * head_dim, in]."""
+        down, up = read(self.down, None), read(self.up, None)
+        own = up.unflatten(0, (self.num_heads, -1))[:, : self.nope] @ down[: -self.rope]
+        shared = down[-self.rope :].expand(self.num_heads, -1, -1)
+        return torch.cat([own, shared], dim=1).flatten(0, 1)

@@ -72,19 +72,12 @@ def quarters(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Families that store query, key and value in one tensor.
+    """Families that store query, key and value in one tensor."""
 
-    Attributes:
-        word: last part of the tensor's path.
-        arrange: the order of its rows.
-        model_types: `model_type` in the configs of these families; empty if the word alone tells.
-        transposed: whether it is stored (in, out), by `Conv1D`.
-    """
-
-    word: str
-    arrange: Arrange
-    model_types: frozenset[str]
-    transposed: bool = False
+    word: str  # last part of the tensor's path
+    arrange: Arrange  # the order of its rows
+    model_types: frozenset[str]  # in the configs of these families; empty if the word alone tells
+    transposed: bool = False  # stored (in, out), by `Conv1D`
 
 
 def _fused(word: str, arrange: Arrange, model_types: str = "", transposed: bool = False) -> Fused:
@@ -140,34 +133,34 @@ KNOWN: Final = _SEPARATE_TYPES.union(*(row.model_types for row in FUSED))
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForwardNames:
-    """Names of the linear maps of a feed-forward layer, as paths below their common parent.
+class FeedForward:
+    """One feed-forward layer: its linear maps, as paths below their common parent."""
 
-    Attributes:
-        first: the maps into the neurons: one; or gate and up; or, where it is gated, one with both side by side.
-        last: the map out of them.
-        gated: whether neurons have a gate.
-    """
-
-    first: tuple[str, ...]
-    last: str
+    first: tuple[str, ...]  # into the neurons: one; or gate and up; or, where it is gated, one with both side by side
+    last: str  # out of them
     gated: bool = False
+    name: str = ""  # path of the parent in a model
+
+    @property
+    def fused(self) -> bool:
+        """Whether one map makes gate and up."""
+        return self.gated and len(self.first) == 1
 
 
 # The first that fits holds, in names and in shapes.
 FEED_FORWARD: Final = (
-    FeedForwardNames(("gate_proj", "up_proj"), "down_proj", gated=True),
-    FeedForwardNames(("wi_0", "wi_1"), "wo", gated=True),
-    FeedForwardNames(("w1", "w3"), "w2", gated=True),
-    FeedForwardNames(("gate_up_proj",), "down_proj", gated=True),
-    FeedForwardNames(("Wi",), "Wo", gated=True),
-    FeedForwardNames(("c_fc",), "c_proj"),
-    FeedForwardNames(("fc1",), "fc2"),
-    FeedForwardNames(("fc_in",), "fc_out"),
-    FeedForwardNames(("dense_h_to_4h",), "dense_4h_to_h"),
-    FeedForwardNames(("intermediate.dense",), "output.dense"),
-    FeedForwardNames(("lin1",), "lin2"),
-    FeedForwardNames(("ffn",), "ffn_output"),
-    FeedForwardNames(("wi",), "wo"),
-    FeedForwardNames(("up_proj",), "down_proj"),
+    FeedForward(("gate_proj", "up_proj"), "down_proj", gated=True),
+    FeedForward(("wi_0", "wi_1"), "wo", gated=True),
+    FeedForward(("w1", "w3"), "w2", gated=True),
+    FeedForward(("gate_up_proj",), "down_proj", gated=True),
+    FeedForward(("Wi",), "Wo", gated=True),
+    FeedForward(("c_fc",), "c_proj"),
+    FeedForward(("fc1",), "fc2"),
+    FeedForward(("fc_in",), "fc_out"),
+    FeedForward(("dense_h_to_4h",), "dense_4h_to_h"),
+    FeedForward(("intermediate.dense",), "output.dense"),
+    FeedForward(("lin1",), "lin2"),
+    FeedForward(("ffn",), "ffn_output"),
+    FeedForward(("wi",), "wo"),
+    FeedForward(("up_proj",), "down_proj"),
 )
