@@ -55,29 +55,18 @@ _REPLACED: Final = "attnflow_masked_"
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of an attention module.
-
-    Attributes:
-        module: the attention module.
-        query: [batch, heads, queries, head_dim].
-        key: [batch, kv_heads, keys, head_dim].
-        value: likewise.
-        mask: which pairs exist, in the form that `implementation` takes.
-        request: what the model asked for when it made the mask that reached the module, or None if it made its own.
-        implementation: "sdpa", "eager" or "flex_attention".
-        kwargs: other keywords of the attention function.
-        empty: bool[batch or 1, queries], queries that may attend to nothing: the mask lets them attend to everything,
-            since a softmax over nothing is NaN, and their output is set to zero afterwards. None if there are none.
-    """
+    """One call of an attention module."""
 
     module: nn.Module
-    query: Tensor
-    key: Tensor
+    query: Tensor  # [batch, heads, queries, head_dim]
+    key: Tensor  # [batch, kv_heads, keys, head_dim]
     value: Tensor
-    mask: AttentionMask
-    request: MaskRequest | None
-    implementation: str
-    kwargs: Mapping[str, Any]
+    mask: AttentionMask  # which pairs exist, in the form that `implementation` takes
+    request: MaskRequest | None  # what the model asked for when it made that mask; None if it made its own
+    implementation: str  # "sdpa", "eager" or "flex_attention"
+    kwargs: Mapping[str, Any]  # other keywords of the attention function
+    # bool[batch or 1, queries], queries that may attend to nothing: the mask lets them attend to everything, since a
+    # softmax over nothing is NaN, and their output is set to zero afterwards.
     empty: Tensor | None = None
 
     def replace(self, **changes: Any) -> AttentionCall:
@@ -154,11 +143,8 @@ class Interception:
     def remove(self, *, keep_changes: bool = False) -> list[str]:
         """Leave modules and configs as if this had never been; a second call does nothing.
 
-        Args:
-            keep_changes: whether an implementation that somebody else has set since stays, or is set back.
-
-        Returns:
-            Those implementations, by which the interceptors were out of force.
+        Returns the implementations that somebody else has set since, by which the interceptors were out of force;
+        `keep_changes` says whether they stay.
         """
         if not self._modules:
             return []
@@ -225,15 +211,7 @@ def base_implementation(config: PreTrainedConfig) -> str:
 def check_implementation(owner: PreTrainedModel, name: str, origin: str, purpose: str) -> None:
     """Raise unless `owner` runs with the implementation `name`, and that can be intercepted.
 
-    Args:
-        owner: the model.
-        name: of the implementation.
-        origin: what named it, for the message.
-        purpose: "mask" or "bias".
-
-    Raises:
-        ValueError: an implementation that cannot be intercepted.
-        UnsupportedArchitecture: one that the model lacks.
+    `origin` is what named it and `purpose` what for ("mask", "bias"), for the messages.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(

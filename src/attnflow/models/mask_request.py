@@ -22,27 +22,16 @@ _recent: Final[deque[ref[Tensor]]] = deque(maxlen=16)  # masks that were made, t
 
 @dataclass(frozen=True, eq=False)
 class MaskRequest:
-    """What a model asked transformers for when it made a mask.
-
-    Attributes:
-        batch_size: sequences.
-        num_queries: new tokens.
-        num_keys: keys, those of a cache included.
-        first_query: position of the first query; a tensor only while a model with a static cache is compiled.
-        first_key: position of the first key, above 0 where a sliding cache has dropped some.
-        padding: [batch, positions], False or 0 at pads, or None.
-        arguments: of transformers' mask function, all of them.
-        derived: what interceptors make of the request; it lives as long as the mask, so that layers share it.
-    """
+    """What a model asked transformers for when it made a mask."""
 
     batch_size: int
-    num_queries: int
-    num_keys: int
-    first_query: int | Tensor = 0
-    first_key: int = 0
-    padding: Tensor | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    derived: dict[object, Any] = field(default_factory=dict)
+    num_queries: int  # new tokens
+    num_keys: int  # those of a cache included
+    first_query: int | Tensor = 0  # its position; a tensor only while a model with a static cache is compiled
+    first_key: int = 0  # its position, above 0 where a sliding cache has dropped some
+    padding: Tensor | None = None  # [batch, positions], False or 0 at pads
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of transformers' mask function, all of them
+    derived: dict[object, Any] = field(default_factory=dict)  # what interceptors make of it, for all layers to share
 
     def pads(self) -> tuple[Tensor | None, Tensor | None]:
         """(real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None if there are none.
