@@ -26,7 +26,7 @@ HEAVY = [
 ]
 ROOMS = [
     *(af.models, af.masks, af.order, af.audit, af.tasks, af.bias, af.geometry, af.knowledge, af.report),
-    importlib.import_module("attnflow.testing"),
+    af.testing,
 ]
 
 

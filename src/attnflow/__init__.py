@@ -8,7 +8,7 @@ from attnflow._core.version import __version__
 from attnflow.models.names import REGISTRATIONS
 
 if TYPE_CHECKING:
-    from attnflow import audit, bias, geometry, knowledge, masks, models, order, report, tasks
+    from attnflow import audit, bias, geometry, knowledge, masks, models, order, report, tasks, testing
     from attnflow.models import load_model
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "order",
     "report",
     "tasks",
+    "testing",
 ]
 
 # A saved modular model is loaded by `load_model` like any other; the room that defines it is imported only then.

@@ -171,3 +171,21 @@ def test_a_model_that_declares_nothing_says_what_to_do():
     with guard(model, order=af.masks.causal(6)) as watching:
         model(ids)
     assert watching.ok
+
+
+def test_who_wants_a_log_gets_a_log_of_what_cannot_be_audited(caplog):
+    """A run goes on; the guard does not call what it has not seen clean."""
+
+    class Plain(nn.Module):
+        def forward(self, ids):
+            return torch.nn.functional.one_hot(ids, 16).float()
+
+    model, ids = Plain(), torch.arange(6)[None]
+    with guard(model, on_leak="log") as watching:
+        assert not watching.ok
+        assert "no call yet" in str(watching)
+        assert model(ids).shape == (1, 6, 16)
+    assert "call 0 could not be audited: cannot tell which order Plain declares" in caplog.text
+    assert "Pass order=" in watching.refusals[0]
+    assert not watching.ok
+    assert "NOTHING AUDITED; 1 call could not be audited" in str(watching)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from attnflow._core.errors import LeakFound
-from attnflow._core.markup import plural
 from attnflow._core.results import Result
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+_SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
 Kind = Literal["order", "batch", "cache", "state"]
 
 _MEANING: dict[Kind, str] = {
@@ -128,8 +128,20 @@ class AuditReport(Result):
         return [vars(violation).copy() for violation in self.violations]
 
     def __repr__(self) -> str:
-        leaks = "clean" if self.ok else f"{plural(len(self.violations), 'violation')}, first {self.violations[0]}"
-        return f"<AuditReport {leaks}; {self.order}; {self.batch} x {self.positions} positions>"
+        """One line; of a leak a small table, short enough that pytest shows `assert report.ok, report` uncut."""
+        size = f"{self.batch} x {self.positions} positions"
+        if self.ok:
+            return f"<AuditReport clean; {self.order}; {size}>"
+        cells = [("layer", "module", "sequence", "source", "target", "change"), *map(_brief, self.violations)]
+        widths = [max(map(len, column)) for column in zip(*cells[:4], strict=True)]
+        lines = [f"<AuditReport LEAK; {_cut(self.order, 40)}; {size}"]
+        for row in cells:
+            line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            if len(lines) > 2 and sum(map(len, lines)) + len(lines) + len(line) > _SHOWN:
+                lines.append(f"and {len(cells) - len(lines)} more; print(report)")
+                break
+            lines.append(line)
+        return "\n".join(lines) + ">"
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -166,18 +178,29 @@ class AuditReport(Result):
     def _table(self) -> Table:
         from rich.table import Table
 
-        table = Table("kind", "layer", "module", "source", "target", "change", "path")
+        table = Table("kind", "layer", "module", "sequence", "source", "target", "change", "path")
         for v in self.violations:
-            source = (
-                "" if v.source is None else f"{v.source}" if v.kind == "order" else f"{v.source} (row {v.source_row})"
-            )
-            target = f"{v.target} (row {v.target_row})" if v.kind == "batch" else str(v.target)
+            source = "" if v.source is None else str(v.source)
+            if v.source is not None and v.source_row != v.target_row:
+                source += f" (sequence {v.source_row})"
             layer = "" if v.layer is None else str(v.layer)
-            table.add_row(v.kind, layer, v.module, source, target, f"{v.change:.3g}", v.path)
+            table.add_row(v.kind, layer, v.module, str(v.target_row), source, str(v.target), f"{v.change:.3g}", v.path)
         return table
 
     def _kinds(self) -> list[Kind]:
         return list(dict.fromkeys(violation.kind for violation in self.violations))
+
+
+def _brief(violation: Violation) -> tuple[str, ...]:
+    v = violation
+    rows = f"{v.source_row}->{v.target_row}" if v.source_row not in (None, v.target_row) else str(v.target_row)
+    layer = "" if v.layer is None else str(v.layer)
+    return layer, _cut(v.module, 44), rows, "" if v.source is None else str(v.source), str(v.target), f"{v.change:.3g}"
+
+
+def _cut(text: str, limit: int) -> str:
+    """`text` with its end, which tells modules apart."""
+    return text if len(text) <= limit else f"...{text[3 - limit :]}"
 
 
 def few(names: Sequence[str], limit: int = 4) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import integer
+from attnflow._core.errors import AttnflowError
 from attnflow._core.handles import Handle
+from attnflow._core.markup import plural
 from attnflow.audit.auditor import check
 from attnflow.audit.findings import AuditReport
 from attnflow.masks.mask import Mask
@@ -19,7 +22,8 @@ from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow
 
 _LOG: Final = logging.getLogger("attnflow.audit")
-_LOSS_ARGUMENTS: Final = ("labels", "num_items_in_batch")
+_LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+_BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k")  # counted over the batch, not over its rows
 
 
 class Guard(Handle):
@@ -28,6 +32,7 @@ class Guard(Handle):
     Attributes:
         model: the model.
         reports: one for each audit so far.
+        refusals: {number of the call: why it could not be audited}, with `on_leak="log"`.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Guard(Handle):
     ) -> None:
         super().__init__(model)
         self.reports: list[AuditReport] = []
+        self.refusals: dict[int, str] = {}
         self._every, self._on_leak = every, on_leak
         self._order, self._passes, self._sequences = order, passes, sequences
         self._calls = 0
@@ -49,8 +55,8 @@ class Guard(Handle):
 
     @property
     def ok(self) -> bool:
-        """Whether no audit so far saw a leak."""
-        return all(report.ok for report in self.reports)
+        """Whether calls were audited, every one that was to be, and none leaks."""
+        return bool(self.reports) and not self.refusals and all(report.ok for report in self.reports)
 
     @property
     def seconds(self) -> float:
@@ -66,6 +72,12 @@ class Guard(Handle):
         self._busy = True
         try:
             report = self._audit(model, args, kwargs)
+        except (AttnflowError, ValueError, TypeError) as error:
+            if self._on_leak == "raise":
+                raise
+            self.refusals[call] = str(error)  # who wants a log does not want the run to end
+            _LOG.warning("call %d could not be audited: %s", call, error)
+            return
         finally:
             self._busy = False
         self.reports.append(report)
@@ -84,18 +96,26 @@ class Guard(Handle):
                 call |= call.pop(name, {})
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         with torch.autocast(device, enabled=False):
-            return check(model, _part(model, call, self._sequences), self._order, passes=self._passes)
+            return check(model, without_loss(model, call, self._sequences), self._order, passes=self._passes)
 
     def _restore(self) -> None:
         self._hook.remove()
 
     def _summary(self) -> str:
         name = type(self.model).__name__
-        if not self.reports:
+        if not self._calls:
             return f"guard of {name}: no call yet"
-        verdict = "no leak" if self.ok else "LEAK"
-        audits = f"{len(self.reports)} of {self._calls} calls audited in {self.seconds:.1f} s"
-        return f"guard of {name}: {verdict}; {audits}; {self.reports[-1].order}"
+        leaks = [report for report in self.reports if not report.ok]
+        refused = f"{plural(len(self.refusals), 'call')} could not be audited"
+        parts = [f"LEAK: {leaks[0].violations[0]}" if leaks else "no leak" if self.reports else "NOTHING AUDITED"]
+        if self.reports:
+            passes = sum(report.forward_passes for report in self.reports)
+            audits = f"{len(self.reports)} of {plural(self._calls, 'call')} audited"
+            parts.append(f"{audits} in {passes} forward passes, {self.seconds:.1f} s")
+            parts.append(self.reports[-1].order)
+        if self.refusals:
+            parts.append(f"{refused}: {next(iter(self.refusals.values()))}")
+        return f"guard of {name}: {'; '.join(parts)}"
 
 
 def guard(
@@ -116,7 +136,8 @@ def guard(
     Args:
         model: any module that is called with token ids or embeddings, or what `af.load_model` returned.
         every: also audit each call whose number is a multiple of this; None for the first call alone.
-        on_leak: "raise" `LeakFound`, or "log" a warning to the logger `attnflow.audit` and go on.
+        on_leak: "raise" `LeakFound`, or "log" a warning to the logger `attnflow.audit` and go on; a call that cannot
+            be audited is then logged, too, and listed in `refusals`.
         order: what may flow; None for what the model declares for the batch.
         passes: perturbations for each audit; fewer than for `check`, whose coverage a real batch seldom needs.
         sequences: rows of the batch that are audited, the first ones. Two show what crosses between sequences.
@@ -126,6 +147,7 @@ def guard(
 
     Raises:
         LeakFound: when the model is called with a batch that leaks; its witness is (source, target).
+        UnsupportedArchitecture: when it is called and declares no order: give `order`.
 
     Cost: about passes + 6 forward passes over `sequences` rows for each audit.
     """
@@ -138,17 +160,38 @@ def guard(
     return Guard(split(model)[0], every, on_leak, order, passes, sequences)
 
 
-def _part(model: nn.Module, call: Mapping[str, Any], sequences: int) -> dict[str, Any]:
-    """The call on the first sequences of its batch, without what is there for the loss alone."""
-    call = dict(call)
+def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | None = None) -> dict[str, Any]:
+    """The call of a batch without what is there for the loss alone, on its first sequences.
+
+    Args:
+        model: an encoder-decoder makes its decoder's inputs of the labels.
+        batch: keyword arguments of the model.
+        sequences: how many; None for all.
+    """
+    call = dict(batch)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
     if callable(shifted) and call.get("labels") is not None and not decoder:
         call["decoder_input_ids"] = shifted(labels=call["labels"])
-    tensors = [value for value in call.values() if isinstance(value, Tensor) and value.ndim > 1]
-    batch = len(tensors[0]) if tensors else 0
+    if call.get("fused_lm_head"):  # TRL's loss without logits: its forward needs labels, and runs without a cache
+        call["use_cache"] = False
+    tensors = {name: value for name, value in call.items() if isinstance(value, Tensor) and value.ndim > 1}
+    batch_size = next((len(value) for name, value in tensors.items() if name != "position_ids"), 0)
+    if sequences is None or any("pixel" in name or "image" in name for name in tensors):
+        sequences = batch_size  # images belong to the batch, not to its rows
     return {
-        name: value[:sequences] if isinstance(value, Tensor) and value.ndim and len(value) == batch else value
-        for name, value in call.items()
-        if name not in _LOSS_ARGUMENTS
+        name: _rows(name, value, batch_size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS
     }
+
+
+def _rows(name: str, value: Any, batch: int, sequences: int) -> Any:
+    """The first sequences of one argument; whole what does not belong to sequences."""
+    if isinstance(value, Mapping):
+        return {key: _rows(str(key), item, batch, sequences) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, BlockMask):
+        return value[:sequences] if value.shape[0] == batch > sequences else value
+    if not isinstance(value, Tensor) or not value.ndim or name in _BOUNDARIES:
+        return value
+    if name == "position_ids" and value.ndim == 3 and value.shape[1] == batch:  # of time, height and width
+        return value[:, :sequences]
+    return value[:sequences] if len(value) == batch else value

@@ -1,5 +1,6 @@
-"""For tests of code that uses attnflow: slow, small and obviously correct oracles; tolerances; what a machine has."""
+"""For tests of code that uses attnflow: asserts of one line, correct oracles, tolerances, what a machine has."""
 
+from attnflow.testing.assertions import assert_no_leak, assert_same_mask
 from attnflow.testing.environment import Environment, Part, examine
 from attnflow.testing.oracles import classes, closure, covers, depth, path_exists, power, product, product_depth
 from attnflow.testing.tolerance import assert_as_accurate, tolerance
@@ -8,6 +9,8 @@ __all__ = [
     "Environment",
     "Part",
     "assert_as_accurate",
+    "assert_no_leak",
+    "assert_same_mask",
     "classes",
     "closure",
     "covers",

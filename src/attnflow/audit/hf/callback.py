@@ -47,6 +47,8 @@ class GuardCallback(TrainerCallback):
         self.guard = guard(model, **self._options)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take it off."""
+        """Take it off, and print what was audited and at what cost."""
         if self.guard is not None:
+            if getattr(state, "is_world_process_zero", True):
+                print(self.guard)
             self.guard.remove()

@@ -1,0 +1,181 @@
+"""`assert_no_leak` and `assert_same_mask`: one line in a test of one's own, with a message that shows where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnflow import audit
+from attnflow.audit.guards import without_loss
+from attnflow.masks.mask import Mask
+from attnflow.models.loaded import Loaded, split
+from attnflow.order.flow import Flow
+
+_PAIRS: Final = 6  # pairs that a message lists
+_WINDOW: Final = 24  # queries and keys that its picture shows
+
+
+def assert_no_leak(
+    model: nn.Module | Loaded,
+    batch: str | Sequence[int] | Tensor | Mapping[str, Any],
+    order: Mask | Sequence[Mask] | Flow | None = None,
+    *,
+    cache: bool = False,
+    passes: int = 32,
+) -> None:
+    """Assert that nothing flows in the model that its order forbids, for this batch.
+
+    Args:
+        model: any module that takes token ids or embeddings, or what `af.load_model` returned.
+        batch: what the model is trained on: its keyword arguments, labels among them or not; ids; a text.
+        order: what may flow; None for what the model declares for this batch.
+        cache: also audit decoding with a cache.
+        passes: as of `af.audit.check`.
+
+    Raises:
+        AssertionError: something flows, or nothing could be tested; the message is the table of the audit, with layer,
+            module, sequence, source and target.
+        UnsupportedArchitecture: no order is given or declared.
+
+    Cost: that of one `af.audit.check`.
+
+    >>> import torch, attnflow as af
+    >>> assert_no_leak(torch.nn.Linear(8, 8), torch.randn(2, 5, 8), order=af.masks.causal(5))
+    """
+    __tracebackhide__ = True
+    call = without_loss(split(model)[0], batch) if isinstance(batch, Mapping) else batch
+    report = audit.check(model, call, order, cache=cache, passes=passes)
+    if not report.ok:
+        raise AssertionError(f"information flows against the order\n{report}")
+    if report.forbidden == 0 and report.batch == 1:
+        raise AssertionError(
+            f"nothing was tested: {report.order} forbids nothing in one sequence; pass a batch of two, to see what "
+            f"crosses between sequences, or the order that you mean\n{report}"
+        )
+
+
+def assert_same_mask(actual: object, expected: object) -> None:
+    """Assert that two masks allow the same pairs, layer by layer, sequence by sequence and head by head.
+
+    Either may be a `Mask`, a list of masks or a `Flow` (layers), a `BlockMask`, or a tensor [..., queries, keys]: bool
+    with True for allowed, or additive with 0 for allowed and large negative values or -inf elsewhere. One mask is
+    compared with each of several. What a BlockMask allows is what FlexAttention computes: its blocks and, in partial
+    ones, its `mask_mod`.
+
+    Raises:
+        AssertionError: they differ; the message lists the first pairs and draws the place.
+        TypeError: neither of these; a tensor of integers, or of 0 and 1 in floating point, is ambiguous.
+        ValueError: shapes or numbers of masks that cannot be compared.
+
+    Cost: the dense masks in memory.
+
+    >>> import torch, attnflow as af
+    >>> assert_same_mask(torch.ones(4, 4).tril().bool(), af.masks.causal(4))
+    >>> assert_same_mask(af.masks.causal(4), af.masks.full(4))
+    Traceback (most recent call last):
+    ...
+    AssertionError: masks differ in 6 of 16 pairs (query, key)
+    missing (expected only): (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)
+       queries down from 0, keys across from 0; # both, + actual only, - expected only
+       #---
+       ##--
+       ###-
+       ####
+    """
+    __tracebackhide__ = True
+    left, right = _tables(actual, "actual"), _tables(expected, "expected")
+    if len(left) != len(right) and 1 not in (len(left), len(right)):
+        raise ValueError(f"actual has {len(left)} masks and expected {len(right)}: compare one with one, or with each")
+    names = list(left if len(left) >= len(right) else right)
+    for index, name in enumerate(names):
+        one, other = (list(side.values())[index % len(side)] for side in (left, right))
+        if one.shape != other.shape:
+            raise ValueError(f"actual is [{_size(one)}] (queries, keys), expected is [{_size(other)}]{name}")
+        if not torch.equal(one, other):
+            raise AssertionError(_difference(one, other, name))
+
+
+def _tables(value: object, what: str) -> dict[str, Tensor]:
+    """{" in layer 3": allow [queries, keys]}"""
+    if isinstance(value, Mask):
+        return {"": value.dense()}
+    if isinstance(value, Flow):
+        value = value.masks
+    if isinstance(value, BlockMask):
+        value = _computed(value)
+    if isinstance(value, Sequence) and value and all(isinstance(mask, Mask) for mask in cast(Sequence[object], value)):
+        masks = cast(Sequence[Mask], value)
+        return {f" in layer {i}" if len(masks) > 1 else "": mask.dense() for i, mask in enumerate(masks)}
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{what} must be a Mask, a list of masks, a Flow, a BlockMask or a tensor, got {type(value).__name__}"
+        )
+    allow = _allowed(value.detach().cpu(), what)
+    if allow.ndim < 2:
+        raise ValueError(f"{what} must have the shape [..., queries, keys], got {list(allow.shape)}")
+    names = ("sequence", "head") if allow.ndim <= 4 else tuple(f"axis {axis}" for axis in range(allow.ndim - 2))
+    return {
+        "".join(f" in {name} {at}" for name, at in zip(names, place, strict=False)): allow[place]
+        for place in product(*(range(size) for size in allow.shape[:-2]))
+    }
+
+
+def _allowed(mask: Tensor, what: str) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{what} holds {mask.dtype}, which may mean either: pass bool, as in mask.bool() or mask == 0")
+    if (mask == 1).any() or not ((mask == 0) | (mask < -1000)).all():
+        raise TypeError(
+            f"{what} is a floating-point tensor that is not additive (0 for allowed, large negative values or -inf for "
+            f"the rest): it holds {float(mask.max()):.3g}; pass bool"
+        )
+    return mask == 0
+
+
+def _computed(blocks: BlockMask) -> Tensor:
+    """What FlexAttention computes, [batch, heads, queries, keys]: full blocks whole, partial ones under mask_mod."""
+    num_queries, num_keys = blocks.seq_lengths
+    batch, heads = blocks.shape[:2]
+    tall, wide = blocks.BLOCK_SIZE
+    q, k = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
+    allow = torch.zeros(batch, heads, num_queries, num_keys, dtype=torch.bool)
+    for b, h in product(range(batch), range(heads)):
+        inside = blocks.mask_mod(torch.tensor(b), torch.tensor(h), q, k).cpu().expand(num_queries, num_keys)
+        lists = [(blocks.kv_num_blocks, blocks.kv_indices, inside)]
+        if blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None:
+            lists.append((blocks.full_kv_num_blocks, blocks.full_kv_indices, torch.ones_like(inside)))
+        for counts, indices, pairs in lists:
+            for row, count in enumerate(counts[b, h].tolist()):
+                for column in indices[b, h, row, :count].tolist():
+                    part = slice(row * tall, (row + 1) * tall), slice(column * wide, (column + 1) * wide)
+                    allow[b, h][part] |= pairs[part]
+    return allow
+
+
+def _difference(actual: Tensor, expected: Tensor, name: str) -> str:
+    extra, missing = actual & ~expected, expected & ~actual
+    wrong = extra | missing
+    lines = [f"masks differ in {int(wrong.sum())} of {wrong.numel()} pairs (query, key){name}"]
+    for what, pairs in (("extra (actual only)", extra), ("missing (expected only)", missing)):
+        if pairs.any():
+            first = [f"({q}, {k})" for q, k in pairs.nonzero()[:_PAIRS].tolist()]
+            lines.append(f"{what}: {', '.join(first)}{', ...' if pairs.sum() > _PAIRS else ''}")
+    place = wrong.nonzero().amin(0)
+    corner = [max(0, min(int(at) - _WINDOW // 4, size - _WINDOW)) for at, size in zip(place, wrong.shape, strict=True)]
+    part = slice(corner[0], corner[0] + _WINDOW), slice(corner[1], corner[1] + _WINDOW)
+    signs = torch.where(actual & expected, 0, torch.where(extra, 1, torch.where(missing, 2, 3)))[part]
+    lines.append(
+        f"   queries down from {corner[0]}, keys across from {corner[1]}; # both, + actual only, - expected only"
+    )
+    lines += ["   " + "".join("#+-."[sign] for sign in row) for row in signs.tolist()]
+    return "\n".join(lines)
+
+
+def _size(mask: Tensor) -> str:
+    return ", ".join(map(str, mask.shape))

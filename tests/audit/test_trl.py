@@ -1,0 +1,90 @@
+"""Guards in TRL's SFTTrainer: its packed batches, its forward without logits, leaks injected and none."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnflow as af
+from tests.audit.common import wrapped
+from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),  # what TRL itself sets
+]
+
+
+def model():
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=WORDS + 4, **size, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
+    )
+
+
+def trainer(model, folder, strategy, callbacks=()):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(
+        str(folder), max_steps=2, per_device_train_batch_size=2, packing=True, packing_strategy=strategy,
+        max_length=24, report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, seed=3,
+        logging_steps=1,
+    )  # fmt: skip
+    data = Dataset.from_dict({"text": texts(64)})
+    return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer(), callbacks=list(callbacks))
+
+
+def future(out, hidden):
+    """The fault: each position also gets the state of the next one."""
+    return out + hidden.roll(-1, dims=1)
+
+
+def past(out, hidden):
+    """The fault of a state that runs on: the first token of a document gets the last one of the document before it."""
+    return out + torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_a_clean_run_is_the_same_with_a_guard(tmp_path, strategy, capsys):
+    losses = []
+    for callbacks in ([], [af.audit.GuardCallback()]):
+        run = trainer(model(), tmp_path, strategy, callbacks)
+        run.train()
+        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    guard = callbacks[0].guard
+    assert losses[0] == losses[1]
+    assert guard.ok
+    assert ("documents" in guard.reports[0].order) == (strategy == "bfd")
+    assert guard.reports[0].forbidden > 0
+    assert f"1 of 2 calls audited in {guard.reports[0].forward_passes} forward passes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("strategy", "fault"), [("bfd", future), ("bfd", past), ("wrapped", future)])
+def test_a_leak_stops_the_run_before_its_first_step(tmp_path, strategy, fault):
+    leaky = model()
+    before = {name: tensor.clone() for name, tensor in leaky.state_dict().items()}
+    run = trainer(leaky, tmp_path, strategy, [af.audit.GuardCallback()])
+    with wrapped(leaky.model.layers[1].mlp, fault), pytest.raises(af.LeakFound, match=r"model.layers.1.mlp") as leak:
+        run.train()
+    source, target = leak.value.witness
+    assert source - target == (1 if fault is future else -1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in leaky.state_dict().items())
+
+
+def test_documents_that_are_not_declared_are_not_kept_apart(tmp_path):
+    """Wrapped packing tells no boundaries: the same fault is within the causal order, and no finding."""
+    leaky = model()
+    with wrapped(leaky.model.layers[1].mlp, past):
+        callback = af.audit.GuardCallback()
+        trainer(leaky, tmp_path, "wrapped", [callback]).train()
+    assert callback.guard.ok
+
+
+def test_around_a_run_and_in_a_log(tmp_path, caplog):
+    leaky = model()
+    with wrapped(leaky.model.layers[1].mlp, past), af.audit.guard(leaky, on_leak="log") as guard:
+        trainer(leaky, tmp_path, "bfd").train()
+    assert not guard.ok
+    assert "call 0 leaks" in caplog.text
+    assert "LEAK: order: model.layers.1.mlp" in str(guard)

@@ -1,0 +1,189 @@
+"""The asserts for tests of one's own: what they accept, what they refuse, and what pytest shows of it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import attnflow as af
+from attnflow.testing import assert_no_leak, assert_same_mask
+from tests.audit.common import inputs, tiny, tokens, wrapped
+from tests.refused import refused
+
+ROOT = Path(__file__).parents[2]
+CAUSAL = af.masks.causal(6)
+
+
+def ahead(out, hidden):
+    return out + hidden.roll(-1, dims=1)
+
+
+def test_a_clean_model_with_a_batch_of_its_training():
+    ids = tokens()
+    assert_no_leak(tiny("Llama"), {"input_ids": ids, "labels": ids, "num_items_in_batch": 3})
+    assert_no_leak(tiny("Llama"), ids, cache=True)
+    assert_no_leak(tiny("T5"), {"input_ids": ids, "labels": inputs("T5")["decoder_input_ids"]})
+    assert_no_leak(nn.GRU(4, 4, batch_first=True), torch.randn(2, 6, 4), order=CAUSAL)
+
+
+def test_a_leak_is_shown_with_its_layer_and_witness():
+    model = tiny("Llama")
+    with wrapped(model.model.layers[1].mlp, ahead), pytest.raises(AssertionError) as failure:
+        assert_no_leak(model, tokens())
+    message = str(failure.value)
+    assert message.startswith("information flows against the order\nLEAK: causal")
+    first = af_first(model)
+    assert "model.layers.1.mlp" in message
+    assert f"{first.source}" in message
+    assert "sequence" in message
+
+
+def af_first(model):
+    with wrapped(model.model.layers[1].mlp, ahead):
+        return af.audit.check(model, tokens()).violations[0]
+
+
+def test_an_order_of_ones_own():
+    model = tiny("Llama")
+    with pytest.raises(AssertionError, match="LEAK"):
+        assert_no_leak(model, tokens(1, 6), order=af.masks.document([3, 3]))
+
+
+def test_nothing_to_test_is_no_success():
+    with pytest.raises(AssertionError, match=r"nothing was tested: .* forbids nothing"):
+        assert_no_leak(tiny("Bert"), tokens(batch=1))
+    assert_no_leak(tiny("Bert"), tokens(batch=2))
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        CAUSAL,
+        [CAUSAL],
+        [CAUSAL, CAUSAL],
+        af.order.analyze([CAUSAL, CAUSAL]),
+        CAUSAL.dense(),
+        CAUSAL.dense().expand(2, 3, 6, 6),
+        torch.where(CAUSAL.dense(), 0.0, -torch.inf),
+        torch.where(CAUSAL.dense(), 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16)[None, None],
+        create_block_mask(lambda b, h, q, k: q >= k, 2, None, 6, 6, device="cpu", BLOCK_SIZE=2),
+        create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, device="cpu", BLOCK_SIZE=128),
+        CAUSAL.block_mask(2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_same_mask_in_any_form(same):
+    assert_same_mask(same, CAUSAL)
+    assert_same_mask(CAUSAL, same)
+
+
+def test_what_differs_is_listed_and_drawn():
+    hole = CAUSAL.dense().clone()
+    hole[1, 4], hole[5, 0] = True, False
+    with pytest.raises(AssertionError) as failure:
+        assert_same_mask(hole, CAUSAL)
+    lines = str(failure.value).splitlines()
+    assert lines[:3] == [
+        "masks differ in 2 of 36 pairs (query, key)",
+        "extra (actual only): (1, 4)",
+        "missing (expected only): (5, 0)",
+    ]
+    assert lines[-5:] == ["   ##..+.", "   ###...", "   ####..", "   #####.", "   -#####"]
+
+
+def test_it_says_in_which_layer_sequence_and_head():
+    with pytest.raises(AssertionError, match="in layer 1"):
+        assert_same_mask([CAUSAL, af.masks.full(6)], [CAUSAL, CAUSAL])
+    several = CAUSAL.dense().repeat(2, 3, 1, 1)
+    several[1, 2, 0, 5] = True
+    with pytest.raises(AssertionError, match="in sequence 1 in head 2"):
+        assert_same_mask(several, CAUSAL)
+    blocks = create_block_mask(lambda b, h, q, k: q - b >= k, 2, None, 6, 6, device="cpu", BLOCK_SIZE=2)
+    with pytest.raises(AssertionError, match="in sequence 1 in head 0"):
+        assert_same_mask(blocks, CAUSAL)
+
+
+def test_blocks_that_contradict_their_function_are_seen():
+    """FlexAttention computes what the blocks say: with a block left out, its pairs are masked."""
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, device="cpu", BLOCK_SIZE=2)
+    blocks.kv_num_blocks[0, 0, 2] = 0
+    if blocks.full_kv_num_blocks is not None:
+        blocks.full_kv_num_blocks[0, 0, 2] = 0
+    with pytest.raises(AssertionError, match=r"missing \(expected only\): \(4, 0\)"):
+        assert_same_mask(blocks, CAUSAL)
+
+
+def test_a_large_mask_shows_the_place():
+    large = af.masks.causal(300).dense().clone()
+    large[200, 250] = True
+    with pytest.raises(AssertionError, match=r"extra \(actual only\): \(200, 250\)") as failure:
+        assert_same_mask(large, af.masks.causal(300))
+    picture = str(failure.value).splitlines()[-24:]
+    assert sum("+" in line for line in picture) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (torch.ones(6, 6).long(), TypeError, "may mean either"),
+        (torch.ones(6, 6), TypeError, "not additive"),
+        (torch.zeros(6).bool(), ValueError, "[..., queries, keys]"),
+        (af.masks.causal(5), ValueError, "actual is [5, 5] (queries, keys), expected is [6, 6]"),
+        ("causal", TypeError, "got str"),
+    ],
+)
+def test_bad_masks(value, kind, message):
+    with refused(kind, re.escape(message)):
+        assert_same_mask(value, CAUSAL)
+    with refused(ValueError, "actual has 2 masks and expected 3"):
+        assert_same_mask([CAUSAL] * 2, [CAUSAL] * 3)
+
+
+TEST_FILE = """
+import torch
+import attnflow as af
+from torch import nn
+
+
+class Block(nn.Module):
+    def forward(self, hidden):
+        return hidden + hidden.roll(-1, 1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder_of_my_own = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Block()) for _ in range(3)])
+
+    def forward(self, hidden):
+        for layer in self.encoder_of_my_own:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_report():
+    report = af.audit.check(Model(), torch.randn(2, 6, 4), order=af.masks.causal(6))
+    assert report.ok, report
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["-vv"]])
+def test_pytest_prints_the_table_of_a_report(tmp_path, flags):
+    (tmp_path / "test_mine.py").write_text(TEST_FILE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "test_mine.py"]
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    shown = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E")]
+    assert shown[0] == "AssertionError: <AuditReport LEAK; causal(n=6); 2 x 6 positions"
+    assert shown[1].split() == ["layer", "module", "sequence", "source", "target", "change"]
+    layer, module, sequence, source, target, change = shown[2].removesuffix(">").split()
+    assert (layer, module, int(source)) == ("0", "encoder_of_my_own.0.1", int(target) + 1)
+    assert float(change) > 0
+    assert sequence in "01"
+    assert "..." not in shown[2]
