@@ -57,7 +57,7 @@ def test_the_printed_mask_loses_all_but_the_last_task() -> None:
 
 def test_nothing_is_called_right_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     _, butterfly = _demo._objectives(IDS, SMALL)
-    assert not _demo._prove(replace(butterfly, closed_form=af.tasks.butterfly_as_printed(5)), []).ok
+    assert not _demo._prove(replace(butterfly, closed_form=af.tasks.families.butterfly_as_printed(5)), []).ok
     assert not _demo._prove(replace(butterfly, merged=replace(butterfly.merged, is_minimal=False)), []).ok
     open_mask = replace(butterfly.merged, task=butterfly.under(af.masks.full(butterfly.merged.task.size)))
     assert not _demo._prove(replace(butterfly, merged=open_mask, closed_form=open_mask.task.mask), []).ok, "it leaks"
@@ -65,10 +65,10 @@ def test_nothing_is_called_right_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(af.masks, "full", lambda n: butterfly.merged.task.mask)
         assert not _demo._prove(butterfly, []).ok, "a control that finds no leak proves nothing"
     with monkeypatch.context() as patch:
-        patch.setattr(af.tasks, "butterfly_as_printed", af.masks.butterfly)
+        patch.setattr(_demo, "butterfly_as_printed", af.masks.butterfly)
         assert not _demo._disprove(butterfly).ok
         assert not _demo._verify_printed(tiny().double(), butterfly).ok
-    wrong = replace(butterfly.merged, task=butterfly.under(af.tasks.butterfly_as_printed(5)))
+    wrong = replace(butterfly.merged, task=butterfly.under(af.tasks.families.butterfly_as_printed(5)))
     assert not _demo._verify(tiny().double(), replace(butterfly, merged=wrong), []).ok
 
 

@@ -59,7 +59,7 @@ def test_a_family_without_a_formula(run: Callable) -> None:
 
 
 def test_a_difference_from_the_formula_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = ("butterfly as printed", af.tasks.butterfly_as_printed(6))
+    printed = ("butterfly as printed", af.tasks.families.butterfly_as_printed(6))
     monkeypatch.setattr(derivation, "_closed_form", lambda *_: printed)
     code, out, _ = run("mask", "merge", "butterfly", "--tokens", "6")
     assert code == 1

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Collator, Label, Task, Token
-from attnflow.tasks.objective import pack_labels, unpack_labels
+from attnflow.tasks.collator import pack_labels, unpack_labels
 from tests.refused import refused
 
 DOUBLE = torch.float64

@@ -42,7 +42,7 @@ def test_a_family_without_a_formula():
 
 
 def test_a_difference_from_the_formula_is_not_ok(monkeypatch):
-    monkeypatch.setattr(derivation, "_closed_form", lambda *_: ("as printed", tasks.butterfly_as_printed(6)))
+    monkeypatch.setattr(derivation, "_closed_form", lambda *_: ("as printed", tasks.families.butterfly_as_printed(6)))
     made = derive("butterfly", 6)
     assert not made.ok
     assert "DIFFERENT from as printed" in str(made)

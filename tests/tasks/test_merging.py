@@ -17,7 +17,7 @@ def relation(*pairs: tuple[int, int], n: int) -> af.masks.Mask:
     return af.masks.from_edges([*pairs, *((i, i) for i in range(n))], n)
 
 
-def flat(merged: tasks.MergedTask) -> list[tuple[int, ...]]:
+def flat(merged: tasks.merging.MergedTask) -> list[tuple[int, ...]]:
     return [merged.nodes[node] for part in merged.node_of for node in part]
 
 
@@ -174,7 +174,7 @@ def test_the_printed_eq_58_loses_all_centres_but_the_last(n):
     family = tasks.butterfly(numbers(n))
     merged = tasks.merge(family).task
     assert tasks.embedded(merged, family).ok
-    printed = Task(merged.inputs, merged.labels, tasks.butterfly_as_printed(n))
+    printed = Task(merged.inputs, merged.labels, tasks.families.butterfly_as_printed(n))
     found = tasks.embedded(printed, family)
     assert [(node.task, node.positions) for node in found.missing] == [(k, (k,)) for k in range(n - 1)]
     assert found.num_nodes == n * n
@@ -190,9 +190,9 @@ def test_eq_58_as_printed_is_what_the_paper_prints():
         | (middle & (i <= j) & (j < 2 * n - 2))
         | (last & ((j < i - 2 * n + 2) | ((i - n + 1 < j) & (j < 2 * n - 2)) | (j == i)))
     )
-    assert tasks.butterfly_as_printed(n) == af.masks.from_dense(torch.from_numpy(allow))
-    assert tasks.butterfly_as_printed(1) == af.masks.full(1)
-    assert tasks.butterfly_as_printed(0) == af.masks.full(0)
+    assert tasks.families.butterfly_as_printed(n) == af.masks.from_dense(torch.from_numpy(allow))
+    assert tasks.families.butterfly_as_printed(1) == af.masks.full(1)
+    assert tasks.families.butterfly_as_printed(0) == af.masks.full(0)
 
 
 def test_embedded_takes_sparse_realisations_and_longer_layouts():

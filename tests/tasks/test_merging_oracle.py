@@ -85,7 +85,7 @@ def missing_nodes(task: Task, family: Sequence[Task]) -> list[Node]:
     return [node for node, graph in all_down_sets(family).items() if not any(same(graph, other) for other in held)]
 
 
-def assert_embeds(merged: tasks.MergedTask, family: Sequence[Task]) -> None:
+def assert_embeds(merged: tasks.merging.MergedTask, family: Sequence[Task]) -> None:
     """Every node has an equivalent, at the place that `node_of` and `position_of` name."""
     task = merged.task
     assert task.is_dense

@@ -82,7 +82,7 @@ def test_other_models(model, name):
 def test_the_printed_eq_58_fails():
     family = FAMILIES["butterfly"]
     merged = tasks.merge(family)
-    printed = Task(merged.task.inputs, merged.task.labels, tasks.butterfly_as_printed(len(IDS)))
+    printed = Task(merged.task.inputs, merged.task.labels, tasks.families.butterfly_as_printed(len(IDS)))
     result = tasks.verify(family, replace(merged, task=printed), llama())
     assert result.output_difference > 0.1
     assert result.gradient_difference > 0.1

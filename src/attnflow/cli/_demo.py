@@ -17,7 +17,9 @@ from attnflow.audit import AuditReport
 from attnflow.masks import Mask
 from attnflow.models.evaluation import precision
 from attnflow.order.hasse import label
-from attnflow.tasks import MergedTask, Task, Verification
+from attnflow.tasks import Task, Verification
+from attnflow.tasks.families import butterfly_as_printed
+from attnflow.tasks.merging import MergedTask
 
 TOLERANCE: Final = 1e-9
 """Largest relative difference, in float64, at which a merged task counts as equal to its subtasks.
@@ -184,7 +186,7 @@ def _prove(objective: Objective, results: list[Any]) -> Step:
 def _disprove(butterfly: Objective) -> Step:
     """Eq. 58 as printed is one pair short for n - 1 of n subtasks."""
     n, right = len(butterfly.family), butterfly.closed_form
-    printed = tasks.butterfly_as_printed(n)
+    printed = butterfly_as_printed(n)
     missing = right.difference(printed, limit=right.num_queries * right.num_keys)
     lost = sorted({node.task for node in tasks.embedded(butterfly.under(printed), butterfly.family).missing})
     pairs = preview([f"{query}->{key}" for query, key in missing], 3)
@@ -237,7 +239,7 @@ def _verify(model: Any, objective: Objective, results: list[Any]) -> Step:
 
 def _verify_printed(model: Any, butterfly: Objective) -> Step:
     """What the printed mask does to the outputs of a real model."""
-    printed = butterfly.under(tasks.butterfly_as_printed(len(butterfly.family)))
+    printed = butterfly.under(butterfly_as_printed(len(butterfly.family)))
     comparison = tasks.verify(butterfly.family, replace(butterfly.merged, task=printed), model, gradients=False)
     wrong = sum(task.output_difference > WRONG for task in comparison.tasks)
     worst = comparison.output_difference

@@ -128,13 +128,7 @@ def global_tokens(n: int, indices: Indices) -> Mask:
     # Numbered with the global tokens first, each row is at most two intervals.
     order = np.concatenate([chosen, np.setdiff1d(q, chosen)])
     rank = np.argsort(order)
-    rows = IntervalRows.build(
-        np.concatenate([q, q]),
-        np.concatenate([np.zeros_like(q), q]),
-        np.concatenate([np.where(q < len(chosen), n, len(chosen)), q + 1]),
-        n,
-        n,
-    )
+    rows = IntervalRows.of(n, n, (q, 0, np.where(q < len(chosen), n, len(chosen))), (q, q, q + 1))
     return Mask(rows, "global_tokens", {"n": n, "indices": tuple(chosen.tolist())}, query_rank=rank, key_rank=rank)
 
 
@@ -192,20 +186,10 @@ def big_bird(
         drawn = generator.choice(left, size=min(num_random, len(left)), replace=False)
         triples += [(row, first, last) for first, last in allowed]
         triples += [(row, int(k), int(k) + 1) for k in drawn]
+    parameters = {"n": n, "block": block, "num_global": num_global, "num_window": num_window}
     table = np.array(triples, dtype=np.int64).reshape(-1, 3)
-    blocks = IntervalRows.build(table[:, 0], table[:, 1], table[:, 2], count, count)
-    return Mask(
-        blow_up(blocks, block),
-        "big_bird",
-        {
-            "n": n,
-            "block": block,
-            "num_global": num_global,
-            "num_window": num_window,
-            "num_random": num_random,
-            "seed": seed,
-        },
-    )
+    rows = blow_up(IntervalRows.of(count, count, (table[:, 0], table[:, 1], table[:, 2])), block)
+    return Mask(rows, "big_bird", parameters | {"num_random": num_random, "seed": seed})
 
 
 def attention_sink(n: int, sinks: int, window: int) -> Mask:
@@ -218,9 +202,8 @@ def attention_sink(n: int, sinks: int, window: int) -> Mask:
     q = np.arange(n)
     sinks = integer("sinks", sinks)
     window = integer("window", window, 1)
-    starts = np.concatenate([np.zeros_like(q), q - window + 1])
-    ends = np.concatenate([np.minimum(sinks, q + 1), q + 1])
-    return _mask(np.concatenate([q, q]), starts, ends, n, n, "attention_sink", n=n, sinks=sinks, window=window)
+    rows = IntervalRows.of(n, n, (q, 0, np.minimum(sinks, q + 1)), (q, q - window + 1, q + 1))
+    return Mask(rows, "attention_sink", {"n": n, "sinks": sinks, "window": window})
 
 
 def tree(parents: Indices) -> Mask:
@@ -244,13 +227,12 @@ def tree(parents: Indices) -> Mask:
     head, rank = _heavy_paths(parent)
     # A node's ancestors are one stretch on each of its at most log2(n) + 1 heavy paths.
     node, here = np.arange(n), np.arange(n)
-    pieces: list[tuple[IntArray, IntArray, IntArray]] = []
+    pieces: list[tuple[object, object, object]] = [(node[:0], node[:0], node[:0])]
     while len(here):
         pieces.append((rank[node], rank[head[here]], rank[here] + 1))
         here = parent[head[here]]
         node, here = node[here >= 0], here[here >= 0]
-    row, start, end = (np.concatenate(p) for p in zip(*pieces, strict=True)) if pieces else (node, node, node)
-    rows = IntervalRows.build(row, start, end, n, n)
+    rows = IntervalRows.of(n, n, *pieces)
     return Mask(rows, "tree", {"parents": tuple(parent.tolist())}, query_rank=rank, key_rank=rank)
 
 

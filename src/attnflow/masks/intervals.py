@@ -34,7 +34,13 @@ class IntervalRows:
     @classmethod
     def build(cls, rows: object, starts: object, ends: object, num_rows: int, num_keys: int) -> IntervalRows:
         """From any intervals `[starts[t], ends[t])` of row `rows[t]`, clipped to the keys and merged."""
-        row, start, end = (np.ravel(a) for a in np.broadcast_arrays(_int64(rows), _int64(starts), _int64(ends)))
+        return cls.of(num_rows, num_keys, (rows, starts, ends))
+
+    @classmethod
+    def of(cls, num_rows: int, num_keys: int, *groups: tuple[object, object, object]) -> IntervalRows:
+        """From groups of intervals (rows, starts, ends), each broadcast; clipped to the keys and merged."""
+        columns = [np.broadcast_arrays(*(np.asarray(values, np.int64) for values in group)) for group in groups]
+        row, start, end = (np.concatenate([np.ravel(part) for part in parts]) for parts in zip(*columns, strict=True))
         start, end = np.maximum(start, 0), np.minimum(end, num_keys)
         keep = start < end
         offset = row[keep] * (num_keys + 1)
@@ -193,7 +199,3 @@ def _sweep(starts: IntArray, ends: IntArray, threshold: int) -> tuple[IntArray, 
     position, inside = position[last], cover[last] >= threshold
     turn = np.diff(inside, prepend=False)
     return position[turn & inside], position[turn & ~inside]
-
-
-def _int64(values: object) -> IntArray:
-    return np.asarray(values, dtype=np.int64)

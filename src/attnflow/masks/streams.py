@@ -29,13 +29,7 @@ def permutation_lm(permutation: Indices) -> Mask:
     step = np.empty_like(order)
     step[order] = t = np.arange(n)
     rank = np.concatenate([step, n + step])  # numbered by step, each row is one or two intervals
-    rows = IntervalRows.build(
-        np.concatenate([t, n + t, n + t]),
-        np.concatenate([np.zeros_like(t), np.zeros_like(t), n + t]),
-        np.concatenate([t + 1, t, n + t + 1]),
-        2 * n,
-        2 * n,
-    )
+    rows = IntervalRows.of(2 * n, 2 * n, (t, 0, t + 1), (n + t, 0, t), (n + t, n + t, n + t + 1))
     return Mask(rows, "permutation_lm", {"permutation": tuple(order.tolist())}, query_rank=rank, key_rank=rank)
 
 
@@ -59,13 +53,9 @@ def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -
     p = num_blocks - 1
     content, ahead = np.arange(p), np.arange(p + predict_first)
     below = ahead if predict_first else ahead + 1  # content blocks that a mask block sees
-    blocks = IntervalRows.build(
-        np.concatenate([content, p + ahead, p + ahead]),
-        np.concatenate([np.zeros_like(content), np.zeros_like(ahead), p + ahead]),
-        np.concatenate([content + 1, below, p + ahead + 1]),
-        p + len(ahead),
-        p + len(ahead),
-    )
+    own = p + ahead
+    size = p + len(ahead)
+    blocks = IntervalRows.of(size, size, (content, 0, content + 1), (own, 0, below), (own, own, own + 1))
     parameters = {"num_blocks": num_blocks, "block": block, "predict_first": predict_first}
     return Mask(blow_up(blocks, block), "block_two_stream", parameters)
 
@@ -83,13 +73,7 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
     block = integer("block", block, 1)
     i = np.arange(n)
     # Numbered with the clean blocks first, information flows upwards only.
-    blocks = IntervalRows.build(
-        np.concatenate([i, n + i, n + i]),
-        np.concatenate([0 * i, 0 * i, n + i]),
-        np.concatenate([i + 1, i, n + i + 1]),
-        2 * n,
-        2 * n,
-    )
+    blocks = IntervalRows.of(2 * n, 2 * n, (i, 0, i + 1), (n + i, 0, i), (n + i, n + i, n + i + 1))
     rank = np.roll(np.arange(2 * n * block), n * block)
     parameters = {"num_blocks": num_blocks, "block": block}
     return Mask(blow_up(blocks, block), "block_diffusion", parameters, query_rank=rank, key_rank=rank)
@@ -116,13 +100,10 @@ def butterfly(n: int) -> Mask:
     size = 2 * a + n
     # Numbered with the backward stream reversed, information flows upwards only.
     rank = np.concatenate([t, 2 * a - 1 - t, 2 * a + s])
-    rows = IntervalRows.build(
-        np.concatenate([t, a + t, 2 * a + s, 2 * a + s, 2 * a + s]),
-        np.concatenate([0 * t, 0 * t + a, 0 * s, 0 * s + a, 2 * a + s]),
-        np.concatenate([t + 1, a + t + 1, s, 2 * a - s, 2 * a + s + 1]),
-        size,
-        size,
-    )
+    centre = 2 * a + s
+    streams = (t, 0, t + 1), (a + t, a, a + t + 1)
+    centres = (centre, 0, s), (centre, a, 2 * a - s), (centre, centre, centre + 1)
+    rows = IntervalRows.of(size, size, *streams, *centres)
     return Mask(rows, "butterfly", {"n": n}, query_rank=rank, key_rank=rank)
 
 
@@ -142,11 +123,5 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
     q, m = np.arange(n), np.arange(n * ahead)
     i = m // max(ahead, 1)
     size = n + len(m)
-    rows = IntervalRows.build(
-        np.concatenate([q, n + m, n + m]),
-        np.concatenate([0 * q, 0 * m, n + i * ahead]),
-        np.concatenate([q + 1, i + 1, n + m + 1]),
-        size,
-        size,
-    )
+    rows = IntervalRows.of(size, size, (q, 0, q + 1), (n + m, 0, i + 1), (n + m, n + i * ahead, n + m + 1))
     return Mask(rows, "multi_token_prediction", {"n": n, "horizon": horizon})

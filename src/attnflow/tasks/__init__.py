@@ -1,6 +1,6 @@
 """What is trained: tasks, families of tasks, the one sequence that trains them all, and proofs that nothing leaks."""
 
-from attnflow.tasks.collator import Collator
+from attnflow.tasks.collator import Collator, loss
 from attnflow.tasks.derivation import Derivation, derive
 from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.families import (
@@ -13,11 +13,8 @@ from attnflow.tasks.families import (
     permutation_lm,
 )
 from attnflow.tasks.leaks import LeakReport, check
-from attnflow.tasks.merging import MergedTask, embedded, merge
-from attnflow.tasks.objective import loss
-from attnflow.tasks.published import butterfly_as_printed
-from attnflow.tasks.task import Task
-from attnflow.tasks.token import Label, Token
+from attnflow.tasks.merging import embedded, merge
+from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
 __all__ = [
@@ -25,7 +22,6 @@ __all__ = [
     "Derivation",
     "Label",
     "LeakReport",
-    "MergedTask",
     "Task",
     "Token",
     "Verification",
@@ -33,7 +29,6 @@ __all__ = [
     "block_diffusion",
     "block_two_stream",
     "butterfly",
-    "butterfly_as_printed",
     "causal_lm",
     "check",
     "derive",

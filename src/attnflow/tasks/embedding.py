@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.handles import Handle
 from attnflow.models.loaded import Loaded, split
-from attnflow.tasks.token import Token
+from attnflow.tasks.task import Token
 
 NO_ID = -100
 """Fills the places of an id table that hold no id, as everywhere in training code."""

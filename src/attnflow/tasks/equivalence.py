@@ -1,10 +1,20 @@
-"""Which positions of different tasks compute the same thing, decided by hashing and then checked exactly.
+"""Which positions of different tasks compute the same thing, decided by hashing and checked exactly; and their order.
 
 Where no down-set holds the same input twice, an equivalence of nodes (hasse, def. 3.5) has only one candidate: the
 bijection that keeps the inputs. A position's key is then its input with the set of (input, inputs below it) over its
 down-set. For dense tasks the rows of the mask *are* the down-sets, so two sums over rows make all keys of a task; over
 interval rows these are prefix sums, O(n). Sums of 64-bit hashes can collide; `is_embedding` looks at the relations
 themselves, and a collision costs a second try with another seed, never a wrong answer.
+
+Positions of a merged sequence may stand in any order; this one keeps streams together:
+
+1. If one task has every class, its own order (causal and multi-token training, families of one task).
+2. Otherwise the unlabelled classes first, as streams: again and again the task that brings the most classes not yet
+   placed (the later task of equals), in its own order. Then the labelled nodes, by their first position id, each node
+   in one piece, in the order of the first task that has it.
+
+For the paper's families this is its layout: contents then mask blocks (eq. 45), forward stream, backward stream,
+centres (eq. 57). Few streams also mean few intervals per row, hence few blocks for block-sparse kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import IntervalRows
-from attnflow.tasks.layout import Items, arrange
-from attnflow.tasks.task import Task
-from attnflow.tasks.token import Token
+from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.tasks.task import Task, Token
 
 _Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -52,18 +60,12 @@ class Classes:
 
     Classes are numbered so that the rows of the merged relation have few intervals, also where a task's own order
     shatters them (permutation language modelling).
-
-    Attributes:
-        position: for each task the class of each position.
-        node: the node (class of mutually reachable positions) of each class of positions.
-        place: the place of each class in the merged sequence.
-        rows: for each task the mask with its keys replaced by their classes: row i is the down-set of position i.
     """
 
-    position: list[IntArray]
-    node: IntArray
-    place: IntArray
-    rows: list[IntervalRows]
+    position: list[IntArray]  # for each task the class of each position
+    node: IntArray  # the node (class of mutually reachable positions) of each class of positions
+    place: IntArray  # of each class in the merged sequence
+    rows: list[IntervalRows]  # for each task its mask with keys replaced by their classes: row i is i's down-set
 
     @property
     def size(self) -> int:
@@ -216,3 +218,60 @@ def _mix(values: _Hashes) -> _Hashes:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What is to be ordered: classes of positions, numbered from 0."""
+
+    node: IntArray  # of each class
+    labelled: BoolArray  # whether that node carries a label
+    position_id: IntArray  # of each class's input
+
+
+def arrange(members: Sequence[IntArray], items: Items) -> IntArray:
+    """The place of each class in the merged sequence, int64[classes]; `members` are each task's, in its own order."""
+    size = len(items.node)
+    distinct = [_firsts(part) for part in members]
+    whole = [part for part in distinct if len(part) == size][:1]
+    flat = np.concatenate([*members, np.zeros(0, np.int64)])
+    order = whole or [*_streams([part[~items.labelled[part]] for part in distinct], size), _labelled(flat, items)]
+    placed = _firsts(np.concatenate([*order, np.arange(size)]))  # what no task's position stands for goes last
+    place = np.empty(size, dtype=np.int64)
+    place[placed] = np.arange(size)
+    return place
+
+
+def _firsts(values: IntArray) -> IntArray:
+    """The distinct values in order of first appearance."""
+    unique, first = np.unique(values, return_index=True)
+    return unique[np.argsort(first)]
+
+
+def _streams(members: Sequence[IntArray], size: int) -> list[IntArray]:
+    """Greedy cover of all members, largest share first. Cost: O(total members log)."""
+    flat = np.concatenate([*members, np.zeros(0, np.int64)])
+    owner = np.repeat(np.arange(len(members)), [len(part) for part in members])[np.argsort(flat, kind="stable")]
+    first_owner = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=size))])
+    missing = np.array([len(part) for part in members], dtype=np.int64)
+    placed = np.zeros(size, dtype=np.bool_)
+    streams: list[IntArray] = []
+    while missing.any():
+        task = len(missing) - 1 - int(np.argmax(missing[::-1]))
+        fresh = members[task][~placed[members[task]]]
+        placed[fresh] = True
+        streams.append(fresh)
+        for c in fresh.tolist():
+            missing[owner[first_owner[c] : first_owner[c + 1]]] -= 1  # a task lists a class once
+    return streams
+
+
+def _labelled(flat: IntArray, items: Items) -> IntArray:
+    """The classes of labelled nodes: nodes by their first position id, then as they appear; classes as they appear."""
+    classes = _firsts(flat[items.labelled[flat]])
+    if not len(classes):
+        return classes
+    _, first, inverse = np.unique(items.node[classes], return_index=True, return_inverse=True)
+    lowest = np.full(len(first), np.iinfo(np.int64).max)
+    np.minimum.at(lowest, inverse, items.position_id[classes])
+    return classes[np.lexsort((np.arange(len(classes)), first[inverse], lowest[inverse]))]

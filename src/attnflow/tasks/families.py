@@ -17,8 +17,7 @@ from attnflow._core.checks import index_array, integer, permutation
 from attnflow.masks.catalogue import block_causal, causal, divides, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.tasks.task import Task
-from attnflow.tasks.token import Label, Token
+from attnflow.tasks.task import Label, Task, Token
 
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
@@ -186,6 +185,26 @@ BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
     {causal_lm, multi_token_prediction, block_two_stream, butterfly, masked_lm, permutation_lm, block_diffusion}
 )
 """Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
+
+
+def butterfly_as_printed(n: int) -> Mask:
+    """Butterfly attention by eq. 58 of the paper as printed, which is off by one: never train with it.
+
+    Its centre rows read `(j < i-2n+2) or (i-n+1 < j < 2n-2) or (j = i)`. The strict `i-n+1 < j` drops the right
+    neighbour of every centre that has one, so n - 1 of the n subtasks are not embedded. The corrected relation,
+    with `i-n+1 <= j`, is `af.masks.butterfly`.
+
+    >>> import attnflow as af
+    >>> af.masks.butterfly(4).difference(butterfly_as_printed(4))
+    [(6, 3), (7, 4), (8, 5)]
+    """
+    integer("n", n)
+    a = max(n - 1, 0)
+    size = 2 * a + n
+    t, centre = np.arange(a), 2 * a + np.arange(n)
+    streams = (t, 0, t + 1), (a + t, a + t, 2 * a)
+    centres = (centre, 0, centre - 2 * n + 2), (centre, centre - n + 2, 2 * a), (centre, centre, centre + 1)
+    return Mask(IntervalRows.of(size, size, *streams, *centres), "butterfly_as_printed", {"n": n})
 
 
 def _data(tokens: TokenIds, minimum: int) -> tuple[Token, ...]:

@@ -14,8 +14,7 @@ from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.masks.intervals import BoolArray
 from attnflow.tasks.merging import MergedTask
-from attnflow.tasks.task import Task
-from attnflow.tasks.token import Label
+from attnflow.tasks.task import Label, Task
 
 _SHOWN: Final = 8  # leaks and positions that a text names before it counts the rest
 

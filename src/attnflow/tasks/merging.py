@@ -16,10 +16,8 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
 from attnflow.tasks.equivalence import Inputs, repeats_below
-from attnflow.tasks.layout import arrange
-from attnflow.tasks.nodes import Poset, isomorphism, typed
+from attnflow.tasks.posets import Poset, amalgamate, isomorphism, typed
 from attnflow.tasks.task import Task
-from attnflow.tasks.union import amalgamate
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +117,7 @@ def merge(family: Sequence[Task]) -> MergedTask:
         family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
 
     Returns:
-        The merged task. Its positions are ordered as `attnflow.tasks.layout` says, its mask is dense.
+        The merged task. Its positions are ordered as `attnflow.tasks.equivalence` says, its mask is dense.
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
@@ -171,7 +169,7 @@ def embedded(task: Task, family: Sequence[Task]) -> Embedding:
     >>> import attnflow as af
     >>> family = af.tasks.butterfly([5, 6, 7])
     >>> merged = af.tasks.merge(family).task
-    >>> printed = Task(merged.inputs, merged.labels, af.tasks.butterfly_as_printed(3))
+    >>> printed = Task(merged.inputs, merged.labels, af.tasks.families.butterfly_as_printed(3))
     >>> [node.task for node in af.tasks.embedded(printed, family).missing]
     [0, 1]
     """
@@ -271,7 +269,7 @@ def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
         position.append(place)
     node_of = np.repeat(np.arange(len(numbers)), [len(each) for each in numbers])
     items = equivalence.describe(tasks, position, [node_of[place] for place in position], len(node_of))
-    order = arrange(position, replace(items, node=node_of))
+    order = equivalence.arrange(position, replace(items, node=node_of))
     allow = np.zeros((len(node_of), len(node_of)), dtype=np.bool_)
     for node, below in enumerate(amalgam.below):
         allow[np.ix_(node_of == node, np.isin(node_of, [*below, node]))] = True

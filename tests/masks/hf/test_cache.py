@@ -140,3 +140,30 @@ def test_a_long_mask_is_made_dense_as_far_as_it_is_used():
         plain = outputs(model, input_ids=(ids := tokens(1, LENGTH)))
         with af.masks.attach(model, af.masks.causal(n)):
             torch.testing.assert_close(outputs(model, input_ids=ids), plain)
+
+
+def test_the_advice_about_a_prefix_that_is_not_complete():
+    model, mask = tiny("Llama"), af.masks.prefix_lm(LENGTH, 6)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with (
+        af.masks.attach(model, mask),
+        pytest.raises(ValueError, match=r"pass more of it in this call, or \(if it ends here\) a mask .*or crop=True"),
+    ):
+        model.generate(tokens(1, 4), **options)
+    with af.masks.attach(model, mask):
+        assert model.generate(tokens(1, 6), **options).shape == (1, 9)
+    with af.masks.attach(model, mask, crop=True):
+        assert model.generate(tokens(1, 4), **options).shape == (1, 7)
+    with torch.no_grad(), af.masks.attach(model, mask[:4, :4]):
+        assert outputs(model, input_ids=tokens(1, 4)).isfinite().all()
+
+
+def test_the_advice_about_a_cache_of_a_padded_batch():
+    model, ids = tiny("Mistral"), tokens(2, 9)
+    padding = torch.ones_like(ids)
+    padding[1, :3] = 0
+    options = {"attention_mask": padding, "max_new_tokens": 3, "do_sample": False}
+    with af.masks.attach(model, af.masks.causal(LENGTH)):
+        with pytest.raises(ValueError, match=r"keys from 6 on; pass past_key_values=DynamicCache\(\)"):
+            model.generate(ids, **options)
+        assert model.generate(ids, past_key_values=DynamicCache(), **options).shape == (2, 12)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attnflow as af
+from attnflow.masks.hf.attention import Positions
 from attnflow.masks.hf.forms import MaskForms, Span
-from attnflow.masks.hf.positions import Positions
 from attnflow.models.mask_request import MaskRequest
 from tests.strategies import square_masks
 

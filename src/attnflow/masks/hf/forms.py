@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, ParamSpec, TypeVar, cast
+from functools import cached_property
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,28 +20,23 @@ from attnflow.masks.mask import Mask
 _WHOLE: Final = 4096  # a mask of at most this many queries is made dense at once; a larger one grows by doubling
 _MAX_BLOCK_MASKS: Final = 8  # held per mask: as many as the sequence lengths of a bucketed training run
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
-def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+def _untraced(function: _F) -> _F:
     """Run outside of a compiled model: what it does is numpy."""
-    return cast(Callable[P, R], torch.compiler.disable(function))
+    return cast(_F, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the queries and keys of one attention call lie, in positions of the sequence before any left padding.
-
-    Queries are `first_query .. first_query + num_queries - 1`, keys `first_key .. first_key + num_keys - 1`, of
-    which those from `end` on are slots that nothing has been written to.
-    """
+    """Where the queries and keys of one attention call lie, in positions of the sequence before any left padding."""
 
     first_query: int
     num_queries: int
     first_key: int
     num_keys: int
-    end: int
+    end: int  # keys from here on are slots that nothing has been written to
 
     @property
     def last_query(self) -> int:
@@ -64,33 +60,29 @@ class MaskForms:
         self.looks_ahead = True  # whether a leading crop can lose keys; True until known to be False
         self._dense: dict[str, Tensor] = {}
         self._blocks: OrderedDict[tuple[Span, str], BlockMask] = OrderedDict()
-        self._pieces: tuple[IntArray, IntArray, IntArray] | None = None
-        self._bounds: tuple[IntArray, IntArray] | None = None
 
+    @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
         """(query, first key, last key + 1) of disjoint intervals that make up the mask, in no given order."""
-        if self._pieces is None:
-            pieces = self.mask.pieces()
-            if pieces is None:
-                rows = self.mask.intervals()
-                pieces = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
-            self._pieces = pieces
-        return self._pieces
+        pieces = self.mask.pieces()
+        if pieces is not None:
+            return pieces
+        rows = self.mask.intervals()
+        return rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
 
+    @cached_property
     def bounds(self) -> tuple[IntArray, IntArray]:
         """(first key, last key + 1) of each query; (number of keys, 0) where nothing is allowed."""
-        if self._bounds is None:
-            query, starts, ends = self.pieces()
-            first, last = np.full(self.mask.num_queries, self.mask.num_keys), np.zeros(self.mask.num_queries, np.int64)
-            np.minimum.at(first, query, starts)
-            np.maximum.at(last, query, ends)
-            self._bounds = first, last
-        return self._bounds
+        query, starts, ends = self.pieces
+        first, last = np.full(self.mask.num_queries, self.mask.num_keys), np.zeros(self.mask.num_queries, np.int64)
+        np.minimum.at(first, query, starts)
+        np.maximum.at(last, query, ends)
+        return first, last
 
     def prepare(self, devices: set[torch.device]) -> None:
         """Build what a compiled model cannot build on its way, where that is cheap."""
         if max(self.mask.shape) <= _WHOLE:
-            self.looks_ahead = bool((self.bounds()[1] > np.arange(1, self.mask.num_queries + 1)).any())
+            self.looks_ahead = bool((self.bounds[1] > np.arange(1, self.mask.num_queries + 1)).any())
             for device in devices:
                 self.dense(*self.mask.shape, device)
 
@@ -131,12 +123,8 @@ class MaskForms:
     ) -> BlockMask:
         """The BlockMask of one call on a padded batch, exact per batch element: O(batch x rows x intervals).
 
-        Args:
-            span: of the padded sequences.
-            padding: bool[batch, >= span keys], False at slots to skip.
-            left: leading pads per batch element, by which positions of the mask are shifted.
-            key_only: whether the shift applies to keys alone (cross-attention).
-            device: where it lives.
+        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts the leading pads per element, by
+        which positions of the mask are shifted, those of keys alone if `key_only` (cross-attention).
         """
         padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
         real = padding.cpu().numpy()
@@ -168,18 +156,12 @@ class MaskForms:
 
     def placed(self, span: Span, query_shift: int = 0, key_shift: int = 0) -> Mask:
         """The mask as seen by one call: rows and keys moved up by the shifts, then cut to the span."""
-        if (span.first_query, span.first_key, query_shift, key_shift) == (0, 0, 0, 0) and self.mask.shape == (
-            span.num_queries,
-            min(span.num_keys, span.end),
-        ):
-            return self.mask if span.num_keys <= span.end else Mask(self._rows(span, 0, 0))
-        return Mask(self._rows(span, query_shift, key_shift))
-
-    def _rows(self, span: Span, query_shift: int, key_shift: int) -> IntervalRows:
-        query, starts, ends = self.pieces()
+        whole = (span.first_query, span.first_key, query_shift, key_shift) == (0, 0, 0, 0)
+        if whole and self.mask.shape == (span.num_queries, span.num_keys) and span.num_keys <= span.end:
+            return self.mask
+        query, starts, ends = self.pieces
         query = query + query_shift - span.first_query
         keep = (query >= 0) & (query < span.num_queries)
         starts, ends = starts[keep] + key_shift, np.minimum(ends[keep] + key_shift, span.end)
-        return IntervalRows.build(
-            query[keep], starts - span.first_key, ends - span.first_key, span.num_queries, span.num_keys
-        )
+        starts, ends = starts - span.first_key, ends - span.first_key
+        return Mask(IntervalRows.build(query[keep], starts, ends, span.num_queries, span.num_keys))
