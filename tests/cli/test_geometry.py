@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
 import attnflow as af
-from attnflow.geometry.survey import Survey
+from attnflow.geometry.score import Survey
 from tests.report.reading import parse_page, parse_svg
 
 
@@ -103,7 +103,7 @@ def test_without_any_model_scored_it_fails(run: Callable, tmp_path: Path) -> Non
 
 
 def test_a_defect_does_not_stop_the_others(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["attnflow.geometry.survey"]
+    module = sys.modules["attnflow.geometry.score"]
     score = vars(module)["score"]
 
     def broken(source, *arguments, **options):

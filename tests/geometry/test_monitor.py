@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5Mod
 
 import attnflow as af
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.record_file import RecordFile
+from attnflow.geometry.records import RecordFile
 from attnflow.geometry.table import MatrixScores
 from attnflow.models.attention import attention_layers
 

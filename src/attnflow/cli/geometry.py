@@ -73,7 +73,7 @@ def geometry(
         require(models[0])
     overrides = {name: _number(name, text) for name, text in settings_from(config or [], "--config").items()}
     with working(f"opening {models[0]}") as spinner:
-        from attnflow.geometry.survey import survey
+        from attnflow.geometry.score import survey
         from attnflow.report import figure, page
 
         result = survey(

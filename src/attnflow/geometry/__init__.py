@@ -3,7 +3,6 @@
 from attnflow.geometry.initialise import init_skew_, init_symmetric_
 from attnflow.geometry.monitor import monitor
 from attnflow.geometry.penalty import penalty
-from attnflow.geometry.published import published_scores
 from attnflow.geometry.score import query_keys, score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores
@@ -15,7 +14,6 @@ __all__ = [
     "init_symmetric_",
     "monitor",
     "penalty",
-    "published_scores",
     "query_keys",
     "score",
     "symmetry",

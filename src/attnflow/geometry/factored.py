@@ -90,10 +90,7 @@ def full_scores(
     """Scores of all heads together: M = W_q^T W_k = sum of M_h over the heads.
 
     Query heads that share a key head are added up first, since `sum_h W_q,h^T W_k,g = (sum_h W_q,h)^T W_k,g`. Arguments
-    and errors are those of `head_scores`.
-
-    Returns:
-        `Scores` with 0-d tensors.
+    and errors are those of `head_scores`; the tensors of the result are 0-d.
 
     Cost: with r = num_kv_heads * head_dim, about 5 d r^2 multiplications up to r = d / 4, and d^2 r above; the weights
     again in memory, and tiles of 1,024 x 1,024.
@@ -106,10 +103,7 @@ def full_scores(
 def head_symmetry(
     query: Float[Tensor, "query_rows d"], key: Float[Tensor, "key_rows d"], num_heads: int, num_kv_heads: int
 ) -> Float[Tensor, "heads"]:
-    """The symmetry of every head's matrix as in `head_scores`, differentiable in both weights.
-
-    Returns:
-        [num_heads]; 0 with gradient 0 for a head whose matrix is zero.
+    """The symmetry of every head's matrix as in `head_scores`, differentiable; 0 with gradient 0 for a zero matrix.
 
     Cost: 3 * head_dim^2 * d multiplications a head, and num_heads * head_dim^2 numbers for the backward pass.
     """
@@ -120,10 +114,7 @@ def head_symmetry(
 def full_symmetry(
     query: Float[Tensor, "query_rows d"], key: Float[Tensor, "key_rows d"], num_heads: int, num_kv_heads: int
 ) -> Float[Tensor, ""]:
-    """The symmetry of the full matrix as in `full_scores`, differentiable in both weights.
-
-    Returns:
-        A 0-d tensor; 0 with gradient 0 if the matrix is zero.
+    """The symmetry of the full matrix as in `full_scores`, 0-d, likewise differentiable.
 
     Cost: with r = num_kv_heads * head_dim, 3 d r^2 multiplications up to r = d / 3, and d^2 r above.
     """

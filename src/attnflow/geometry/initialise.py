@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.layers import layers_in_memory
+from attnflow.geometry.score import layers_in_memory
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.families.rows import Rows
 from attnflow.models.loaded import Loaded

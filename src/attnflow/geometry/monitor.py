@@ -13,10 +13,8 @@ from torch import distributed, nn
 from attnflow._core import checks
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
-from attnflow.geometry.layers import Attention, layers_in_memory
-from attnflow.geometry.record_file import RecordFile
-from attnflow.geometry.record_log import Log, log_to, logs_of_trainer, values_of
-from attnflow.geometry.score import layer_scores
+from attnflow.geometry.records import Log, RecordFile, log_to, logs_of_trainer, values_of
+from attnflow.geometry.score import Attention, layer_scores, layers_in_memory
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.models.loaded import Loaded, split
@@ -68,8 +66,8 @@ def monitor(
     check_reading(gamma, mode)
     module, _ = split(model)
     logs = None if log is None else [log_to(log)]
-    file = None if path is None else Path(path)
-    return Monitor(module, file, checks.integer("every", every, 1), per_head, gamma, mode, attention, logs)
+    every = checks.integer("every", every, 1)
+    return Monitor(module, None if path is None else Path(path), every, per_head, (gamma, mode), attention, logs)
 
 
 class Monitor(Handle):
@@ -85,20 +83,16 @@ class Monitor(Handle):
         path: Path | None,
         every: int,
         per_head: bool,
-        gamma: float,
-        mode: Mode,
+        reading: tuple[float, Mode],
         attention: Attention,
         logs: list[Log] | None,
     ) -> None:
         super().__init__(model)
         self.scores: GeometryScores | None = None
-        self._path = path
-        self._every = every
-        self._per_head = per_head
-        self._reading: tuple[float, Mode] = (gamma, mode)
+        self._path, self._every, self._per_head = path, every, per_head
+        self._reading = reading
         self._attention: Attention = attention
-        self._own_logs = logs is not None
-        self._logs = logs or []
+        self._own_logs, self._logs = logs is not None, logs or []
         self._layers = layers_in_memory(model, attention)
         self._file: RecordFile | None = None
         self._step: int | None = None  # None before the start

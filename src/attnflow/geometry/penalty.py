@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow.geometry.factored import full_symmetry, head_symmetry
-from attnflow.geometry.layers import layers_in_memory
+from attnflow.geometry.score import layers_in_memory
 from attnflow.models.loaded import Loaded
 
 Target = Literal["symmetric", "skew"]

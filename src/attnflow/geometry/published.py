@@ -61,27 +61,16 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class PublishedScores:
-    """One published record.
+    """One published record: quartiles over the layers of a model."""
 
-    Attributes:
-        modality: "language-models", "vision-models" or "audio-models".
-        family: as the authors file it.
-        model: name of the model.
-        record: layout of the record: "old", "new" or "bare".
-        num_layers: layers over which the quartiles are taken.
-        parameters: of the whole model.
-        symmetry: over the layers.
-        directionality: over the layers, gamma 2, mode "excess".
-    """
-
-    modality: str
-    family: str
+    modality: str  # "language-models", "vision-models" or "audio-models"
+    family: str  # as the authors file it
     model: str
-    record: str
+    record: str  # its layout: "old", "new" or "bare"
     num_layers: int
-    parameters: int
+    parameters: int  # of the whole model
     symmetry: Quartiles
-    directionality: Quartiles
+    directionality: Quartiles  # gamma 2, mode "excess"
 
     @property
     def tower(self) -> str:
@@ -109,17 +98,11 @@ class PublishedScores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published record beside our scores of the same part of the same model.
-
-    Attributes:
-        published: the record.
-        ours: our summary over the full matrices; None if this part was not scored.
-        reasons: why the two differ; empty if nothing is known to make them.
-    """
+    """A published record beside our scores of the same part of the same model."""
 
     published: PublishedScores
-    ours: Summary | None
-    reasons: tuple[str, ...]
+    ours: Summary | None  # over the full matrices; None if this part was not scored
+    reasons: tuple[str, ...]  # why the two differ, as far as it is known
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.published.tower, self.published.kind)))

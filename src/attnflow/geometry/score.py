@@ -1,25 +1,32 @@
-"""`score`: symmetry and directionality of every layer and head of a checkpoint, reading no more of it than it needs."""
+"""`score` and `survey`: symmetry and directionality of every layer and head of models, reading no more than needed."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.progress import Progress
+from attnflow._core.results import Result
 from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.layers import Attention, check_attention
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
-from attnflow.models.attention import AttentionLayer, stored_layers
+from attnflow.models.attention import AttentionLayer, attention_layers, stored_layers
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
-from attnflow.models.loaded import Loaded
+from attnflow.models.loaded import Loaded, split
 
+Attention = Literal["self", "cross", "all"]
 Source = nn.Module | Loaded | str | os.PathLike[str]
+
+_LOG: Final = logging.getLogger("attnflow.geometry")
 _SHARED: Final = "layers share their weights: each set of weights is scored once"
 
 
@@ -78,11 +85,7 @@ def score(
 
 
 def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
-    """The scores of the full matrix of one layer and, with `per_head`, of each head.
-
-    Raises:
-        ValueError: weights are NaN or Inf.
-    """
+    """The scores of the full matrix of one layer and, with `per_head`, of each head; `ValueError` for NaN or Inf."""
     query = layer.query().detach()
     arguments = (query, layer.key().detach(), layer.num_heads, layer.num_kv_heads, gamma, mode)
     rows = rows_of(layer, full_scores(*arguments), query.shape[1])
@@ -125,3 +128,101 @@ def _notes(weights: Weights, layers: list[AttentionLayer]) -> tuple[str, ...]:
     if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
         notes.append(_SHARED)
     return tuple(notes)
+
+
+@dataclass(frozen=True)
+class Survey(Result):
+    """Scores of several models.
+
+    Attributes:
+        models: those that could be scored, under the names that they were given by.
+        unscored: why others could not, by name.
+    """
+
+    models: tuple[GeometryScores, ...]
+    unscored: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every model was scored."""
+        return not self.unscored
+
+    def rows(self) -> list[Mapping[str, object]]:
+        """The rows of all models."""
+        return [row for model in self.models for row in model.rows()]
+
+
+def survey(
+    sources: Sequence[str],
+    gamma: float = 2.0,
+    mode: Mode = "excess",
+    per_head: bool = True,
+    attention: Attention = "self",
+    *,
+    config: Mapping[str, object] | None = None,
+    progress: Progress | None = None,
+) -> Survey:
+    """Score each model once, in the order of their names; the arguments are those of `score`.
+
+    Args:
+        progress: called before each model, and after each layer, with how many are done, how many there are, and
+            what is next.
+
+    Raises:
+        ValueError: gamma, mode or attention are of no reading, whatever the model.
+    """
+    check_reading(gamma, mode)
+    models: list[GeometryScores] = []
+    unscored: dict[str, str] = {}
+    distinct = list(dict.fromkeys(sources))
+    for number, name in enumerate(distinct, 1):
+        which = f"{name} (model {number} of {len(distinct)})" if len(distinct) > 1 else name
+
+        def tell(done: int, total: int, layer: str, which: str = which) -> None:
+            if progress is not None:
+                progress(done, total, f"{which}: {layer}")
+
+        tell(0, 1, "opening")
+        try:
+            scores = score(name, gamma, mode, per_head, attention, config=config, progress=tell)
+        except (AttnflowError, OSError, ValueError, MemoryError) as error:
+            unscored[name] = str(error) or type(error).__name__
+        except Exception as error:  # a defect of ours must not lose the models before and after it
+            if os.environ.get("ATTNFLOW_TRACEBACK"):
+                raise
+            unscored[name] = f"unexpected {type(error).__name__}: {error}; ATTNFLOW_TRACEBACK=1 shows where"
+        else:
+            models.append(replace(scores, model=name))
+    return Survey(tuple(models), unscored)
+
+
+def check_attention(attention: str) -> None:
+    """Raise unless there is such a kind of attention."""
+    if attention not in get_args(Attention):
+        raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
+
+
+def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -> list[AttentionLayer]:
+    """The layers of one kind of attention of a model in memory, in order, also if it is wrapped for several devices."""
+    check_attention(attention)
+    module, _ = split(model)
+    if isinstance(module, DataParallel | DistributedDataParallel):
+        module = module.module
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        # Reading them is a collective operation: a monitor in one process would wait for the others for ever.
+        raise UnsupportedArchitecture(
+            "the weights are sharded over devices (DTensor), which geometry does not gather: initialise a model before "
+            "it is sharded, and score its checkpoints"
+        )
+    layers = [layer for layer in attention_layers(module) if attention in ("all", layer.kind)]
+    if not layers:
+        raise UnsupportedArchitecture(f"the model has no {attention}-attention, whose queries and keys are asked for")
+    if any(layer.discovered for layer in layers):
+        _warn_discovered(type(module).__name__)
+    return layers
+
+
+@lru_cache
+def _warn_discovered(model: str) -> None:
+    """Once for each type of model: a penalty asks at every step."""
+    _LOG.warning("%s is not in the registry: queries and keys were found by their names and shapes", model)

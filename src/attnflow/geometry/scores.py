@@ -108,11 +108,7 @@ def unit(matrix: Float[Tensor, "*batch rows columns"]) -> tuple[Tensor, Tensor]:
 
 
 def check_reading(gamma: float, mode: str) -> None:
-    """Whether there is such a reading of directionality.
-
-    Raises:
-        ValueError: gamma is not finite, or there is no such mode.
-    """
+    """Raise unless there is such a reading of directionality."""
     if not math.isfinite(gamma):
         raise ValueError(f"gamma must be finite, got {gamma}; the paper uses 2.0")
     if mode not in get_args(Mode):

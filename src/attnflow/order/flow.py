@@ -23,7 +23,6 @@ from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict, mask_to_dict
 from attnflow.order import bits, walk
 from attnflow.order.closure import Order, close, renumbered
-from attnflow.order.depth import depth_of
 from attnflow.order.hasse import Hasse
 
 
@@ -191,7 +190,7 @@ class Flow(Result):
         if self.num_layers is not None:
             counts = [bits.count(words) for words in self._products]
             return max(1, counts.index(counts[-1]))
-        return depth_of(self._step[0], self._nnz)
+        return bits.depth_of(self._step[0], self._nnz)
 
     @cached_property
     def is_dense(self) -> bool:

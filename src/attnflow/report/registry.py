@@ -12,7 +12,7 @@ from attnflow.audit.findings import AuditReport
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap
 from attnflow.bias.trained import Trained
-from attnflow.geometry.survey import Survey
+from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from attnflow.geometry.survey import Survey
+from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.report import page
 from attnflow.report.score_chart import background
