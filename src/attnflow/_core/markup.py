@@ -1,9 +1,10 @@
-"""Text for SVG and HTML that is safe whatever it holds: escaping, visible control characters, widths, numbers."""
+"""Text for SVG, HTML and terminals that is safe whatever it holds: escaping, control characters, widths, tables."""
 
 from __future__ import annotations
 
 import html
 import unicodedata
+from collections.abc import Collection, Sequence
 from typing import Final
 
 # Control characters are illegal in XML, and a bidirectional override would reorder the text around it.
@@ -90,6 +91,24 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 def columns(text: str) -> float:
     """Width of `text` in columns of a monospaced font; wide (East Asian, emoji) characters take two."""
     return sum((_column(character) for character in text), 0.0)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Rows of cells in columns two spaces apart: numbers to the right, the columns in `left` to the left.
+
+    >>> print(aligned([["id", "text"], ["7", "a cat"], ["12", "a mat"]], left=[1]))
+    id  text
+     7  a cat
+    12  a mat
+    """
+    sizes = [[round(columns(cell)) for cell in row] for row in rows]
+    widths = [max(column) for column in zip(*sizes, strict=True)]
+    lines: list[str] = []
+    for row, size in zip(rows, sizes, strict=True):
+        room = [" " * (width - own) for width, own in zip(widths, size, strict=True)]
+        cells = [cell + room[i] if i in left else room[i] + cell for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _column(character: str) -> float:

@@ -18,18 +18,13 @@ _LARGEST: Final = 1 << 22  # beyond it the machine would run out of memory befor
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter that text or JSON can set.
-
-    Attributes:
-        kind: "int", "bool", "ints" (a list of integers) or "text".
-        choices: the allowed texts, if they are few.
-    """
+    """One parameter that text or JSON can set."""
 
     name: str
-    kind: Literal["int", "bool", "ints", "text"]
+    kind: Literal["int", "bool", "ints", "text"]  # "ints": a list of integers
     required: bool
     default: object
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the allowed texts, if they are few
 
     def bounded(self, value: int) -> int:
         """`value`, unless it is too large to be meant."""
@@ -71,17 +66,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Named(Generic[_T]):
-    """A function that is called by name: its parameters, and in one line what it makes.
-
-    Attributes:
-        leading: names of first arguments that the caller supplies, for the signature.
-    """
+    """A function that is called by name: its parameters, and in one line what it makes."""
 
     name: str
     function: Callable[..., _T]
     parameters: tuple[Parameter, ...]
     summary: str
-    leading: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()  # names of first arguments that the caller supplies, for the signature
 
     @property
     def signature(self) -> str:
@@ -89,11 +80,7 @@ class Named(Generic[_T]):
         return f"{self.name}({', '.join([*self.leading, *map(_declare, self.parameters)])})"
 
     def read(self, settings: Mapping[str, str]) -> dict[str, object]:
-        """Typed values of texts, such as {"window": "4", "causal": "false"}.
-
-        Raises:
-            ValueError: an unknown name, or text that is no value.
-        """
+        """Typed values of texts, such as {"window": "4"}; `ValueError` for an unknown name or text that is no value."""
         parameters = {parameter.name: parameter for parameter in self.parameters}
         for name in settings:
             if name not in parameters:
@@ -107,11 +94,7 @@ class Named(Generic[_T]):
             raise ValueError(f"{self.signature} needs {' and '.join(missing)}")
 
     def check(self, values: object, where: str) -> dict[str, object]:
-        """The parameters of a JSON file.
-
-        Raises:
-            ValueError: unknown or missing names, or values of the wrong kind, each with its place.
-        """
+        """The parameters of a JSON file; `ValueError` says where a name or a value is wrong or missing."""
         mapping = as_object(values, f"{where}.parameters")
         only_keys(mapping, f"{where}: {self.signature}", optional=[p.name for p in self.parameters])
         try:
@@ -131,11 +114,7 @@ def named(function: Callable[..., _T], leading: Sequence[str] = ()) -> Named[_T]
 
 
 def find(name: str, entries: Mapping[str, _T], what: str) -> _T:
-    """`entries[name]`.
-
-    Raises:
-        ValueError: an unknown name, with the closest ones.
-    """
+    """`entries[name]`; `ValueError` for an unknown name, with the closest ones."""
     if name not in entries:
         hint = close_to(name, entries) or f"; known: {', '.join(sorted(entries))}"
         raise ValueError(f"unknown {what} {name!r}{hint}")

@@ -11,9 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core import checks
-from attnflow._core.markup import percent, plural, shorten, token_label, visible
+from attnflow._core.markup import aligned, percent, plural, shorten, token_label, visible
 from attnflow._core.results import Result
-from attnflow._core.tables import aligned
 
 By = Literal["norm", "effect"]
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from attnflow._core.checks import preview
-from attnflow._core.markup import plural, shorten
+from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.results import Result
-from attnflow._core.tables import aligned
 from attnflow.knowledge.monitor.duplication import Duplicates
 from attnflow.knowledge.monitor.reembedding import Drift
 from attnflow.knowledge.records import readable

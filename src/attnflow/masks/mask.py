@@ -65,7 +65,6 @@ class Mask:
         rows: IntervalRows,
         name: str = "mask",
         parameters: Mapping[str, object] | None = None,
-        *,
         query_rank: IntArray | None = None,
         key_rank: IntArray | None = None,
     ) -> None:
@@ -179,11 +178,7 @@ class Mask:
 
         `rank` is None for the identity. Falls back to `intervals()` when queries and keys are numbered apart.
         """
-        if self._query_rank is self._key_rank or (
-            self._query_rank is not None
-            and self._key_rank is not None
-            and np.array_equal(self._query_rank, self._key_rank)
-        ):
+        if _equal(self._query_rank, self._key_rank):
             return self._rows, self._query_rank
         return self.intervals(), None
 
@@ -206,14 +201,14 @@ class Mask:
         Raises:
             ValueError: the shapes differ.
         """
-        self._check_type(other)
-        self._same_shape(other, "compare")
+        self._check(other, "compare")
         checks.integer("limit", limit, 1)
         if self._same_labels(other):
-            if _same_rows(self._rows, other._rows):
+            a, b = self._rows, other._rows
+            if all(map(np.array_equal, (a.indptr, a.starts, a.ends), (b.indptr, b.starts, b.ends))):
                 return []
             if self._query_rank is None and self._key_rank is None:
-                return _first_pairs(_symmetric_difference(self._rows, other._rows), limit)
+                return _first_pairs(a.union(b).intersection(a.intersection(b).complement()), limit)
         pairs: list[tuple[int, int]] = []
         for (start, left), (_, right) in zip(self.dense_chunks(), other.dense_chunks(), strict=True):
             pairs += [(int(q) + start, int(k)) for q, k in np.argwhere(left != right)[: limit - len(pairs)]]
@@ -264,8 +259,7 @@ class Mask:
         return Mask(rows, f"{self!r}[{first}:{last}, {left}:{right}]")
 
     def _combined(self, other: Mask, sign: str) -> Mask:
-        self._check_type(other)
-        self._same_shape(other, "combine")
+        self._check(other, "combine")
         same = self._same_labels(other)
         left, right = (self._rows, other._rows) if same else (self.intervals(), other.intervals())
         return Mask(
@@ -317,29 +311,20 @@ class Mask:
         return in_notebook(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self._rows, self.name, dict(self.parameters), self._query_rank, self._key_rank)
+        return Mask, (self._rows, self.name, dict(self.parameters), self._query_rank, self._key_rank)
 
-    def _check_type(self, other: object) -> None:
+    def _check(self, other: object, verb: str) -> None:
         if not isinstance(other, Mask):
             raise not_a_mask(other)
-
-    def _same_shape(self, other: Mask, verb: str) -> None:
         if self.shape != other.shape:
             raise ValueError(f"cannot {verb} masks of different shapes: {self.shape} and {other.shape}")
 
     def _same_labels(self, other: Mask) -> bool:
-        pairs = ((self._query_rank, other._query_rank), (self._key_rank, other._key_rank))
-        return all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)
+        return _equal(self._query_rank, other._query_rank) and _equal(self._key_rank, other._key_rank)
 
 
-def _rebuild(
-    rows: IntervalRows,
-    name: str,
-    parameters: dict[str, object],
-    query_rank: IntArray | None,
-    key_rank: IntArray | None,
-) -> Mask:
-    return Mask(rows, name, parameters, query_rank=query_rank, key_rank=key_rank)
+def _equal(a: IntArray | None, b: IntArray | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def not_a_mask(value: object) -> TypeError:
@@ -365,14 +350,6 @@ def _how_to_make_one(value: object) -> str:
     if isinstance(getattr(value, "mask", None), Mask):
         return "pass its .mask"
     return f"make one with the catalogue, such as {make}causal(n), or with {make}from_dense(torch.tensor(rows))"
-
-
-def _same_rows(a: IntervalRows, b: IntervalRows) -> bool:
-    return all(np.array_equal(x, y) for x, y in ((a.indptr, b.indptr), (a.starts, b.starts), (a.ends, b.ends)))
-
-
-def _symmetric_difference(a: IntervalRows, b: IntervalRows) -> IntervalRows:
-    return a.union(b).intersection(a.intersection(b).complement())
 
 
 def _first_pairs(rows: IntervalRows, limit: int) -> list[tuple[int, int]]:

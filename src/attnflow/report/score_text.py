@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from attnflow._core.tables import aligned
+from attnflow._core.markup import aligned
 from attnflow.geometry.summary import Quartiles, Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
 

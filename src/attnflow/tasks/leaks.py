@@ -124,20 +124,19 @@ class LeakReport(Result):
         ]
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         within = "any number of layers" if self.layers is None else plural(self.layers, "layer")
         leaking = len({(leak.position, leak.label) for leak in self.leaks})
         verdict = f"{leaking} of {self.num_labels} labels leak{'s' * (leaking == 1)}" if leaking else "no label leaks"
-        yield f"{verdict} within {within}"
-        yield from (f"  {leak}" for leak in self.leaks[:_SHOWN])
-        if len(self.leaks) > _SHOWN:
-            yield f"  ... and {len(self.leaks) - _SHOWN} more"
         size = f"{plural(self.num_positions, 'position')}, {plural(self.num_labels, 'label')}"
-        yield f"{size}, depth {self.depth}, density {self.density:.3f}"
-        yield f"dead positions: {preview(self.dead, _SHOWN) if self.dead else 'none'}"
-        yield f"unsupervised data tokens: {preview(self.unsupervised, _SHOWN) if self.unsupervised else 'none'}"
+        lines = [
+            f"{verdict} within {within}",
+            *(f"  {leak}" for leak in self.leaks[:_SHOWN]),
+            *[f"  ... and {len(self.leaks) - _SHOWN} more"] * (len(self.leaks) > _SHOWN),
+            f"{size}, depth {self.depth}, density {self.density:.3f}",
+            f"dead positions: {preview(self.dead, _SHOWN) if self.dead else 'none'}",
+            f"unsupervised data tokens: {preview(self.unsupervised, _SHOWN) if self.unsupervised else 'none'}",
+        ]
+        return "\n".join(lines)
 
 
 def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
@@ -182,7 +181,8 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
     for labels, row in _labelled_rows(task, layers):
         alive |= row
         for label in labels:
-            first, last = np.searchsorted(carried[:, 0], [_index(label), _index(label) + 1])
+            index = -1 if label.data_index is None else label.data_index
+            first, last = np.searchsorted(carried[:, 0], [index, index + 1])
             carriers = carried[first:last, 1]
             leaks += [_leak(task, label, place, layers) for place in carriers[row[carriers]].tolist()]
     return LeakReport(
@@ -210,10 +210,6 @@ def _labelled_rows(task: Task, layers: int | None) -> Iterator[tuple[list[Label]
         table = rows.numpy()
         for position in positions[(positions >= start) & (positions < start + len(table))].tolist():
             yield by_position[position], table[position - start]
-
-
-def _index(label: Label) -> int:
-    return -1 if label.data_index is None else label.data_index
 
 
 def _leak(task: Task, label: Label, carrier: int, layers: int | None) -> Leak:

@@ -132,8 +132,6 @@ def merge(family: Sequence[Task]) -> MergedTask:
     (True, [0, 1, 1, 2, 0, 1, 2])
     """
     tasks = _family(family)
-    for number, task in enumerate(tasks):
-        _require_dense(number, task)
     inputs = Inputs(tasks)
     repeats = any(repeats_below(task, numbers) for task, numbers in zip(tasks, inputs.of_task, strict=True))
     quotient = _by_search(tasks, inputs) if repeats else _by_hash(tasks, inputs)
@@ -174,8 +172,6 @@ def embedded(task: Task, family: Sequence[Task]) -> Embedding:
     [0, 1]
     """
     tasks = _family(family)
-    for number, subtask in enumerate(tasks):
-        _require_dense(number, subtask)
     every = [*tasks, task.densified()]
     inputs = Inputs(every)
     if any(repeats_below(each, numbers) for each, numbers in zip(every, inputs.of_task, strict=True)):
@@ -213,29 +209,27 @@ def _own_nodes(task: Task, node: IntArray) -> list[IntArray]:
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
+    """The tasks of a family, each dense and with every position attending to itself."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task; pass [task]")
     tasks = list(family)
     if not tasks:
         raise ValueError("a family needs at least one task, got none")
-    for task in tasks:
+    for number, task in enumerate(tasks):
         if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"a family is a sequence of Task, got {type(task).__name__}")
+        if not task.is_dense:
+            raise ValueError(
+                f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "
+                "mask alone does not fix what a node computes. Merge [task.densified() for task in family] and make "
+                "the merged mask sparser afterwards with merged.task.flow.sparsify(...)"
+            )
+        if not task.attends_itself:
+            raise ValueError(
+                f"in task {number} some position does not attend to itself; the residual connection is not attention, "
+                "and a merged position must compute the same. Use task.densified(), or allow the diagonal in its mask"
+            )
     return tasks
-
-
-def _require_dense(number: int, task: Task) -> None:
-    if not task.is_dense:
-        raise ValueError(
-            f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "
-            "mask alone does not fix what a node computes. Merge [task.densified() for task in family] and make the "
-            "merged mask sparser afterwards with merged.task.flow.sparsify(...)"
-        )
-    if not task.attends_itself:
-        raise ValueError(
-            f"in task {number} some position does not attend to itself; the residual connection is not attention, and "
-            "a merged position must compute the same. Use task.densified(), or allow the diagonal in its mask"
-        )
 
 
 def _by_hash(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
@@ -258,7 +252,8 @@ def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
     kinds = [types.examples[kind] for kind in amalgam.types]
     numbers = [poset.inputs[node] for poset, node in kinds]
     starts = np.cumsum([0, *map(len, numbers)])
-    whole = Poset([], numbers, _covers(amalgam.below), amalgam.below, amalgam.types)
+    covers = [sorted(under.difference(*(amalgam.below[lower] for lower in under))) for under in amalgam.below]
+    whole = Poset([], numbers, covers, amalgam.below, amalgam.types)
     position: list[IntArray] = []
     for task, poset, own in zip(tasks, posets, inputs.of_task, strict=True):
         image = _node_images(poset, whole)
@@ -278,10 +273,6 @@ def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
     tokens = np.array([number for each in numbers for number in each], dtype=np.int64)[back]
     position = [order[place] for place in position]
     return _Quotient(position, node_of[back], tokens, mask, amalgam.lower_bound, amalgam.is_minimal)
-
-
-def _covers(below: list[frozenset[int]]) -> list[list[int]]:
-    return [sorted(under.difference(*(below[lower] for lower in under))) for under in below]
 
 
 def _node_images(poset: Poset, whole: Poset) -> dict[int, int]:

@@ -51,13 +51,10 @@ class Token:
         position: SupportsIndex,
         provenance: Iterable[SupportsIndex] | None = None,
     ) -> None:
-        """Make a token.
+        """A token of one vocabulary id, or of the mean of several.
 
-        Args:
-            id: a vocabulary id, or several to average.
-            position: position id, from 0.
-            provenance: data indices; by default the token's own position, which is right for a data token at its
-                own place, and errs on the side of finding a leak elsewhere. Pass `()` for [MASK].
+        `provenance` is by default the token's own position, which is right for a data token at its own place, and errs
+        on the side of finding a leak elsewhere. Pass `()` for [MASK].
 
         >>> Token(7, position=2).provenance
         frozenset({2})

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attnflow._core.checks import Indices, index_array, preview
+from attnflow._core.markup import aligned
 from attnflow._core.results import Result
-from attnflow._core.tables import aligned
 from attnflow.knowledge.memory_layer.reader import Reading
 
 

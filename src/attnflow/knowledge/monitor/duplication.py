@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, preview
+from attnflow._core.markup import aligned
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow._core.tables import aligned
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.index import EntryIndex
 from attnflow.knowledge.layered import LayeredKnowledge

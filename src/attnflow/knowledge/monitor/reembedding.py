@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, integer, preview
+from attnflow._core.markup import aligned
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow._core.tables import aligned
 from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.store import Entry, Store
 
