@@ -155,21 +155,20 @@ def published_of(model: str) -> tuple[PublishedScores, ...]:
 
 def compare(model: str, summaries: Sequence[Summary], gamma: float, mode: str) -> tuple[Comparison, ...]:
     """Each published record of a model beside the summary of the same part, with the reasons why they differ."""
-    return tuple(_compare(record, summaries, (gamma, mode)) for record in published_of(model))
-
-
-def _compare(record: PublishedScores, summaries: Sequence[Summary], reading: tuple[float, str]) -> Comparison:
-    candidates = [s for s in summaries if s.matrix == "all" and s.kind == record.kind]
-    fitting = [s for s in candidates if s.tower == record.tower] or (candidates if not record.tower else [])
-    ours = fitting[0] if len(fitting) == 1 else None
-    reasons = [f"the published record is wrong: {record.fault}"] if record.fault else []
-    if ours is None:
-        reasons.append("this part of the model was not scored here")
-    elif ours.count != record.num_layers:
-        reasons.append(f"the published record has {record.num_layers} layers, the model here {ours.count}")
-    if reading != (2.0, "excess"):
-        reasons.append(f"directionality was published with gamma 2 and mode excess, not {reading[0]:g}, {reading[1]}")
-    return Comparison(record, ours, tuple(reasons))
+    comparisons: list[Comparison] = []
+    for record in published_of(model):
+        candidates = [s for s in summaries if s.matrix == "all" and s.kind == record.kind]
+        fitting = [s for s in candidates if s.tower == record.tower] or (candidates if not record.tower else [])
+        ours = fitting[0] if len(fitting) == 1 else None
+        reasons = [f"the published record is wrong: {record.fault}"] if record.fault else []
+        if ours is None:
+            reasons.append("this part of the model was not scored here")
+        elif ours.count != record.num_layers:
+            reasons.append(f"the published record has {record.num_layers} layers, the model here {ours.count}")
+        if (gamma, mode) != (2.0, "excess"):
+            reasons.append(f"directionality was published with gamma 2 and mode excess, not {gamma:g}, {mode}")
+        comparisons.append(Comparison(record, ours, tuple(reasons)))
+    return tuple(comparisons)
 
 
 def _plain_name(model: str) -> str:

@@ -118,7 +118,10 @@ def attach(
     ('sdpa', False)
     """
     model, _ = split(model)
-    _check_options(flex_on_cpu, other_mixers)
+    options = ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)), ("other_mixers", other_mixers, get_args(OtherMixers))
+    for name, value, choices in options:
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     sites = find_sites(model)
     masks = _assign(sites, mask, per_layer, layers)
     masked = [site for site in sites if site.module in masks]
@@ -141,15 +144,6 @@ def attach(
     handle = MaskHandle(model, backend, {site.name: masks[site.module] for site in masked}, interception)
     _log.info("%s", str(handle))
     return handle
-
-
-def _check_options(flex_on_cpu: object, other_mixers: object) -> None:
-    for name, value, allowed in (
-        ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)),
-        ("other_mixers", other_mixers, get_args(OtherMixers)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
@@ -179,22 +173,18 @@ def _assign(
         here = by_part.get(part, [])
         if not here:
             raise UnsupportedArchitecture(f"the model has no {part or 'self'}-attention on the attention interface")
-        _one_tower(here, part)
-        here = here if layers is None else [here[layer] for layer in _numbers(layers, len(here))]
-        values = [_not_a_list(one, part)] * len(here) if per_layer is None else _one_each(one, here)
+        owners = {id(site.owner): site for site in here}
+        if len(owners) > 1 and part != "cross":
+            names = ", ".join(f"{type(s.owner).__name__} ({s.layers})" for s in owners.values())
+            raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
+        if layers is not None:
+            numbers = [integer("layers", layer, 0, len(here) - 1) for layer in layers]
+            if not numbers or len(set(numbers)) < len(numbers):
+                raise ValueError(f"layers must name at least one attention layer, each once, got {numbers}")
+            here = [here[layer] for layer in numbers]
+        values = [one] * len(here) if per_layer is None else _one_each(one, here)
         masks |= {site.module: _checked(value, part) for site, value in zip(here, values, strict=True)}
     return masks
-
-
-def _not_a_list(mask: object, part: str) -> object:
-    """One mask; a list could mean one for each layer, or for each sequence of a batch."""
-    if not isinstance(mask, list | tuple):
-        return mask
-    by_name = f'{{"{part}": [...]}}' if part else "[...]"
-    raise TypeError(
-        f"expected one Mask, got a {type(mask).__name__}: one mask for each layer is per_layer={by_name}; one for each "
-        "sequence of a batch is a 4D attention_mask for the model (af.tasks.Collator makes it), without attach"
-    )
 
 
 def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
@@ -216,13 +206,6 @@ def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
     return parts
 
 
-def _numbers(layers: Sequence[int], count: int) -> list[int]:
-    numbers = [integer("layers", layer, 0, count - 1) for layer in layers]
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"layers must name at least one attention layer, each once, got {numbers}")
-    return numbers
-
-
 def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
     """The masks given for the layers, as many as there are."""
     if not isinstance(values, Sequence) or isinstance(values, str):
@@ -236,6 +219,12 @@ def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
 
 
 def _checked(mask: object, part: str) -> Mask:
+    if isinstance(mask, list | tuple):  # could mean one for each layer, or for each sequence of a batch
+        by_name = f'{{"{part}": [...]}}' if part else "[...]"
+        raise TypeError(
+            f"expected one Mask, got a {type(mask).__name__}: one mask for each layer is per_layer={by_name}; one for "
+            "each sequence of a batch is a 4D attention_mask for the model (af.tasks.Collator makes it), without attach"
+        )
     if not isinstance(mask, Mask):
         raise not_a_mask(mask)
     if part != "cross" and mask.num_queries != mask.num_keys:
@@ -244,13 +233,6 @@ def _checked(mask: object, part: str) -> Mask:
             "the rows of the new tokens from a square mask over all tokens"
         )
     return mask
-
-
-def _one_tower(sites: Sequence[Site], part: str) -> None:
-    owners = {id(site.owner): site for site in sites}
-    if len(owners) > 1 and part != "cross":
-        names = ", ".join(f"{type(s.owner).__name__} ({s.layers})" for s in owners.values())
-        raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
 
 
 def _implementation(model: nn.Module, sites: Sequence[Site], wanted: str | None) -> str:
