@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from attnflow._core.tables import aligned
+from attnflow._core.markup import aligned
 
 ROOT = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnflow._core.tables import aligned
+from attnflow._core.markup import aligned
 from experiments.intervals import Interval, interval
 from experiments.knowledge_ablation.ablate import METHODS
 from experiments.records import canvas, plot_band, read, read_runs, write, write_table
