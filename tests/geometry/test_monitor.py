@@ -365,7 +365,7 @@ def test_trainer_with_the_real_tensorboard(tmp_path):
 
 
 def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
-    from attnflow.geometry import record_log
+    from attnflow.geometry import records
 
     writers = {}
 
@@ -378,7 +378,7 @@ def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
     wandb = types.ModuleType("wandb")
     logged = []
     wandb.log = lambda values: logged.append(values)
-    monkeypatch.setattr(record_log, "_summary_writer", summary_writer)
+    monkeypatch.setattr(records, "_summary_writer", summary_writer)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 
     args = types.SimpleNamespace(report_to=["tensorboard", "wandb", "mlflow"], output_dir=str(tmp_path / "out"))
