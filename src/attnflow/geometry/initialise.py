@@ -116,13 +116,11 @@ def _initialise_one(
     keys = key.unflatten(0, (layer.num_kv_heads, 1, layer.head_dim))
     if group == 1 or not per_head:
         source = queries if group == 1 else queries.sum(1, keepdim=True)
-        form = source if sign > 0 else _skew(source, 1, generator) @ source
+        form = source if sign > 0 else _forms(sign, source, 1, generator) @ source
         layer.write(key=_scaled(form.flatten(0, 2), query if scale == "paper" else key, layer.name, "key"))
     else:
-        forms = _positive(keys, group, generator) if sign > 0 else _skew(keys, group, generator)
-        layer.write(
-            query=_scaled((forms @ keys).flatten(0, 2), key if scale == "paper" else query, layer.name, "query")
-        )
+        form = _forms(sign, keys, group, generator) @ keys
+        layer.write(query=_scaled(form.flatten(0, 2), key if scale == "paper" else query, layer.name, "query"))
 
 
 def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
@@ -136,31 +134,20 @@ def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
     return weight * (wanted / size)
 
 
-def _skew(like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """(P - P^T) / 2 for normal P, [kv_heads, count, head_dim, head_dim]."""
-    random = _normal(like, count, generator)
-    return (random - random.mT) / 2
+def _forms(sign: Literal[1, -1], like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Random forms, [kv_heads, count, head_dim, head_dim]: R R^T, or (P - P^T) / 2, for normal R and P.
 
-
-def _positive(like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """R R^T for normal R, [kv_heads, count, head_dim, head_dim]: heads of a group differ, as the identity would not."""
-    random = _normal(like, count, generator)
-    return random @ random.mT
-
-
-def _normal(like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    (With the identity in place of R R^T, the heads of a group would not differ.)
+    """
     kv_heads, _, head_dim, _ = like.shape
-    return _on(like, torch.randn(kv_heads, count, head_dim, head_dim, generator=generator, device=_device(generator)))
+    random = torch.randn(kv_heads, count, head_dim, head_dim, generator=generator, device=_device(generator)).to(like)
+    return random @ random.mT if sign > 0 else (random - random.mT) / 2
 
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
     bound = 1 / math.sqrt(like.shape[1])
-    return _on(like, torch.rand(like.shape, generator=generator, device=_device(generator)) * (2 * bound) - bound)
+    return (torch.rand(like.shape, generator=generator, device=_device(generator)) * (2 * bound) - bound).to(like)
 
 
 def _device(generator: torch.Generator | None) -> torch.device:
     return generator.device if generator else torch.device("cpu")  # the same numbers wherever the model is
-
-
-def _on(like: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.to(like.device, like.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast, overload
@@ -284,19 +284,16 @@ class Flow(Result):
             chunk: return an iterator of (first row, bool [rows, n]) with this many rows each, instead of n x n.
         """
         layers = self._layer_count(layers)
-        if layers is None:
-            order, class_of = self._order, self._class_of
+        words = None if layers is None else self._power(layers)
 
-            def rows(part: slice) -> Tensor:
-                return torch.from_numpy(order.table(class_of[part])[:, class_of])
-        else:
-            words = self._power(layers)
-
-            def rows(part: slice) -> Tensor:
+        def rows(part: slice) -> Tensor:
+            if words is not None:
                 return torch.from_numpy(bits.unpack(words[part], self.size))
+            return torch.from_numpy(self._order.table(self._class_of[part])[:, self._class_of])
 
         if chunk is not None:
-            return _row_chunks(rows, self.size, checks.integer("chunk", chunk, 1))
+            cuts = range(0, self.size, checks.integer("chunk", chunk, 1))
+            return ((start, rows(slice(start, min(start + chunk, self.size)))) for start in cuts)
         result = torch.empty(self.size, self.size, dtype=torch.bool)
         for part in bits.chunks(self.size, self.size):
             result[part] = rows(part)
@@ -335,11 +332,9 @@ class Flow(Result):
         mask = from_edges(edges, self.size, name="sparse")
         keep = walk.budget(self.size, window, anchors)
         if keep is not None:
-            mask = Mask(mask.intervals().union(self._step_in_positions().intersection(keep)), "sparse")
+            original = self._layers[0] if self.num_layers is None else self._step[0]
+            mask = Mask(mask.intervals().union(original.intersection(keep)), "sparse")
         return Sparse(mask, analyze(mask).depth)
-
-    def _step_in_positions(self) -> IntervalRows:
-        return self._layers[0] if self.num_layers is None else self._step[0]
 
     def _power(self, layers: int) -> bits.Words:
         if self.num_layers is not None:
@@ -365,8 +360,3 @@ class Flow(Result):
 def _diagonal(n: int) -> IntervalRows:
     node = np.arange(n)
     return IntervalRows.build(node, node, node + 1, n, n)
-
-
-def _row_chunks(rows: Callable[[slice], Tensor], size: int, chunk: int) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, size, chunk):
-        yield start, rows(slice(start, min(start + chunk, size)))
