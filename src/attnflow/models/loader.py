@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -246,7 +247,7 @@ def _unpack(file: Path) -> PreTrainedModel:
         if find_spec(module) is None:
             raise MissingExtra(module, "hf", "reading a GGUF file")
     try:
-        with _without_bar():
+        with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
             packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
     except (OSError, MemoryError):
         raise
@@ -267,27 +268,6 @@ def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
-
-
-@contextmanager
-def _without_bar() -> Generator[None]:
-    """The one bar of transformers that asks nobody whether it may show."""
-    try:
-        from transformers import modeling_gguf_pytorch_utils
-    except ImportError:
-        yield
-        return
-    reader = cast(Any, modeling_gguf_pytorch_utils)
-    bar = getattr(reader, "tqdm", None)
-
-    def no_bar(items: Iterable[object], **_: object) -> Iterable[object]:
-        return items
-
-    reader.tqdm = no_bar
-    try:
-        yield
-    finally:
-        reader.tqdm = bar
 
 
 def _first_line(error: Exception) -> str:
