@@ -1,5 +1,7 @@
 """What FlexAttention refuses, and what it is given: score function and block mask, without compiling them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,7 +25,15 @@ def test_refuses_what_it_cannot_compute():
 @pytest.mark.parametrize("maps", ["one", "kv", "heads"])
 @pytest.mark.parametrize("kind", TERMS)
 def test_score_function_is_the_term(kind, maps):
-    call = Case(terms=((kind, maps),), queries=5, keys=7, softcap=3.0).build()
+    check_score(Case(terms=((kind, maps),), queries=5, keys=7, softcap=3.0).build())
+
+
+def test_score_function_of_rows_that_all_batch_elements_share():
+    call = Case(terms=(("additive with rows", "kv"),), queries=5, keys=7, softcap=3.0).build()
+    check_score(replace(call, terms=(replace(call.terms[0], rows=call.terms[0].rows[:1]),)))
+
+
+def check_score(call):
     tile = per_head(call.terms[0].tile(slice(0, 5), slice(0, 7)), call.num_heads).expand(2, -1, -1, -1)
     modify, score = flex.score_mod(call), torch.tensor(1.5)
     for b, h, q, k in [(0, 0, 0, 0), (1, 1, 4, 6), (0, 2, 3, 1), (1, 3, 1, 5)]:

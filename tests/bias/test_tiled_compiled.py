@@ -22,14 +22,7 @@ CASES = [
 
 
 def operands(call):
-    first = 3 if call.sinks is None else 4
-    tensors = tiled._tensors(call)
-    spec = [number for term in call.terms for number in tiled._describe(term)]
-    seed = torch.tensor(7) if call.dropout else None
-    return (
-        *(*tensors[:3], call.sinks, call.allow.dense(), tensors[first:]),
-        *(spec, call.scale, call.softcap, call.dropout, seed),
-    )
+    return tiled._arguments(call, torch.tensor(7) if call.dropout else None)
 
 
 @pytest.mark.parametrize(("case", "dropout"), [(CASES[1], 0.2), (CASES[2], 0.0), (CASES[3], 0.0)], ids=str)
@@ -39,9 +32,9 @@ def test_opcheck(case, dropout):
     torch.library.opcheck(torch.ops.attnflow.tiled_attention.default, operands(call))
     frozen = operands(cast(call, requires_grad=False)[0])
     gradient = torch.randn(2, 4, 37, 32).to(call.value.dtype)
-    for needs_terms in (False, True):
+    for needs in (False, True):
         operator = torch.ops.attnflow.tiled_attention_backward.default
-        torch.library.opcheck(operator, (gradient, needs_terms, *frozen))
+        torch.library.opcheck(operator, (gradient, [True] * 3 + [needs] * (len(frozen[0]) - 3), *frozen))
 
 
 @pytest.mark.parametrize(

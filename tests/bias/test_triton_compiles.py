@@ -19,14 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),  # triton's own, at compilation
 ]
 SHARED = 227 * 1024  # bytes that a program may have on Hopper
-TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-}
 ALL = (("guidance", "one"), ("product", "heads"), ("offset", "one"), ("dense", "one"), ("additive", "one"))
 SMALL = Case(batch=1, num_heads=2, num_kv_heads=2, queries=192, keys=192, head_dim=64, dtype=torch.bfloat16)
 CASES = [
@@ -39,30 +31,18 @@ CASES = [
 def launched(monkeypatch):
     """Names and shared memory of the kernels that were launched: compiled, not run."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-    from triton.runtime.jit import JITFunction
+    from triton.compiler import ASTSource, compile, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    found = {}
+    found, target = {}, GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
 
     def launch(kernel, *values, grid, warmup, **named):
-        names = [parameter.name for parameter in kernel.params]
-        given = dict(zip(names, values, strict=False)) | {k: v for k, v in named.items() if k in names}
-        options = {k: v for k, v in named.items() if k not in names and k != "debug"}
-        signature, constants, hints = {}, {}, {}
-        for place, parameter in enumerate(kernel.params):
-            value = given[parameter.name]
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if parameter.is_constexpr or value is None or (whole and value == 1):
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPES[value.dtype]
-            else:
-                signature[parameter.name] = "i32" if whole else "fp32"
-            constant = signature[parameter.name] == "constexpr"
-            if not constant and (isinstance(value, torch.Tensor) or (whole and value % 16 == 0)):
-                hints[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, hints)
-        built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = binder(*values, debug=False, **named)
+        packed = kernel._pack_args(backend, {**named, "debug": False}, bound, specialization, options)
+        options, signature, constants, hints = packed
+        built = compile(ASTSource(kernel, signature, constants, hints), target=target, options=options.__dict__)
         assert built.asm["cubin"]
         found[kernel.__name__] = built.metadata.shared
 

@@ -29,7 +29,7 @@ CASES = [
 
 
 def packed(case, requires_grad):
-    from attnflow.bias.impl.triton.blocks import blocks_of
+    from attnflow.bias.impl.blocks import blocks_of
     from attnflow.bias.impl.triton.inputs import pack
 
     call, _ = cast(case.build(), requires_grad=requires_grad)
@@ -39,11 +39,9 @@ def packed(case, requires_grad):
 def fresh(arguments):
     """The same arguments as leaves: what is packed may be computed from the call's tensors."""
 
-    def leaf(value):
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.detach().clone().requires_grad_() if floating else value
-
-    return [leaf(value) for value in arguments]
+    operands, *rest = arguments
+    leaves = [value.detach().clone().requires_grad_(value.is_floating_point()) for value in operands]
+    return [leaves, *rest]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -60,7 +58,7 @@ def test_opcheck_of_the_backward(case):
 
     _, arguments = packed(case, False)
     output = ops.biased_attention(*arguments, True)
-    operands = (*arguments, *output, torch.ones_like(output[0]), [True] * 5)
+    operands = (*arguments, *output, torch.ones_like(output[0]), [True] * len(arguments[0]))
     torch.library.opcheck(ops.biased_attention_backward, operands)
 
 

@@ -53,7 +53,12 @@ class Allow:
         elif allow is None:
             relation = cls(None, num_queries, num_keys)
         elif isinstance(allow, Mask):
-            relation = cls.from_mask(allow, device)
+            mask = allow
+
+            def rows(block: slice) -> Tensor:
+                return mask[block.start : block.stop, :].dense().to(device)[None, None]
+
+            relation = cls(rows, mask.num_queries, mask.num_keys)
         elif isinstance(allow, Tensor):
             relation = cls.from_dense(allow)
         else:
@@ -70,27 +75,14 @@ class Allow:
         """A given boolean tensor, [queries, keys] or [batch or 1, heads or 1, queries, keys]."""
         if allow.dtype != torch.bool:
             raise TypeError(
-                f"a mask is boolean, True where a query attends, got {allow.dtype}; a bias on scores is a term, "
-                "attnflow.bias.terms.Dense(values)"
+                f"a mask is boolean, True where a query attends, got {allow.dtype}: of ones and zeros pass mask.bool(),"
+                " of zeros and -inf mask == 0; a bias on scores is a term, attnflow.bias.terms.Dense of [batch or 1, "
+                "maps, queries, keys]"
             )
         if allow.ndim not in (2, 4):
             raise ValueError(f"a mask is [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")
         whole = allow if allow.ndim == 4 else allow[None, None]
         return cls(None, whole.shape[2], whole.shape[3], batch=whole.shape[0], dense=whole)
-
-    @classmethod
-    def from_mask(cls, mask: Mask, device: torch.device) -> Allow:
-        """A mask of the catalogue: rows are expanded when they are asked for."""
-
-        def rows(block: slice) -> Tensor:
-            return mask[block.start : block.stop, :].dense().to(device)[None, None]
-
-        return cls(rows, mask.num_queries, mask.num_keys)
-
-    @property
-    def everything(self) -> bool:
-        """Whether it is known, without looking, that every pair is allowed."""
-        return self._rows is None and self._dense is None
 
     def rows(self, block: slice) -> Bool[Tensor, "batch heads queries keys"] | None:
         """Rows `block.start .. block.stop - 1` as booleans (batch and heads may be 1), or None where all are True."""

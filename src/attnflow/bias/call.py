@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attnflow.bias.allow import Allow
-from attnflow.bias.terms import Term
+from attnflow.bias.terms import TensorTerm, Term
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +50,26 @@ class Call:
         """Query heads that share one key-value head."""
         return self.query.shape[1] // self.key.shape[1]
 
+    def tensors(self) -> list[Tensor]:
+        """Query, key, value, sinks if there are any, and all tensors of the terms, integers among them."""
+        sinks = [] if self.sinks is None else [self.sinks]
+        terms = [tensor for term in self.terms for tensor in getattr(term, "tensors", dict)().values()]
+        return [self.query, self.key, self.value, *sinks, *terms]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
+        """The same call on other tensors, in the order of `tensors()`."""
+        query, key, value, *rest = tensors
+        sinks = None if self.sinks is None else rest.pop(0)
+        terms: list[Term] = []
+        for term in cast(tuple[TensorTerm, ...], self.terms):
+            count = len(term.tensors())
+            terms.append(term.with_tensors(rest[:count]))
+            rest = rest[count:]
+        return replace(self, query=query, key=key, value=value, sinks=sinks, terms=tuple(terms))
+
     def needs_grad(self) -> bool:
         """Whether a gradient may be asked for."""
-        if not torch.is_grad_enabled():
-            return False
-        tensors = [self.query, self.key, self.value]
-        for term in self.terms:
-            tensors += getattr(term, "tensors", dict)().values()
-        return any(tensor.requires_grad for tensor in tensors)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
 
 
 def make_call(
@@ -81,24 +94,15 @@ def make_call(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: one batch "
             "size, key and value of equal heads and tokens, query heads a multiple of theirs, equal head_dim"
         )
-    devices = {str(t.device) for t in (query, key, value)}
     for term in terms:
-        devices |= {str(t.device) for t in getattr(term, "tensors", dict)().values()}
         if heads % term.groups:
             raise ValueError(f"{type(term).__name__} has {term.groups} maps, which {heads} heads cannot share evenly")
-    if len(devices) > 1:
-        raise ValueError(f"query, key, value and all terms must be on one device, got {', '.join(sorted(devices))}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     relation = Allow.of(allow, queries, keys, query.device)
-    return Call(
-        query,
-        key,
-        value,
-        tuple(terms),
-        relation,
-        head_dim**-0.5 if scale is None else float(scale),
-        softcap,
-        sinks,
-        dropout,
-    )
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    call = Call(query, key, value, tuple(terms), relation, factor, softcap, sinks, dropout)
+    devices = sorted({str(tensor.device) for tensor in call.tensors()})
+    if len(devices) > 1:
+        raise ValueError(f"query, key, value, sinks and all terms must be on one device, got {', '.join(devices)}")
+    return call

@@ -43,9 +43,27 @@ class Term(Protocol):
         ...
 
 
+@runtime_checkable
+class TensorTerm(Term, Protocol):
+    """A term that says which tensors it is made of, as all of ours do; without that, gradients cannot be recomputed."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, in a fixed order."""
+        ...
+
+    def with_tensors(self, tensors: list[Tensor]) -> TensorTerm:
+        """The same term on other tensors, given in the order of `tensors()`."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class _Tensors:
-    """What all terms share: they are a handful of tensors and a few numbers."""
+    """What all terms share: they are a handful of tensors, the first [batch, groups, ...], and a few numbers."""
+
+    @property
+    def groups(self) -> int:
+        """Number of distinct maps."""
+        return next(iter(self.tensors().values())).shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by field name, in a fixed order; fields that are None are left out."""
@@ -79,11 +97,6 @@ class Guidance(_Tensors):
     weight: Float[Tensor, "groups hidden"]
     offset: Float[Tensor, " groups"]
 
-    @property
-    def groups(self) -> int:
-        """Number of distinct maps."""
-        return self.rows.shape[1]
-
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs. Memory: queries * keys * hidden."""
         hidden = wide(self.rows)[:, :, rows, None, :] + wide(self.columns)[:, :, None, columns, :]
@@ -105,11 +118,6 @@ class Product(_Tensors):
     rows: Float[Tensor, "batch groups queries rank"]
     columns: Float[Tensor, "batch groups keys rank"]
 
-    @property
-    def groups(self) -> int:
-        """Number of distinct maps."""
-        return self.rows.shape[1]
-
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs."""
         return wide(self.rows)[:, :, rows] @ wide(self.columns)[:, :, columns].mT
@@ -126,11 +134,6 @@ class Additive(_Tensors):
 
     columns: Float[Tensor, "batch groups keys"]
     rows: Float[Tensor, "batch_or_1 groups queries"] | None = None
-
-    @property
-    def groups(self) -> int:
-        """Number of distinct maps."""
-        return self.columns.shape[1]
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs."""
@@ -184,11 +187,6 @@ class Dense(_Tensors):
     """
 
     values: Float[Tensor, "batch groups queries keys"]
-
-    @property
-    def groups(self) -> int:
-        """Number of distinct maps."""
-        return self.values.shape[1]
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs: a view where the type allows it."""

@@ -13,13 +13,14 @@ from typing import Any, Final, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnflow.bias.allow import Allow
 from attnflow.bias.call import Call
+from attnflow.bias.impl.blocks import count_pairs
 from attnflow.bias.terms import Additive, Offset, Term, wide
 
 _BLOCK: Final = 128
-_PAIRS: Final = 1 << 24  # of the mask, looked at together
 _LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
 
 # torch reads the signature and closure of these functions: `no_type_check` keeps run-time type checkers away.
@@ -101,75 +102,60 @@ def _lookup(term: Term, call: Call) -> Lookup:
     per_map = call.num_heads // term.groups
     if isinstance(term, Additive):
         columns, rows = wide(term.columns), None if term.rows is None else wide(term.rows)
-        one = columns.shape[0] == 1
 
         @no_type_check
         def additive(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            element = b * 0 if one else b
-            result = columns[element, h // per_map, k]
-            return result if rows is None else result - rows[element, h // per_map, q]
+            result = columns[_element(columns, b), h // per_map, k]
+            return result if rows is None else result - rows[_element(rows, b), h // per_map, q]
 
         return additive
     if isinstance(term, Offset):
         # One number for each distance: the bucket is looked up once, not for every pair.
         by_distance = wide(term.table)[:, term.bucket_of.long()]
         row_positions, column_positions, origin = term.row_positions, term.column_positions, term.origin
-        last, one_row, one_column = (
-            by_distance.shape[1] - 1,
-            row_positions.shape[0] == 1,
-            column_positions.shape[0] == 1,
-        )
 
         @no_type_check
         def offset(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            column = column_positions[b * 0 if one_column else b, k]
-            distance = column - row_positions[b * 0 if one_row else b, q] + origin
-            return by_distance[h // per_map, distance.clamp(0, last)]
+            column = column_positions[_element(column_positions, b), k]
+            distance = column - row_positions[_element(row_positions, b), q] + origin
+            return by_distance[h // per_map, distance.clamp(0, by_distance.shape[1] - 1)]
 
         return offset
     pairs = term.tile(slice(0, call.query.shape[2]), slice(0, call.key.shape[2])).contiguous()
-    shared = pairs.shape[0] == 1
 
     @no_type_check
     def dense(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return pairs[b * 0 if shared else b, h // per_map, q, k]
+        return pairs[_element(pairs, b), h // per_map, q, k]
 
     return dense
 
 
+@no_type_check
+def _element(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """The index along a dimension that may be shared; always a tensor, which torch can trace."""
+    return index * 0 if tensor.shape[dim] == 1 else index
+
+
 def _form(allow: Allow, device: torch.device) -> Form:
-    """Bits of all pairs, some queries at a time, and the blocks that they fill."""
+    """Words of bits of all pairs, and the blocks of 128 x 128 that they fill."""
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
-    bits: list[Tensor] = []
-    counts: list[Tensor] = []
-    empty: list[Tensor] = []
-    step = max(1, _PAIRS // (allow.batch * allow.num_keys * _BLOCK)) * _BLOCK
-    weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.int32, device=device)
-    for start in range(0, allow.num_queries, step):
-        stop = min(start + step, allow.num_queries)
-        result = allow.rows(slice(start, stop))
-        part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool) if result is None else result
-        part = torch.nn.functional.pad(part.to(device), (0, -allow.num_keys % _BLOCK, 0, (start - stop) % _BLOCK))
-        bits.append((part.unflatten(3, (-1, 8)) * weight).sum(dim=-1).to(torch.uint8)[:, :, : stop - start])
-        counts.append(part.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum(dim=(3, 5)))
-        empty.append(~part.any(dim=-1)[:, :, : stop - start])
-    table, count = torch.cat(bits, dim=2), torch.cat(counts, dim=2)
-    one, shared = table.shape[0] == 1, table.shape[1] == 1
+    words, counts = count_pairs(allow, device)
+    counts = functional.pad(counts, (0, counts.shape[3] % 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).sum((3, 5))
 
     @no_type_check
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        byte = table[b * 0 if one else b, h * 0 if shared else h, q, k >> 3]
-        return ((byte.int() >> (k & 7)) & 1) == 1
+        word = words[_element(words, b), _element(words, h, 1), k >> 6, q]
+        return ((word >> (k & 63)) & 1) == 1
 
     tables: list[Tensor] = []
     whole = _BLOCK * _BLOCK
-    for chosen in ((count > 0) & (count < whole), count == whole):
+    for chosen in ((counts > 0) & (counts < whole), counts == whole):
         tables += [chosen.sum(dim=-1, dtype=torch.int32), (~chosen).byte().argsort(dim=-1, stable=True).int()]
     blocks = BlockMask.from_kv_blocks(
         *tables, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(allow.num_queries, allow.num_keys)
     )
-    return Form(blocks, torch.cat(empty, dim=2))
+    return Form(blocks, (words == 0).all(dim=2)[:, :, : allow.num_queries])
 
 
 @cache

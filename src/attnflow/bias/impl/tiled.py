@@ -1,7 +1,7 @@
 """Attention with a bias in memory proportional to the number of tokens, in plain PyTorch: the path for CPUs.
 
-Computed by blocks of queries (`_row_tiles`), whose bias is computed by blocks of pairs (`_term_tiles`,
-`_guidance_tile`), forward and again backward; the results are deterministic. Everything runs on other devices too.
+Computed by blocks of queries (`row_tiles`), whose bias is computed by blocks of pairs (`term_tiles`), forward and again
+backward; the results are deterministic. Everything runs on other devices too.
 
 Under a compiler the same code is one operator, `attnflow::tiled_attention`, whose arguments are tensors and numbers:
 there a mask is held as booleans, and terms of other kinds than ours are left to `reference`.
@@ -10,7 +10,6 @@ there a mask is held as booleans, and terms of other kinds than ours are left to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from attnflow.bias.allow import Allow
 from attnflow.bias.call import Call
-from attnflow.bias.impl._row_tiles import RowTiles
-from attnflow.bias.impl._term_tiles import TensorTerm
-from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term
+from attnflow.bias.impl.row_tiles import RowTiles
+from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, TensorTerm, Term
 
 _KINDS: Final = (Guidance, Product, Additive, Offset, Dense)
 
@@ -39,42 +37,9 @@ def refuses(call: Call) -> str | None:
 def run(call: Call) -> tuple[Tensor, None]:
     """(output [batch, heads, queries, value_dim] in the type of the values, None). Time: that of the allowed pairs."""
     seed = torch.randint(1 << 31, ()) if call.dropout else None
-    tensors = _tensors(call)
     if not torch.compiler.is_compiling():
-        return cast(Tensor, _Tiled.apply(call, seed, *tensors)), None
-    spec = [number for term in call.terms for number in _describe(term)]
-    first = 3 if call.sinks is None else 4
-    output = torch.ops.attnflow.tiled_attention(
-        *tensors[:3],
-        call.sinks,
-        call.allow.dense(),
-        tensors[first:],
-        spec,
-        call.scale,
-        call.softcap,
-        call.dropout,
-        seed,
-    )
-    return output, None
-
-
-def _tensors(call: Call) -> list[Tensor]:
-    """Everything that may have a gradient, and the integer tensors of terms."""
-    sinks = [] if call.sinks is None else [call.sinks]
-    terms = [tensor for term in call.terms for tensor in cast(TensorTerm, term).tensors().values()]
-    return [call.query, call.key, call.value, *sinks, *terms]
-
-
-def _with_tensors(call: Call, tensors: Sequence[Tensor]) -> Call:
-    """The same call on other tensors, in the order of `_tensors`."""
-    query, key, value, *rest = tensors
-    sinks = None if call.sinks is None else rest.pop(0)
-    terms: list[Term] = []
-    for term in cast(tuple[TensorTerm, ...], call.terms):
-        count = len(term.tensors())
-        terms.append(term.with_tensors(rest[:count]))
-        rest = rest[count:]
-    return replace(call, query=query, key=key, value=value, sinks=sinks, terms=tuple(terms))
+        return cast(Tensor, _Tiled.apply(call, seed, *call.tensors())), None
+    return torch.ops.attnflow.tiled_attention(*_arguments(call, seed)), None
 
 
 def _forward(call: Call, seed: Tensor | None) -> Tensor:
@@ -82,13 +47,18 @@ def _forward(call: Call, seed: Tensor | None) -> Tensor:
         return RowTiles(call, None if seed is None else int(seed)).forward()
 
 
-def _backward(call: Call, seed: Tensor | None, gradient: Tensor, needs_terms: bool) -> list[Tensor | None]:
-    """One gradient for each of `_tensors(call)`; None for integers, and for terms where nobody needs them."""
+def _backward(call: Call, seed: Tensor | None, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    """One gradient for each of `call.tensors()`; None for integers, and for terms where nobody needs them."""
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-        gradients = RowTiles(call, None if seed is None else int(seed)).backward(gradient, needs_terms)
-    tensors = _tensors(call)
+        tiles = RowTiles(call, None if seed is None else int(seed), any(needs[_first_of_terms(call) :]))
+        gradients = tiles.backward(gradient)
+    tensors = call.tensors()
     gradients += [None] * (len(tensors) - len(gradients))
     return [None if part is None else part.to(tensor.dtype) for part, tensor in zip(gradients, tensors, strict=True)]
+
+
+def _first_of_terms(call: Call) -> int:
+    return 3 if call.sinks is None else 4
 
 
 class _Tiled(torch.autograd.Function):
@@ -98,103 +68,87 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.seed = seed
-        ctx.empty_call = _with_tensors(call, [torch.empty_like(tensor, device="meta") for tensor in tensors])
-        ctx.first_of_terms = 3 if call.sinks is None else 4
-        return _forward(_with_tensors(call, tensors), seed)
+        ctx.empty_call = call.with_tensors([torch.empty_like(tensor, device="meta") for tensor in tensors])
+        return _forward(call.with_tensors(tensors), seed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        call = _with_tensors(ctx.empty_call, ctx.saved_tensors)
-        gradients = _backward(call, ctx.seed, grad_outputs[0], any(needed[ctx.first_of_terms :]))
-        return None, None, *(part if wanted else None for part, wanted in zip(gradients, needed, strict=True))
-
-
-def _describe(term: Term) -> tuple[int, int, int]:
-    """(kind, number of tensors, origin of an `Offset`): what makes a term besides its tensors."""
-    origin = term.origin if isinstance(term, Offset) else 0
-    return _KINDS.index(cast(Any, type(term))), len(cast(TensorTerm, term).tensors()), origin
-
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    allow: Tensor | None,
-    tensors: Sequence[Tensor],
-    spec: Sequence[int],
-    scale: float,
-    softcap: float | None,
-    dropout: float,
-) -> Call:
-    """The call behind the operator's arguments."""
-    terms: list[Term] = []
-    rest = list(tensors)
-    for kind, count, origin in zip(spec[::3], spec[1::3], spec[2::3], strict=True):
-        parts, rest = rest[:count], rest[count:]
-        terms.append(cast(Any, _KINDS[kind])(*parts, *([origin] if _KINDS[kind] is Offset else [])))
-    relation = Allow(None, query.shape[2], key.shape[2]) if allow is None else Allow.from_dense(allow)
-    return Call(query, key, value, tuple(terms), relation, scale, softcap, sinks, dropout)
+        needs = ctx.needs_input_grad[2:]
+        gradients = _backward(ctx.empty_call.with_tensors(ctx.saved_tensors), ctx.seed, grad_outputs[0], needs)
+        return None, None, *(part if need else None for part, need in zip(gradients, needs, strict=True))
 
 
 # Written out, because type checkers at run time wrap functions, and torch could not read the annotations.
-_ARGUMENTS: Final = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? allow, Tensor[] tensors, int[] spec, "
-    "float scale, float? softcap, float dropout, Tensor? seed"
-)
+_CALL: Final = "Tensor[] tensors, Tensor? allow, Tensor? seed, int[] spec, float scale, float? softcap, float dropout"
 
 
-@torch.library.custom_op("attnflow::tiled_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+def _arguments(call: Call, seed: Tensor | None) -> tuple[Any, ...]:
+    """Of the operators; `spec` is where the terms' tensors begin, then kind, number of tensors, and origin of each."""
+    spec = [_first_of_terms(call)]
+    for term in call.terms:
+        origin = term.origin if isinstance(term, Offset) else 0
+        spec += [_KINDS.index(cast(Any, type(term))), len(cast(TensorTerm, term).tensors()), origin]
+    return call.tensors(), call.allow.dense(), seed, spec, call.scale, call.softcap, call.dropout
+
+
+def _call(tensors: Sequence[Tensor], allow: Tensor | None, _: object, spec: Sequence[int], *numbers: Any) -> Call:
+    """The call behind the operator's arguments."""
+    query, key, value, *sinks = tensors[: spec[0]]
+    terms, rest = list[Term](), tensors[spec[0] :]
+    for kind, count, origin in zip(spec[1::3], spec[2::3], spec[3::3], strict=True):
+        parts, rest = rest[:count], rest[count:]
+        terms.append(cast(Any, _KINDS[kind])(*parts, *([origin] if _KINDS[kind] is Offset else [])))
+    relation = Allow(None, query.shape[2], key.shape[2]) if allow is None else Allow.from_dense(allow)
+    scale, softcap, dropout = numbers
+    return Call(query, key, value, tuple(terms), relation, scale, softcap, sinks[0] if sinks else None, dropout)
+
+
+@torch.library.custom_op("attnflow::tiled_attention", mutates_args=(), schema=f"({_CALL}) -> Tensor")
 def _operator(*arguments: Any) -> Tensor:
-    return _forward(_call(*arguments[:-1]), arguments[-1])
+    return _forward(_call(*arguments), arguments[2])
 
 
 @_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
-    return value.new_empty((*query.shape[:3], value.shape[3]))
+def _(tensors: Sequence[Tensor], *_: object) -> Tensor:
+    return tensors[2].new_empty((*tensors[0].shape[:3], tensors[2].shape[3]))
 
 
 @torch.library.custom_op(
     "attnflow::tiled_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor gradient, bool needs_terms, {_ARGUMENTS}) -> Tensor[]",
+    schema=f"(Tensor gradient, bool[] needs, {_CALL}) -> Tensor[]",
 )
-def _operator_backward(gradient: Tensor, needs_terms: bool, *arguments: Any) -> list[Tensor]:
-    gradients = _backward(_call(*arguments[:-1]), arguments[-1], gradient, needs_terms)
+def _operator_backward(gradient: Tensor, needs: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    gradients = _backward(_call(*arguments), arguments[2], gradient, needs)
     return [gradient.new_empty(0) if part is None else part.contiguous() for part in gradients]
 
 
 @_operator_backward.register_fake
-def _(gradient: Tensor, needs_terms: bool, *arguments: Any) -> list[Tensor]:
-    call = _call(*arguments[:-1])
-    count = 3 if call.sinks is None else 4
+def _(gradient: Tensor, needs: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    call = _call(*arguments)
+    first = _first_of_terms(call)
+    learns = any(needs[first:])
     return [
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if index < count or (needs_terms and tensor.is_floating_point())
+        if place < first or (learns and tensor.is_floating_point())
         else gradient.new_empty(0)
-        for index, tensor in enumerate(_tensors(call))
+        for place, tensor in enumerate(call.tensors())
     ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, sinks, allow, tensors, *ctx.numbers, seed = inputs
-    ctx.save_for_backward(query, key, value, sinks, allow, seed, *tensors)
+    tensors, allow, seed, *ctx.numbers = inputs
+    ctx.save_for_backward(allow, seed, *tensors)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    query, key, value, sinks, allow, seed, *tensors = ctx.saved_tensors
-    needs_terms = any(tensor.requires_grad for tensor in tensors)
-    arguments = query, key, value, sinks, allow, tensors, *ctx.numbers, seed
-    gradients = torch.ops.attnflow.tiled_attention_backward(gradient, needs_terms, *arguments)
-    to_query, to_key, to_value, *rest = gradients
-    to_sinks = None if sinks is None else rest.pop(0)
-    usable = [part if needs_terms and t.is_floating_point() else None for part, t in zip(rest, tensors, strict=True)]
-    no_spec = None if tensors else []  # an empty list counts as one of tensors
-    return to_query, to_key, to_value, to_sinks, None, usable, no_spec, None, None, None, None
+    allow, seed, *tensors = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[0])
+    gradients = torch.ops.attnflow.tiled_attention_backward(gradient, needs, tensors, allow, seed, *ctx.numbers)
+    return [part if need else None for part, need in zip(gradients, needs, strict=True)], *[None] * 6
 
 
 _operator.register_autograd(_gradients, setup_context=_setup_context)

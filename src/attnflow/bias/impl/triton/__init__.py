@@ -1,12 +1,12 @@
 """Fused attention with a bias in Triton: forward, a deterministic backward, and decoding.
 
-Read in this order: `inputs` (a call as the kernels take it), `blocks` (the mask), `ops`, `gradients` and `launch` (what
-runs when), then the kernels: `pairs` (the bias of pairs), `forward`, `backward`, `pairs_backward`, `decode`; all sizes
-are in `tuning`.
+Read in this order: `inputs` (the table of operands, and a call in its terms), `blocks` beside this folder (the mask),
+`ops`, `gradients` and `launch` (what runs when), then `device` (operands as kernels take them) and the kernels: `pairs`
+(the bias of pairs and its gradient), `forward` (and decoding), `backward`; all sizes are in `tuning`.
 
 What is held: the bias of pairs in 16 bits where the model is (see `Inputs.pair_type`), in pieces of batch elements and
-maps, one bit of mask a pair, and partial gradients of some query blocks at a time. All sums are in
-float32; products of float32 inputs are three of TF32.
+maps, one bit of mask a pair, and partial gradients of some query blocks at a time. All sums are in float32; products of
+float32 inputs are three of TF32.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from attnflow.bias.call import Call
+from attnflow.bias.impl.blocks import blocks_of, bytes_of
 from attnflow.bias.impl.triton import tuning
-from attnflow.bias.impl.triton.blocks import blocks_of, bytes_of
 from attnflow.bias.terms import Guidance
 
 

@@ -1,31 +1,59 @@
-"""What all kernels share on the device: loads of padded tiles, mask bits, scores, and the tail of the normal law.
+"""What all kernels share: their operands as they take them, loads of padded tiles, mask bits, scores, the normal law.
 
 Index arithmetic: a tile's base is moved by 64-bit scalars; offsets inside a tile, and along one sequence, are 32 bits.
 """
 
 # Kernels are in Triton's language, whose types pyright cannot see.
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Final
 
 import triton
 import triton.language as tl
 
+from attnflow.bias.impl.triton import tuning
+from attnflow.bias.terms import EPS as _EPS
+
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # decided when triton is imported (TRITON_INTERPRET=1)
 
 BLOCK: Final = tl.constexpr(64)  # keys of a block, and bits of a word
 DOT: Final = tl.constexpr("tf32x3")  # products of float32 matrices: three of TF32, 22 bits; 16-bit ones are exact
+EPS: Final = tl.constexpr(_EPS)
 LOG2E: Final = tl.constexpr(1.4426950408889634)
 LOG_ROOT_TWO_PI: Final = tl.constexpr(1.3257480647361595)  # log2(sqrt(2 pi))
+RANKS: Final = tl.constexpr(tuning.RANKS)
+UP: Final = tl.constexpr(INTERPRETED)  # a product of bfloat16 matrices is NaN in the interpreter
+padded = triton.constexpr_function(tuning.padded)
+
+
+# A tensor [batch, heads or maps, tokens, width] with contiguous widths; strides are 0 where one serves all.
+View = namedtuple("View", "base batch head token")
+# Words of the mask, and one pair of `Lists` of blocks: views.
+Relation = namedtuple("Relation", "words full total others")
+# What the attention kernels take of a call: views or None, then numbers; `per_...` heads share one of each.
+Attention = namedtuple(
+    "Attention", "query key value pairs columns sinks rows cols per_kv per_pairs per_columns scale softcap"
+)
+# What the kernels of pairs take, named as in `OPERANDS`; a and c are the vectors of the guidance network.
+Terms = namedtuple(
+    "Terms",
+    "a c gain shift weight left right rank table bucket_of row_positions column_positions distances origin dense",
+)
 
 
 @triton.jit
-def load_tile(
-    base, stride, start, limit, COUNT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, UP
-):
-    """Rows start .. start + COUNT - 1 of a matrix, PADDED wide: zero beyond WIDTH, and beyond `limit` rows if CHECK."""
+def at(view, b, h):
+    """Where the matrix of a batch element and a head or map begins."""
+    return view.base + b.to(tl.int64) * view.batch + h.to(tl.int64) * view.head
+
+
+@triton.jit
+def load_tile(base, stride, start, limit, COUNT: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
+    """Rows start .. start + COUNT - 1 of a matrix: zero beyond WIDTH, and beyond `limit` rows if CHECK."""
+    PADDED: tl.constexpr = padded(WIDTH)
     d, row = tl.arange(0, PADDED), tl.arange(0, COUNT)
     where = base + start.to(tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if CHECK and WIDTH < PADDED:
@@ -36,7 +64,7 @@ def load_tile(
         loaded = tl.load(where, mask=d[None, :] < WIDTH, other=0.0)
     else:
         loaded = tl.load(where)
-    if UP:  # a product of bfloat16 matrices is NaN in the interpreter
+    if UP:
         loaded = loaded.to(tl.float32)
     return loaded
 
@@ -57,9 +85,9 @@ def load_pairs(
 
 
 @triton.jit
-def store_tile(base, stride, start, limit, tile, COUNT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def store_tile(base, stride, start, limit, tile, COUNT: tl.constexpr, WIDTH: tl.constexpr):
     """Write rows start .. start + COUNT - 1 of a matrix, those below `limit`, WIDTH numbers each."""
-    d, row = tl.arange(0, PADDED), tl.arange(0, COUNT)
+    d, row = tl.arange(0, padded(WIDTH)), tl.arange(0, COUNT)
     where = base + start.to(tl.int64) * stride + (row[:, None] * stride + d[None, :])
     mask = (start + row[:, None] < limit) & (d[None, :] < WIDTH)
     tl.store(where, tile.to(base.dtype.element_ty), mask=mask)
@@ -82,15 +110,28 @@ def tanh(x):
 
 
 @triton.jit
-def scored(product, scale, softcap, SOFTCAP: tl.constexpr):
+def scored(product, call):
     """(score without bias, its derivative by scale * product), from q k^T."""
-    score = product * scale
+    score = product * call.scale
     slope = 1.0
-    if SOFTCAP:
-        bent = tanh(score / softcap)
-        score = softcap * bent
+    if call.softcap is not None:
+        bent = tanh(score / call.softcap)
+        score = call.softcap * bent
         slope = 1.0 - bent * bent
     return score, slope
+
+
+@triton.jit
+def biased(score, call, pairs, columns, bits, row, col, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """Scores of a tile [ROWS, keys] with their bias, and -inf where no pair exists; None for what a call has not."""
+    if pairs is not None:
+        score += load_pairs(pairs, call.pairs.token, row, col, call.rows, call.cols, ROWS, BLOCK, False, MASKED)
+    if columns is not None:
+        cols = col + tl.arange(0, BLOCK)
+        score += tl.load(columns + cols, mask=cols < call.cols, other=0.0)[None, :]
+    if MASKED:
+        score = tl.where(allowed_tile(bits, row + tl.arange(0, ROWS), False), score, float("-inf"))
+    return score
 
 
 @triton.jit
@@ -126,10 +167,10 @@ def tail(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def bucket_tile(bucket_of, row_positions, column_positions, rows, cols, num_rows, num_cols, distances, origin):
+def bucket_tile(terms, b, rows, cols, num_rows, num_cols):
     """Bucket of the distance of each pair; pairs beyond the ends have that of some distance."""
-    row = tl.load(row_positions + rows, mask=rows < num_rows, other=0)
-    column = tl.load(column_positions + cols, mask=cols < num_cols, other=0)
-    distance = column[None, :] - row[:, None] + origin
-    distance = tl.minimum(tl.maximum(distance, 0), distances - 1)
-    return tl.load(bucket_of + distance)
+    row = tl.load(at(terms.row_positions, b, b) + rows, mask=rows < num_rows, other=0)
+    column = tl.load(at(terms.column_positions, b, b) + cols, mask=cols < num_cols, other=0)
+    distance = column[None, :] - row[:, None] + terms.origin
+    distance = tl.minimum(tl.maximum(distance, 0), terms.distances - 1)
+    return tl.load(terms.bucket_of + distance)

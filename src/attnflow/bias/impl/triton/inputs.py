@@ -4,66 +4,110 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnflow.bias.call import Call
+from attnflow.bias.impl.blocks import Blocks
 from attnflow.bias.impl.triton import tuning
-from attnflow.bias.impl.triton.blocks import Blocks
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term
 
 AnyTerm = TypeVar("AnyTerm", bound=Term)
-_BY_BATCH_AND_MAP: Final = ("query", "key", "value", "columns", "sinks", "dense", "rows", "cols", "left", "right")
+
+
+class Operand(NamedTuple):
+    """One tensor that a call may have.
+
+    Attributes:
+        axes: its first dimensions, of those along which a call is cut; each may be 1, for all.
+        gradient: what its gradient comes with, or "" for integers.
+    """
+
+    axes: tuple[str, ...]
+    gradient: str
+
+
+_EACH: Final = ("batch", "maps")
+# In the order of the operators' arguments. The last dimension of query, key, value and vectors is contiguous.
+OPERANDS: Final = {
+    "query": Operand(_EACH, "attention"),
+    "key": Operand(_EACH, "attention"),
+    "value": Operand(_EACH, "attention"),
+    "columns": Operand(_EACH, "attention"),  # what depends on the key alone, float32 [batch, its own groups, keys]
+    "sinks": Operand(_EACH, "sinks"),  # float32 [batch, heads, queries]
+    "dense": Operand(_EACH, "dense"),  # [batch or 1, groups, queries, keys]
+    "rows": Operand(_EACH, "guidance"),  # vectors of the guidance network, [batch, groups, tokens, hidden]
+    "cols": Operand(_EACH, "guidance"),
+    "gain": Operand(("maps",), "guidance"),  # its parameters, float32 [groups, hidden]
+    "shift": Operand(("maps",), "guidance"),
+    "weight": Operand(("maps",), "guidance"),
+    "left": Operand(_EACH, "product"),  # [batch, groups, tokens, rank]
+    "right": Operand(_EACH, "product"),
+    "table": Operand(("maps",), "offset"),  # float32 [groups, buckets]
+    "bucket_of": Operand((), ""),  # these as in `Offset`, int32
+    "row_positions": Operand(("batch",), ""),
+    "column_positions": Operand(("batch",), ""),
+}
+NAMES: Final = tuple(OPERANDS)
+
+
+class Piece(NamedTuple):
+    """Some batch elements and maps of a call, and the heads that they serve."""
+
+    batch: slice
+    maps: slice
+    of: int  # maps in all
+
+    def cut(self, tensor: Tensor, axes: tuple[str, ...] = _EACH) -> Tensor:
+        """Its part of a tensor, a view."""
+        for dim, axis in enumerate(axes):
+            count = tensor.shape[dim]
+            if count > 1 and axis == "batch":
+                tensor = tensor[self.batch]
+            elif count > 1:
+                start, stop = (place * count // self.of for place in (self.maps.start, self.maps.stop))
+                tensor = tensor.narrow(dim, start, stop - start)
+        return tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Arguments of the operators, in their order. The last dimension of query, key, value, and vectors is contiguous.
+    """Arguments of the operators.
 
     Attributes:
-        query, key, value: as in the call.
-        columns: what depends on the key alone, float32 [batch, its own groups, keys].
-        sinks: float32 [batch, heads, queries].
-        dense: [batch or 1, groups, queries, keys].
-        rows, cols: vectors of the guidance network, [batch, groups, tokens, hidden].
-        gain, shift, weight: its float32 parameters [groups, hidden].
-        left, right: [batch, groups, tokens, rank].
-        table: float32 [groups, buckets].
-        bucket_of, row_positions, column_positions, origin: as in `Offset`, int32.
-        blocks: `Blocks.flat()`.
+        tensors: by the names of `OPERANDS`, those that there are, in that order.
+        blocks: `Blocks.flat()`, or nothing where keys are split.
+        origin: as in `Offset`.
         scale: of q k^T.
         softcap: of scale * q k^T, or 0 for none.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    columns: Tensor | None
-    sinks: Tensor | None
-    dense: Tensor | None
-    rows: Tensor | None
-    cols: Tensor | None
-    gain: Tensor | None
-    shift: Tensor | None
-    weight: Tensor | None
-    left: Tensor | None
-    right: Tensor | None
-    table: Tensor | None
-    bucket_of: Tensor | None
-    row_positions: Tensor | None
-    column_positions: Tensor | None
-    origin: int
+    tensors: dict[str, Tensor]
     blocks: list[Tensor]
+    origin: int
     scale: float
     softcap: float
 
+    @classmethod
+    def of(cls, operands: list[Tensor], present: Sequence[int], *rest: Any) -> Inputs:
+        """From the arguments of an operator."""
+        return cls(dict(zip((NAMES[place] for place in present), operands, strict=True)), *rest)
+
     def arguments(self) -> list[Any]:
-        """The values of all fields."""
-        return [getattr(self, name) for name in NAMES]
+        """The inverse of `of`."""
+        present = [NAMES.index(name) for name in self.tensors]
+        return [list(self.tensors.values()), present, self.blocks, self.origin, self.scale, self.softcap]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        """An operand, or None where the call has none."""
+        return self.tensors.get(name)
 
     @property
     def relation(self) -> Blocks:
@@ -73,26 +117,24 @@ class Inputs:
     @property
     def groups(self) -> int:
         """Number of maps of pairs, 0 if there are none."""
-        for tensor in (self.rows, self.left, self.dense):
-            if tensor is not None:
-                return tensor.shape[1]
-        return 0 if self.table is None else self.table.shape[0]
+        sizes = (self[name].shape[OPERANDS[name].axes.index("maps")] for name in _PAIRS if name in self.tensors)
+        return next(sizes, 0)
 
     @property
-    def only_dense(self) -> bool:
-        """Whether the bias of pairs is already there, as a tensor."""
-        return self.dense is not None and self.rows is None and self.left is None and self.table is None
+    def hidden(self) -> int:
+        """Width of the guidance network, 1 without one."""
+        return self["rows"].shape[3] if "rows" in self.tensors else 1
 
     @property
     def must_build(self) -> bool:
-        """Whether a bias of pairs has to be materialised."""
-        return self.groups > 0 and not self.only_dense
+        """Whether a bias of pairs has to be materialised: one that is not already there, as a tensor."""
+        return any(name in self.tensors for name in _PAIRS[:-1])
 
     @property
     def tiles(self) -> tuning.Tiles:
         """Sizes of the kernels' tiles."""
-        width = max(self.query.shape[3], self.value.shape[3])
-        return tuning.tiles(width, self.query.dtype, self.query.shape[2])
+        query = self["query"]
+        return tuning.tiles(max(query.shape[3], self["value"].shape[3]), query.dtype, query.shape[2])
 
     @property
     def pair_type(self) -> torch.dtype:
@@ -102,55 +144,37 @@ class Inputs:
         of the order of the scores, and it has three bits more than bfloat16. Given numbers and tables by distance can
         be large, and stay in float32.
         """
-        learned = self.table is None and self.dense is None
-        return torch.float16 if learned and self.query.dtype != torch.float32 else torch.float32
+        learned = "table" not in self.tensors and "dense" not in self.tensors
+        return torch.float16 if learned and self["query"].dtype != torch.float32 else torch.float32
 
     def pair_bytes(self) -> int:
         """Of the materialised bias of one map of one batch element."""
         words = self.blocks[0]
         return words.shape[2] * words.shape[3] * 64 * self.pair_type.itemsize
 
-    def part(self, batch: slice, maps: slice) -> Inputs:
+    def part(self, piece: Piece) -> Inputs:
         """The same call for some batch elements and maps, and the heads that they serve."""
-        groups, num_heads = max(1, self.groups), self.query.shape[1]
-        if batch == slice(0, self.query.shape[0]) and maps == slice(0, groups):
-            return self
+        tensors = {name: piece.cut(tensor, OPERANDS[name].axes) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, blocks=[piece.cut(tensor) for tensor in self.blocks])
 
-        def cut(tensor: Tensor | None, batched: bool = True, grouped: bool = True) -> Tensor | None:
-            if tensor is None:
-                return None
-            if batched and tensor.shape[0] > 1:
-                tensor = tensor[batch]
-            dim = 1 if batched else 0
-            if grouped and (count := tensor.shape[dim]) > 1:
-                tensor = tensor.narrow(dim, maps.start * count // groups, (maps.stop - maps.start) * count // groups)
-            return tensor
-
-        changed: dict[str, Any] = {"blocks": [cut(t, grouped=t.shape[1] == num_heads) for t in self.blocks]}
-        for name in _BY_BATCH_AND_MAP:
-            changed[name] = cut(getattr(self, name))
-        for name in ("gain", "shift", "weight", "table"):
-            changed[name] = cut(getattr(self, name), batched=False)
-        for name in ("row_positions", "column_positions"):
-            changed[name] = cut(getattr(self, name), grouped=False)
-        return replace(self, **changed)
-
-    def parts(self, limit: int, each: int) -> Iterator[tuple[slice, slice]]:
-        """(batch elements, maps) in pieces of at most `limit` bytes where one map takes `each`, if that can be.
+    def pieces(self, limit: int, each: int) -> Iterator[Piece]:
+        """Pieces of at most `limit` bytes where one map takes `each`, if that can be.
 
         A piece holds whole key-value heads, so that no gradient is spread over two of them.
         """
-        batch, heads, kv, groups = self.query.shape[0], self.query.shape[1], self.key.shape[1], max(1, self.groups)
-        shared = 1 if self.columns is None or self.columns.shape[1] == 1 else heads // self.columns.shape[1]
+        (batch, heads), kv, groups = self["query"].shape[:2], self["key"].shape[1], max(1, self.groups)
+        shared = heads // self["columns"].shape[1] if "columns" in self.tensors else 1
+        shared = 1 if shared == heads else shared
         unit = math.lcm(heads // groups, heads // kv, shared) // (heads // groups)
         maps = max(unit, min(groups, limit // max(1, each)) // unit * unit)
         elements = max(1, min(batch, limit // max(1, each * maps))) if maps >= groups else 1
         for start in range(0, batch, elements):
             for first in range(0, groups, maps):
-                yield slice(start, min(start + elements, batch)), slice(first, min(first + maps, groups))
+                stops = min(start + elements, batch), min(first + maps, groups)
+                yield Piece(slice(start, stops[0]), slice(first, stops[1]), groups)
 
 
-NAMES: Final = tuple(field.name for field in fields(Inputs))
+_PAIRS: Final = ("rows", "left", "table", "dense")  # what a bias of pairs may be made of
 
 
 def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
@@ -160,17 +184,18 @@ def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
     products, dense = _of(call, Product), _dense_values(call)
     maps = [term.groups for term in (*guidance, *products, *offsets[:1])] + [values.shape[1] for values in dense]
     groups = reduce(math.lcm, maps, 1)
-    packed: dict[str, Any] = dict.fromkeys(NAMES)
-    packed |= {"query": _inner(call.query), "key": _inner(call.key), "value": _inner(call.value)}
-    packed |= {"origin": 0, "blocks": blocks, "scale": call.scale, "softcap": call.softcap or 0.0}
+    packed = {"query": _inner(call.query), "key": _inner(call.key), "value": _inner(call.value)}
     if additive:
         shared = reduce(math.lcm, (term.groups for term in additive))
         columns = _sum([_spread(term.columns.float(), shared) for term in additive])
         packed["columns"] = _inner(columns.expand(batch, -1, -1))
     if dense:
         packed["dense"] = _inner(_sum([_spread(values, groups) for values in dense]))
-    if guidance:
-        packed |= _network(guidance[0], batch, groups)
+    for term in guidance:
+        vectors = {"rows": term.rows, "cols": term.columns}
+        packed |= {name: _inner(_spread(side, groups).expand(batch, -1, -1, -1)) for name, side in vectors.items()}
+        parameters = {"gain": term.scale, "shift": term.shift, "weight": term.weight}
+        packed |= {name: _spread(side.float(), groups, dim=0).contiguous() for name, side in parameters.items()}
     if products:
         left, right = (
             _inner(torch.cat([_spread(side, groups).expand(batch, -1, -1, -1) for side in sides], dim=-1))
@@ -178,8 +203,10 @@ def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
         )
         same = left.dtype == right.dtype
         packed |= {"left": left if same else left.float(), "right": right if same else right.float()}
-    if offsets:
-        packed |= _by_distance(offsets[0], groups)
+    for term in offsets[:1]:
+        packed["table"] = _spread(term.table.float(), groups, dim=0).contiguous()
+        integers = ("bucket_of", "row_positions", "column_positions")
+        packed |= {name: getattr(term, name).int().contiguous() for name in integers}
     # A constant of a row: softmax cannot see it, unless a sink takes part.
     rows = [term.rows for term in additive if term.rows is not None]
     unseen = rows + [term.offset for term in guidance]
@@ -188,7 +215,9 @@ def pack(call: Call, blocks: list[Tensor]) -> tuple[Inputs, list[Tensor]]:
         for constant in [-row for row in rows] + [term.offset[None, :, None] for term in guidance]:
             sinks = sinks - _spread(constant.float(), heads)
         packed["sinks"], unseen = sinks.contiguous(), []
-    return Inputs(**packed), unseen
+    tensors = {name: packed[name] for name in NAMES if name in packed}
+    origin = offsets[0].origin if offsets else 0
+    return Inputs(tensors, blocks, origin, call.scale, call.softcap or 0.0), unseen
 
 
 def _dense_values(call: Call) -> list[Tensor]:
@@ -197,19 +226,6 @@ def _dense_values(call: Call) -> list[Tensor]:
     others = [term for term in call.terms if not isinstance(term, native)] + [*_of(call, Offset)[1:]]
     every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
     return [term.values for term in _of(call, Dense)] + [term.tile(*every) for term in others]
-
-
-def _network(term: Guidance, batch: int, groups: int) -> dict[str, Tensor]:
-    vectors = {"rows": term.rows, "cols": term.columns}
-    parameters = {"gain": term.scale, "shift": term.shift, "weight": term.weight}
-    packed = {name: _inner(_spread(side, groups).expand(batch, -1, -1, -1)) for name, side in vectors.items()}
-    return packed | {name: _spread(side.float(), groups, dim=0).contiguous() for name, side in parameters.items()}
-
-
-def _by_distance(term: Offset, groups: int) -> dict[str, Any]:
-    names = ("bucket_of", "row_positions", "column_positions")
-    packed = {name: getattr(term, name).int().contiguous() for name in names}
-    return {**packed, "table": _spread(term.table.float(), groups, dim=0).contiguous(), "origin": term.origin}
 
 
 def _of(call: Call, kind: type[AnyTerm]) -> list[AnyTerm]:

@@ -1,8 +1,9 @@
-"""The guidance network and its gradients on blocks of pairs, in sub-tiles that stay in the processor's cache.
+"""Tiles of terms, and gradients of their tensors added up in place, so that none of a tile is as large as a tensor.
 
-The layer norm of a sum separates (a_i and c_j centred over the d hidden units): var_ij = (|a_i|^2 + |c_j|^2 +
-2 a_i . c_j) / d is one small matrix product, and the hidden layer z = r_ij (gain a_i + gain c_j) + shift with
-r = 1 / sqrt(var + eps) takes two passes. Backward, with the upstream gradient G and P = r G GELU'(z):
+The guidance network on blocks of pairs goes in sub-tiles that stay in the processor's cache. The layer norm of a sum
+separates (a_i and c_j centred over the d hidden units): var_ij = (|a_i|^2 + |c_j|^2 + 2 a_i . c_j) / d is one small
+matrix product, and the hidden layer z = r_ij (gain a_i + gain c_j) + shift with r = 1 / sqrt(var + eps) takes two
+passes. Backward, with the upstream gradient G and P = r G GELU'(z):
 
     d weight = sum_ij GELU(z) G              d shift = weight * sum_ij P / r
     R_i = sum_j P_ij,  C_j = sum_i P_ij      d gain = weight * (sum_i a_i R_i + sum_j c_j C_j)
@@ -19,10 +20,9 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnflow.bias.terms import EPS, Guidance, wide
+from attnflow.bias.terms import EPS, Additive, Dense, Guidance, Offset, Product, TensorTerm, wide
 
 # Numbers in a sub-tile, 4 MB on a CPU: small enough for the caches, large enough for threads to share each pass.
 _SUBTILE: Final = {"cpu": 1 << 20}
@@ -34,11 +34,68 @@ _gelu: Final = torch.ops.aten.gelu.out
 _gelu_backward: Final = torch.ops.aten.gelu_backward.grad_input
 
 
-class GuidanceTiles:
+class Tiles:
+    """Computes blocks of pairs of one term, and gathers gradients of its tensors from them if it `learns`."""
+
+    def __init__(self, term: TensorTerm, learns: bool) -> None:
+        self.term, self.groups = term, term.groups
+        self.sums = [torch.zeros_like(wide(t)) for t in term.tensors().values()] if learns else []
+
+    def tile(self, rows: slice, columns: slice, allowed: Tensor | None) -> Tensor:
+        """B for a block of pairs, [batch or 1, groups, queries, keys]; anything finite where no pair is allowed."""
+        return self.term.tile(rows, columns)
+
+    def gather(self, rows: slice, columns: slice, allowed: Tensor | None, gradient: Tensor) -> None:
+        """Add what the upstream gradient of a block, [batch, groups, queries, keys], gives to each tensor."""
+        term, sums = self.term, self.sums
+        if type(term) is Product:
+            gradient = gradient.to(sums[0].dtype)
+            _add(sums[0][:, :, rows], gradient @ wide(term.columns[:, :, columns]))
+            _add(sums[1][:, :, columns], gradient.mT @ wide(term.rows[:, :, rows]))
+        elif type(term) is Additive:
+            _add(sums[0][:, :, columns], gradient.sum(dim=2))
+            if term.rows is not None:
+                _add(sums[1][:, :, rows], -gradient.sum(dim=3))
+        elif type(term) is Dense:
+            _add(sums[0][:, :, rows, columns], gradient)
+        elif type(term) is Offset:
+            bucket = term.buckets(rows, columns)
+            gradient = gradient.to(sums[0].dtype).sum_to_size((len(bucket), *gradient.shape[1:]))
+            for total, part in zip(sums[0], gradient.unbind(dim=1), strict=True):
+                if total.is_cuda:  # each device has one of these that adds in a fixed order
+                    total.index_put_((bucket,), part, accumulate=True)
+                else:
+                    total.index_add_(0, bucket.flatten(), part.flatten())
+        else:
+            self._gather_by_autograd(rows, columns, gradient)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each of the term's tensors from all blocks gathered, None for integers."""
+        tensors = self.term.tensors().values()
+        return [total if t.is_floating_point() else None for total, t in zip(self.sums, tensors, strict=True)]
+
+    def _gather_by_autograd(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """For any other term: its tile is computed again."""
+        tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in self.term.tensors().values()]
+        places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+        with torch.enable_grad():
+            tile = self.term.with_tensors(tensors).tile(rows, columns)
+            upstream = gradient.sum_to_size(tile.shape).to(tile.dtype)
+            parts = torch.autograd.grad(tile, [tensors[i] for i in places], upstream, materialize_grads=True)
+        for place, part in zip(places, parts, strict=True):
+            self.sums[place].add_(part)
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    """In place; one tensor may serve all batch elements."""
+    total.add_(part.sum_to_size(total.shape))
+
+
+class GuidanceTiles(Tiles):
     """Tiles of one `Guidance` term, and the gradients that its tensors gather from them."""
 
-    def __init__(self, term: Guidance) -> None:
-        self.term = term
+    def __init__(self, term: Guidance, learns: bool) -> None:
+        self.offset = term.offset
         self.batch, self.groups, _, self.hidden = term.rows.shape
         # One map for each batch element and group from here on: [maps, ...].
         self.gain, self.shift, self.weight = (
@@ -51,6 +108,11 @@ class GuidanceTiles:
         fit = _SUBTILE.get(device, _SUBTILE_ELSEWHERE) // (self.hidden * self.strip)
         self.width = max(1, min(fit, self.columns.shape[1]))
         self._buffers = self.rows.new_empty((3, self.hidden * self.strip * self.width))
+        if learns:
+            self.by_row, self.by_column = torch.zeros_like(self.scaled_rows), torch.zeros_like(self.scaled_columns)
+            self.from_rows, self.from_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
+            self.to_weight, self.to_shift = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
+            self.to_offset = self.weight.new_zeros(len(self.weight))
 
     def _prepare(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Centred features [maps, tokens, hidden], their mean squares, and gain * centred, [maps, hidden, tokens]."""
@@ -58,9 +120,7 @@ class GuidanceTiles:
         centred = centred - centred.mean(dim=-1, keepdim=True)
         return centred, centred.double().square().mean(dim=-1), (centred.mT * self.gain[:, :, None]).contiguous()
 
-    def tile(
-        self, rows: slice, columns: slice, allowed: Bool[Tensor, "batch_1 heads_1 queries keys"] | None
-    ) -> Float[Tensor, "batch_2 groups queries keys"]:
+    def tile(self, rows: slice, columns: slice, allowed: Tensor | None) -> Tensor:
         """B for a block of pairs; 0 + offset where it knows that no pair exists."""
         inverse = self._inverse_deviation(rows, columns)
         bias = torch.zeros_like(inverse)
@@ -71,24 +131,10 @@ class GuidanceTiles:
                 activated = _gelu(z, out=z)
                 bias[index, i, j] = (self.weight[index] @ activated.flatten(1)).view(z.shape[1:])
         bias = bias.unflatten(0, (self.batch, self.groups))
-        return bias.add_(wide(self.term.offset)[:, None, None])
+        return bias.add_(wide(self.offset)[:, None, None])
 
-    def start(self) -> None:
-        """Forget what has been gathered."""
-        hidden = self.weight
-        self.by_row, self.by_column = torch.zeros_like(self.scaled_rows), torch.zeros_like(self.scaled_columns)
-        self.from_rows, self.from_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
-        self.to_weight, self.to_shift = torch.zeros_like(hidden), torch.zeros_like(hidden)
-        self.to_offset = hidden.new_zeros(len(hidden))
-
-    def gather(
-        self,
-        rows: slice,
-        columns: slice,
-        allowed: Bool[Tensor, "batch_1 heads_1 queries keys"] | None,
-        gradient: Float[Tensor, "batch_2 groups queries keys"],
-    ) -> None:
-        """Add what the upstream gradient of a block of pairs, 0 where no pair exists, gives to each tensor."""
+    def gather(self, rows: slice, columns: slice, allowed: Tensor | None, gradient: Tensor) -> None:
+        """Add what the upstream gradient of a block, 0 where no pair exists, gives to each tensor."""
         upstream = gradient.sum_to_size((self.batch, *gradient.shape[1:])).flatten(0, 1).to(self.rows.dtype)
         inverse = self._inverse_deviation(rows, columns)
         moment = torch.zeros_like(inverse)
@@ -106,10 +152,10 @@ class GuidanceTiles:
         self.from_columns[:, columns].baddbmm_(moment.mT, a, alpha=-1).sub_(c * moment.sum(dim=1)[..., None])
         self.to_offset += upstream.sum(dim=(1, 2))
 
-    def gradients(self) -> list[Tensor]:
-        """The gradient of each of the term's tensors, from all blocks gathered since `start`."""
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each of the term's tensors, from all blocks gathered."""
         factor = (self.gain * self.weight)[:, None]
-        sides: list[Tensor] = []
+        sides: list[Tensor | None] = []
         to_gain = torch.zeros_like(self.gain)
         for features, gathered, rest in (
             (self.rows, self.by_row.mT, self.from_rows),

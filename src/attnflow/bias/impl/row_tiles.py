@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
 from attnflow.bias.call import Call
-from attnflow.bias.impl._term_tiles import TermTiles, tiles_of
-from attnflow.bias.terms import wide
+from attnflow.bias.impl.term_tiles import GuidanceTiles, Tiles
+from attnflow.bias.terms import Guidance, TensorTerm, wide
 
 _SCORES: Final = {"cpu": 1 << 22}  # scores held at a time, of all heads and batch elements: 16 MB on a CPU
 _SCORES_ELSEWHERE: Final = 1 << 25
@@ -42,15 +42,6 @@ class Block:
     columns: slice
     allowed: Tensor | None
     empty: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """Post-softmax weights of a block before dropout, the derivative of the soft cap, and the weight on the sinks."""
-
-    weights: Tensor
-    cap_slope: Tensor | None
-    on_sink: Tensor | None
 
 
 def rows_at_once(call: Call) -> int:
@@ -85,56 +76,58 @@ def blocks_of(call: Call) -> Iterator[Block]:
 class RowTiles:
     """One call, ready to be computed block by block."""
 
-    def __init__(self, call: Call, seed: int | None) -> None:
-        """`seed` decides which weights dropout drops; None where it drops none."""
-        self.call, self.seed = call, seed
+    def __init__(self, call: Call, seed: int | None, learns: bool = False) -> None:
+        """`seed` decides which weights dropout drops, None for none; `learns`: gradients of the terms are needed."""
+        self.call, self.seed, self.learns = call, seed, learns
         self.key, self.value = (wide(t).flatten(0, 1) for t in (call.key, call.value))
-        self.terms: list[TermTiles] = [tiles_of(term) for term in call.terms]
+        self.terms = [
+            GuidanceTiles(term, learns) if type(term) is Guidance else Tiles(cast(TensorTerm, term), learns)
+            for term in call.terms
+        ]
 
     def forward(self) -> Tensor:
         """The output, in the type of the values."""
         call = self.call
         output = call.value.new_zeros((*call.query.shape[:3], call.value.shape[3]))
         for block in blocks_of(call):
-            weights = self._dropped(self._weights(block).weights, block)
+            weights = self._dropped(self._weights(block)[0], block)
             product = self._by_key_head(weights) @ self.value[:, block.columns]
             output[:, :, block.rows] = product.view(*weights.shape[:3], -1)
         return output
 
-    def backward(self, gradient: Tensor, needs_terms: bool) -> list[Tensor | None]:
+    def backward(self, gradient: Tensor) -> list[Tensor | None]:
         """Gradients of query, key, value, sinks (if there are any) and, if needed, all tensors of the terms."""
         call = self.call
-        learned = list(zip(call.terms, self.terms, strict=True)) if needs_terms else []
-        for _, tiles in learned:
-            tiles.start()
+        learned = self.terms if self.learns else []
         to_query = torch.zeros_like(wide(call.query))
         to_key, to_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
         to_sinks = None if call.sinks is None else torch.zeros_like(wide(call.sinks))
         for block in blocks_of(call):
-            block_weights = self._weights(block)
+            weights, cap_slope, on_sink = self._weights(block)
             upstream = self._by_key_head(wide(gradient[:, :, block.rows]))
-            dropped = self._by_key_head(self._dropped(block_weights.weights, block))
+            dropped = self._by_key_head(self._dropped(weights, block))
             to_value[:, block.columns].baddbmm_(dropped.mT, upstream)
-            to_weights = torch.bmm(upstream, self.value[:, block.columns].mT).view_as(block_weights.weights)
+            to_weights = torch.bmm(upstream, self.value[:, block.columns].mT).view_as(weights)
             to_scores = self._dropped(to_weights, block)
-            along = (block_weights.weights * to_scores).sum(dim=-1, keepdim=True)
-            to_scores = to_scores.sub_(along).mul_(block_weights.weights)
-            if to_sinks is not None and block_weights.on_sink is not None:
-                to_sinks -= (block_weights.on_sink * along).sum(dim=(0, 2, 3))
-            for term, tiles in learned:
-                to_bias = to_scores.unflatten(1, (term.groups, -1)).sum(dim=2)
+            along = (weights * to_scores).sum(dim=-1, keepdim=True)
+            to_scores = to_scores.sub_(along).mul_(weights)
+            if to_sinks is not None and on_sink is not None:
+                to_sinks -= (on_sink * along).sum(dim=(0, 2, 3))
+            for tiles in learned:
+                to_bias = to_scores.unflatten(1, (tiles.groups, -1)).sum(dim=2)
                 tiles.gather(block.rows, block.columns, block.allowed, to_bias)
-            if block_weights.cap_slope is not None:
-                to_scores *= block_weights.cap_slope
+            if cap_slope is not None:
+                to_scores *= cap_slope
             to_products = self._by_key_head(to_scores.mul_(call.scale))
             to_query[:, :, block.rows] = (to_products @ self.key[:, block.columns]).view(*to_scores.shape[:3], -1)
             query = self._by_key_head(wide(call.query[:, :, block.rows]))
             to_key[:, block.columns].baddbmm_(to_products.mT, query)
         parts: list[Tensor | None] = [to_query, to_key.view(call.key.shape), to_value.view(call.value.shape)]
         parts += [] if to_sinks is None else [to_sinks]
-        return parts + [part for _, tiles in learned for part in tiles.gradients()]
+        return parts + [part for tiles in learned for part in tiles.gradients()]
 
-    def _weights(self, block: Block) -> _Weights:
+    def _weights(self, block: Block) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(weights before dropout, derivative of the soft cap, weight on the sinks) of a block."""
         call = self.call
         query = self._by_key_head(wide(call.query[:, :, block.rows]) * call.scale)
         products = torch.bmm(query, self.key[:, block.columns].mT)
@@ -152,7 +145,7 @@ class RowTiles:
         if block.empty is not None:  # a softmax over nothing is NaN
             weights = weights.masked_fill_(block.empty, 0.0)
             on_sink = None if on_sink is None else on_sink.masked_fill(block.empty, 0.0)
-        return _Weights(weights, cap_slope, on_sink)
+        return weights, cap_slope, on_sink
 
     def _add_bias(self, score: Tensor, block: Block) -> Tensor:
         """Scores, in place, plus all terms, and -inf where no pair exists."""

@@ -1,4 +1,4 @@
-"""A relation as the kernels read it: one word of bits for each query and block of 64 keys, and lists of blocks.
+"""A relation as kernels read it: one word of bits for each query and block of 64 keys, and lists of blocks.
 
 Made once for each relation, some queries at a time, without waiting for the device. Memory: a bit for each pair, and
 16 bytes for each block of 64 x 64.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 
@@ -66,7 +66,7 @@ def blocks_of(allow: Allow, device: torch.device, rows: int) -> Blocks:
     """The blocks of a relation, for tiles of 64 or 128 queries; kept with the relation for the layers to come."""
 
     def make() -> Blocks:
-        words, counts = _count(allow, device)
+        words, counts = count_pairs(allow, device)
         per_head = counts.unflatten(2, (-1, rows // BLOCK)).sum(dim=3)
         any_head = counts if counts.shape[1] == 1 else counts.sum(dim=1, keepdim=True)
         whole, union = BLOCK * BLOCK, BLOCK * BLOCK * counts.shape[1]
@@ -95,31 +95,26 @@ def bytes_of(allow: Allow, device: torch.device) -> UInt8[Tensor, "batch heads q
     return result
 
 
-def _count(allow: Allow, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(words, allowed pairs of each block [batch, heads, query blocks, key blocks])."""
+def count_pairs(allow: Allow, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(words as in `Blocks`, allowed pairs of each block of 64 x 64 [batch, heads, query blocks, key blocks])."""
     num_blocks = -(-allow.num_keys // BLOCK)
-    padded = -(-allow.num_queries // (2 * BLOCK)) * 2 * BLOCK
     step = max(1, _PAIRS // (allow.batch * num_blocks * BLOCK * BLOCK)) * BLOCK
     bit = torch.ones((), dtype=torch.int64, device=device) << torch.arange(BLOCK, device=device)
     words: list[Tensor] = []
     counts: list[Tensor] = []
     for start in range(0, allow.num_queries, step):
-        part = _rows(allow, slice(start, min(start + step, allow.num_queries)), device)
-        beyond = num_blocks * BLOCK - part.shape[3], -part.shape[2] % BLOCK
-        part = functional.pad(part, (0, beyond[0], 0, beyond[1])).unflatten(3, (num_blocks, BLOCK))
+        stop = min(start + step, allow.num_queries)
+        part = allow.rows(slice(start, stop))
+        if part is None:
+            part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool, device=device)
+        part = functional.pad(part.to(device), (0, -allow.num_keys % BLOCK, 0, (start - stop) % BLOCK))
+        part = part.unflatten(3, (num_blocks, BLOCK))
         words.append((part * bit).sum(dim=-1).mT)
         counts.append(part.unflatten(2, (-1, BLOCK)).sum(dim=(3, 5)))
     every_word, every_count = torch.cat(words, dim=3), torch.cat(counts, dim=2)
-    missing = padded - every_word.shape[3]
+    missing = -every_word.shape[3] % (2 * BLOCK)
     every_word = functional.pad(every_word, (0, missing)).contiguous()
     return every_word, functional.pad(every_count, (0, 0, 0, missing // BLOCK))
-
-
-def _rows(allow: Allow, block: slice, device: torch.device) -> Bool[Tensor, "batch heads rows keys"]:
-    result = allow.rows(block)
-    if result is None:
-        return torch.ones(1, 1, block.stop - block.start, allow.num_keys, dtype=torch.bool, device=device)
-    return result.to(device)
 
 
 def _lists(counts: Tensor, whole: int) -> Lists:
