@@ -114,7 +114,7 @@ def row_losses(model: nn.Module, rows: Packed, batch: int = 4) -> list[float]:
     with torch.no_grad():
         # In parts of nearly equal size: shuffling queries needs two rows in each.
         for part in torch.arange(len(rows)).tensor_split(-(-len(rows) // batch)):
-            inputs = rows.batch(part.tolist())
+            inputs = rows[part.tolist()]
             labels = inputs.pop("labels")[:, 1:]
             logits = cast(Any, model)(**inputs, use_cache=False).logits[:, :-1].float()
             losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")

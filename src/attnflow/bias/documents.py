@@ -47,7 +47,7 @@ def read_documents(source: str) -> list[str]:
         texts = _data_set(source)
     documents = [text for text in texts if text.strip()]
     if not documents:
-        raise ValueError(f"{source} holds no text")
+        raise ValueError(f"{source} holds no text; of a folder its .txt and .md files are read")
     return documents
 
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -45,29 +44,23 @@ class Packed(Dataset[dict[str, Tensor]]):
                 f"the documents have {total} tokens, which is not one row of {length}: give more text, or "
                 "a smaller length"
             )
-        self.tokens = _rows(torch.cat(parts), length)
         first = torch.zeros(total, dtype=torch.bool)
         first[torch.tensor([0, *(part.numel() for part in parts[:-1])]).cumsum(0)] = True
-        self.positions = _since(_rows(first, length))
+        # Whole rows; the rest, less than a row, is left out.
+        self.tokens, first = (flat[: total // length * length].view(-1, length) for flat in (torch.cat(parts), first))
+        place = torch.arange(length).expand(first.shape)
+        self.positions = place - torch.where(first, place, 0).cummax(dim=1).values
         self.labels = self.tokens.masked_fill(self.positions == 0, IGNORED)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Arguments of a causal language model for one row."""
+    def __getitem__(self, index: int | slice | Sequence[int]) -> dict[str, Tensor]:
+        """Arguments of a causal language model for one row, or for several at once."""
         return {
             "input_ids": self.tokens[index],
             "position_ids": self.positions[index],
             "labels": self.labels[index],
-        }
-
-    def batch(self, indices: Sequence[int] | slice) -> dict[str, Tensor]:
-        """The same for several rows at once."""
-        return {
-            "input_ids": self.tokens[indices],
-            "position_ids": self.positions[indices],
-            "labels": self.labels[indices],
         }
 
 
@@ -103,15 +96,3 @@ class Drawn(Dataset[dict[str, Tensor]]):
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(size)
-
-
-def _rows(flat: Tensor, length: int) -> Tensor:
-    """Whole rows; the rest, less than a row, is left out."""
-    return flat[: flat.numel() // length * length].view(-1, length)
-
-
-def _since(first: Tensor) -> Int[Tensor, "rows length"]:
-    """How many tokens ago the document, or the row, began."""
-    place = torch.arange(first.shape[1]).expand(first.shape)
-    began = torch.where(first, place, 0).cummax(dim=1).values
-    return place - began

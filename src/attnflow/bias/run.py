@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -14,6 +16,7 @@ from attnflow.bias.config import BiasConfig
 
 SETTINGS: Final = "settings.json"
 CHECKPOINTS: Final = "checkpoints"
+_NUMBERS: Final = ("learning_rate", "weight_decay", "max_grad_norm")
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,20 @@ class TrainingConfig:
         if cast(int, self.save_every) % log:
             # The log averages the loss since its last entry, which a checkpoint between two entries would cut in two.
             raise ValueError(f"save_every must be a multiple of log_every = {log}, got {self.save_every}")
-        if not self.learning_rate > 0:
+        if len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {self.betas}")
+        for name, value in [(name, getattr(self, name)) for name in _NUMBERS] + [
+            ("betas", beta) for beta in self.betas
+        ]:
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        if not (self.weight_decay >= 0 and self.max_grad_norm > 0):  # NaN fails both
-            raise ValueError("weight_decay must be at least 0 and max_grad_norm positive")
+        if self.weight_decay < 0 or self.max_grad_norm <= 0:
+            got = f"got {self.weight_decay} and {self.max_grad_norm}"
+            raise ValueError(f"weight_decay must be at least 0 and max_grad_norm positive, {got}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
 
@@ -115,7 +128,11 @@ def check_folder(folder: str | Path, settings: Mapping[str, Any]) -> None:
         raise PermissionError(f"no permission to write to {around}; choose another folder")
     if not (place / SETTINGS).is_file():
         return
-    theirs = _flat(json.loads((place / SETTINGS).read_text(encoding="utf-8")))
+    try:
+        theirs = _flat(json.loads((place / SETTINGS).read_text(encoding="utf-8")))
+    except ValueError as error:
+        reason = f"{place / SETTINGS}, the settings of the run in that folder, is not JSON: {error}"
+        raise ValueError(f"{reason}; choose another folder, or delete this one") from error
     ours = _flat(json.loads(json.dumps(settings)))
     top = {name.partition(".")[0] for name in ours}
     names = [name for name in dict.fromkeys((*theirs, *ours)) if name.partition(".")[0] in top]

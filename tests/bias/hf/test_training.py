@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_rows_are_the_documents_end_to_end() -> None:
     assert rows.positions.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert rows.labels[1].tolist() == [-100, -100, *second[1:]]
     assert len(rows) == 4
-    assert {k: v.tolist() for k, v in rows.batch([1]).items()} == {k: [v.tolist()] for k, v in rows[1].items()}
+    assert {k: v.tolist() for k, v in rows[[1]].items()} == {k: [v.tolist()] for k, v in rows[1].items()}
     with pytest.raises(ValueError, match="17 tokens, which is not one row of 18"):
         Packed([first, second, third], 18)
 
@@ -78,7 +79,7 @@ def test_rows_are_the_documents_end_to_end() -> None:
 def test_a_document_in_a_row_has_the_outputs_and_gradients_that_it_has_alone() -> None:
     biased = model(torch.float64, init="kaiming")
     parts = documents(7, 4, 5)
-    row = Packed(parts, 16).batch([0])
+    row = Packed(parts, 16)[[0]]
     with torch.no_grad():
         packed = biased(**row, use_cache=False)
         alone = [biased(torch.tensor([part]), labels=torch.tensor([part]), use_cache=False) for part in parts]
@@ -110,7 +111,10 @@ def test_draws_are_a_function_of_seed_and_step() -> None:
         ({"warmup": 9}, "warmup must be at most 8, got 9"),
         ({"save_every": 3}, "save_every must be a multiple of log_every = 2"),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm positive"),
+        ({"learning_rate": math.inf}, "learning_rate must be finite, got inf"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm positive, got 0.01 and 0.0"),
+        ({"weight_decay": math.nan}, "weight_decay must be finite"),
+        ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, Any], message: str) -> None:
@@ -144,7 +148,7 @@ def test_matrices_decay_and_nothing_else(tmp_path: Path) -> None:
 
 def test_strength_is_the_centred_size_over_allowed_pairs() -> None:
     biased = model(torch.float64, init="kaiming")
-    inputs = Packed(documents(7, 4, 5), 16).batch([0])
+    inputs = Packed(documents(7, 4, 5), 16)[[0]]
     calls: list[Any] = []
     bias = next(bias for _, bias in layer_biases(biased))
     bias.observer = calls.append
@@ -194,7 +198,7 @@ def test_a_half_precision_base_has_a_float32_bias(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in af.bias.handle(biased).parameters()} == {torch.float32}
     made.train()
     assert biased.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert strength(biased, Packed(documents(80), 8).batch([0])).layers[0] > 1e-4
+    assert strength(biased, Packed(documents(80), 8)[[0]]).layers[0] > 1e-4
 
 
 @pytest.mark.parametrize("train", ["guidance", "all"])
@@ -304,6 +308,9 @@ def test_another_run_in_the_folder_is_named_by_its_settings(tmp_path: Path) -> N
         check_folder(tmp_path, run_settings(longer, [wider], "guidance", 16))
     with pytest.raises(ValueError, match=r"bias.0.gain was not set and is 0.0"):
         check_folder(tmp_path, run_settings(SHORT, [af.bias.DotConfig()], "guidance", 16))
+    (tmp_path / "settings.json").write_text('{"training"')
+    with pytest.raises(ValueError, match=r"is not JSON: .*; choose another folder, or delete this one"):
+        check_folder(tmp_path, settings)
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(NotADirectoryError, match="is a file; results need a folder"):
