@@ -12,8 +12,8 @@ from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow._core.progress import Progress, Reporter
+    from attnflow.knowledge.index import SearchMode
     from attnflow.knowledge.store import Store
-    from attnflow.knowledge.store.backend import SearchMode
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.sync import MADE_BY, save_entries
+from attnflow.knowledge.index import Mode
 from attnflow.knowledge.monitor.duplication import duplicates
 from attnflow.knowledge.monitor.reembedding import drift
 from attnflow.knowledge.records import SEPARATOR, Record, Split, read_records
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.backend import Mode
 from attnflow.knowledge.text_results import Inspection, Match, Matches, Written
 from attnflow.models.loader import load_model
 

@@ -4,7 +4,7 @@ entry_index.py is what users see; exact.py and partition.py search; rows.py hold
 readers_writer.py keeps threads apart.
 """
 
-from attnflow.knowledge.index.entry_index import EntryIndex
+from attnflow.knowledge.index.entry_index import EntryIndex, Mode, SearchMode
 from attnflow.knowledge.index.neighbours import Neighbours
 
-__all__ = ["EntryIndex", "Neighbours"]
+__all__ = ["EntryIndex", "Mode", "Neighbours", "SearchMode"]

@@ -19,9 +19,10 @@ from attnflow.knowledge.index.exact import Floats, above, best
 from attnflow.knowledge.index.neighbours import Neighbours
 from attnflow.knowledge.index.partition import Partition, faiss
 from attnflow.knowledge.index.readers_writer import ReadersWriter
-from attnflow.knowledge.index.rows import LARGEST, Rows
+from attnflow.knowledge.index.rows import LARGEST, GrowingMatrix
 
 Mode = Literal["exact", "approximate"]
+SearchMode = Literal["auto", "exact", "approximate"]
 
 # Up to so many entries exact search takes a few tenths of a millisecond (width 128), and certifies.
 MOST: Final = 1 << 20  # entries asked for where there are fewer: results have room for all k
@@ -70,7 +71,7 @@ class EntryIndex:
         self,
         dim: int,
         num_thresholds: int = 0,
-        search: Literal["auto", "exact", "approximate"] = "auto",
+        search: SearchMode = "auto",
         target_recall: float = 0.99,
     ) -> None:
         self.dim = integer("dim", dim, minimum=1)
@@ -82,7 +83,7 @@ class EntryIndex:
         if search == "approximate":
             faiss()
         self.requested, self.target_recall = search, float(target_recall)
-        self._rows = Rows(self.dim + self.num_thresholds)
+        self._rows = GrowingMatrix(self.dim + self.num_thresholds)
         self._partition: Partition | None = None
         self._sample: Sample | None = None
         self._judged = self._changed = 0

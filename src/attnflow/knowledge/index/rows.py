@@ -1,46 +1,42 @@
-"""The rows of an index: one contiguous matrix with room to grow, without holes."""
+"""A contiguous matrix with room to grow, without holes: the rows of an index."""
 
 from __future__ import annotations
 
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 LARGEST: Final = 1e16  # of larger numbers scores overflow float32, and infinity less infinity is none
 _GROWTH: Final = 1.5
 
 
-class Rows:
-    """Rows 0 to n - 1 of width `width`, float32; adding one costs O(width) on average.
+class GrowingMatrix:
+    """Rows 0 to n - 1 of one width; adding one costs O(width) on average."""
 
-    Args:
-        width: columns.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._room = torch.empty(0, width)
+    def __init__(self, width: int, kind: torch.dtype = torch.float32) -> None:
+        self._room = torch.empty(0, width, dtype=kind)
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     @property
-    def used(self) -> Float[Tensor, "n width"]:
+    def used(self) -> Shaped[Tensor, "n width"]:
         """The rows that are there, a view."""
         return self._room[: self._count]
 
-    def set(self, rows: Float[Tensor, "n width"]) -> None:
+    def set(self, rows: Shaped[Tensor, "n width"]) -> None:
         """These rows instead, a copy without spare room."""
         self._room = rows.clone(memory_format=torch.contiguous_format)
         self._count = len(rows)
 
-    def add(self, rows: Float[Tensor, "new width"]) -> Int[Tensor, " new"]:
+    def add(self, rows: Shaped[Tensor, "new width"]) -> Int[Tensor, " new"]:
         """Append; returns their numbers."""
         first, needed = self._count, self._count + len(rows)
         if needed > len(self._room):
-            grown = torch.empty(max(needed, int(needed * _GROWTH)), self._room.shape[1])
+            grown = self._room.new_empty(max(needed, int(needed * _GROWTH)), self._room.shape[1])
             grown[:first] = self.used
             self._room = grown
         self._room[first:needed] = rows

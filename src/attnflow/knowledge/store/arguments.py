@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
 from attnflow.knowledge.index.rows import LARGEST
-from attnflow.knowledge.store.rows import Floats, Strings
+from attnflow.knowledge.store.entry import Floats, Strings
 
 Vectors = Tensor | npt.NDArray[Any] | Sequence[Any]  # numbers, or rows of numbers
 

@@ -9,16 +9,14 @@ import numpy as np
 import pyarrow as arrow
 
 from attnflow._core.checks import IntArray
-from attnflow.knowledge.store.rows import Floats, Rows, Stamped
-
-_TIME = arrow.timestamp("us", tz="UTC")
+from attnflow.knowledge.store.entry import Rows, Stamped
 
 
 def schema(dim: int, num_thresholds: int) -> Any:
     """Of a table of entries; without threshold columns there is no field for them."""
-    number, text = arrow.int64(), arrow.string()
+    number, text, time = arrow.int64(), arrow.string(), arrow.timestamp("us", tz="UTC")
     fields = [("id", number), ("text", text), ("source", text), ("encoder", text), ("version", number)]
-    fields += [("created", _TIME), ("updated", _TIME), ("embedding", arrow.list_(arrow.float32(), dim))]
+    fields += [("created", time), ("updated", time), ("embedding", arrow.list_(arrow.float32(), dim))]
     if num_thresholds:
         fields += [("thresholds", arrow.list_(arrow.float32(), num_thresholds))]
     return arrow.schema(fields)
@@ -26,44 +24,30 @@ def schema(dim: int, num_thresholds: int) -> Any:
 
 def to_table(rows: Rows, dim: int, num_thresholds: int) -> Any:
     """One Arrow row for each entry."""
-    columns = [
-        arrow.array(rows.ids),
-        *(arrow.array(texts, type=arrow.string()) for texts in (rows.texts, rows.sources, rows.encoders)),
-        arrow.array(rows.versions),
-        arrow.array(rows.created).cast(_TIME),
-        arrow.array(rows.updated).cast(_TIME),
-        _lists(rows.vectors[:, :dim]),
-    ]
-    if num_thresholds:
-        columns.append(_lists(rows.vectors[:, dim:]))
-    return arrow.table(columns, schema=schema(dim, num_thresholds))
+    described = schema(dim, num_thresholds)
+    values = vars(rows) | {"embedding": rows.vector[:, :dim], "thresholds": rows.vector[:, dim:]}
+    return arrow.table([_array(values[field.name], field.type) for field in described], schema=described)
 
 
 def to_rows(table: Any, dim: int, num_thresholds: int) -> Rows:
     """The entries of a table."""
-    vectors = np.empty((len(table), dim + num_thresholds), dtype=np.float32)
-    _fill(vectors, table, dim)
-    return Rows(
-        ids=table["id"].to_numpy(),
-        vectors=vectors,
-        texts=np.array(table["text"].to_pylist(), dtype=object),
-        sources=np.array(table["source"].to_pylist(), dtype=object),
-        encoders=np.array(table["encoder"].to_pylist(), dtype=object),
-        versions=table["version"].to_numpy(),
-        created=times(table["created"]),
-        updated=times(table["updated"]),
-    )
+    ids, updated, vectors = to_stamped(table.to_batches(), len(table), dim, num_thresholds)
+    text, source, encoder = (np.array(table[name].to_pylist(), dtype=object) for name in ("text", "source", "encoder"))
+    version, created = table["version"].to_numpy(), times(table["created"])
+    return Rows(ids, text, source, encoder, version, created, updated, vectors)
 
 
 def to_stamped(batches: Iterable[Any], count: int, dim: int, num_thresholds: int) -> Stamped:
     """At most `count` rows, straight into one matrix: vectors are never held twice."""
     ids, updated = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     vectors = np.empty((count, dim + num_thresholds), dtype=np.float32)
+    lists = {"embedding": vectors[:, :dim]} | ({"thresholds": vectors[:, dim:]} if num_thresholds else {})
     done = 0
     for batch in batches:
         place = slice(done, done + len(batch))
         ids[place], updated[place] = batch["id"].to_numpy(), times(batch["updated"])
-        _fill(vectors[place], batch, dim)
+        for name, values in lists.items():
+            values[place] = batch[name].flatten().to_numpy().reshape(len(batch), values.shape[1])
         done += len(batch)
     return Stamped(ids[:done], updated[:done], vectors[:done])
 
@@ -73,18 +57,7 @@ def times(column: Any) -> IntArray:
     return column.cast(arrow.int64()).to_numpy()
 
 
-def _fill(vectors: Floats, table: Any, dim: int) -> None:
-    start = 0
-    for name, width in (("embedding", dim), ("thresholds", vectors.shape[1] - dim)):
-        if width:
-            column = table[name]
-            done = 0
-            for chunk in getattr(column, "chunks", [column]):
-                vectors[done : done + len(chunk), start : start + width] = chunk.flatten().to_numpy().reshape(-1, width)
-                done += len(chunk)
-        start += width
-
-
-def _lists(values: Floats) -> Any:
-    flat = arrow.array(np.ascontiguousarray(values).ravel())
-    return arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
+def _array(values: Any, kind: Any) -> Any:
+    if arrow.types.is_fixed_size_list(kind):
+        return arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(values).ravel(), kind.list_size)
+    return arrow.array(values).cast(kind)

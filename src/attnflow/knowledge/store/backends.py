@@ -1,15 +1,23 @@
-"""From a uri to a backend; backends import their packages when they are made."""
+"""What keeps rows durably and searches them, from a uri; `Store` does the rest.
+
+Every writing method of a backend is one step: when it raises, or the process dies, nothing changed. One that was cut
+short after its step may leave what is searched behind what is kept, until `refresh`. Its `next_id` is above every id
+that the store has held, and survives deletes, restores and reopening. Packages are imported when a backend is made.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
-from attnflow.knowledge.store.backend import Backend, SearchMode
+from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.lance import LanceBackend
 from attnflow.knowledge.store.memory import MemoryBackend
 from attnflow.knowledge.store.milvus_search import MilvusBackend
 
-_FILES = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
+Backend = LanceBackend | MemoryBackend | MilvusBackend
+
+_FILES: Final = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
 
 
 def check_uri(uri: str) -> None:

@@ -12,25 +12,24 @@ import torch
 from torch import Tensor
 
 from attnflow._core.checks import IntArray
-from attnflow.knowledge.index import EntryIndex, Neighbours
+from attnflow.knowledge.index import EntryIndex, Mode, Neighbours, SearchMode
 from attnflow.knowledge.index.readers_writer import ReadersWriter
-from attnflow.knowledge.store.backend import Mode, SearchMode
+from attnflow.knowledge.index.rows import GrowingMatrix
+from attnflow.knowledge.store.entry import Flags, Floats, Rows, Stamped
 from attnflow.knowledge.store.errors import StoreError
-from attnflow.knowledge.store.rows import Flags, Floats, Rows, Stamped
 
 
 class CachedIndex(ABC):
-    """The searching half of a `Backend` on this machine; a subclass keeps the rows.
+    """The searching half of a backend on this machine; a subclass keeps the rows.
 
-    A batch becomes visible to searches as a whole, or not at all. Slot i of the index holds row `_ids[i]`; `_slots` is
-    the way back.
+    A batch becomes visible to searches as a whole, or not at all. Slot i of the index holds the row whose id and time
+    of update are `_labels.used[i]`; `_slots` is the way back.
     """
 
     def __init__(self, dim: int, num_thresholds: int, search: SearchMode, target_recall: float) -> None:
         self.dim, self.num_thresholds = dim, num_thresholds
         self._index = EntryIndex(dim, num_thresholds, search=search, target_recall=target_recall)
-        self._ids = np.zeros(0, dtype=np.int64)  # as many as there are rows, with room for more
-        self._updated = np.zeros(0, dtype=np.int64)
+        self._labels = GrowingMatrix(2, torch.int64)
         self._slots: dict[int, int] = {}
         self._lock = ReadersWriter()
         self._whole = True  # not in the middle of a change
@@ -75,22 +74,22 @@ class CachedIndex(ABC):
     def ids(self) -> IntArray:
         """In the order of slots."""
         with self._reading():
-            return self._ids[: len(self._slots)].copy()
+            return self._labels.used[:, 0].numpy().copy()
 
     def holds(self, ids: IntArray) -> Flags:
-        """By the dictionary."""
+        """Which of these ids there are."""
         return np.fromiter((key in self._slots for key in ids.tolist()), dtype=np.bool_, count=len(ids))
 
     def vectors(self, ids: IntArray | None = None) -> Floats:
-        """A copy of rows."""
+        """[embedding | thresholds] of rows in the order of `ids`; of all at one moment, by ascending id; a copy."""
         with self._reading():
-            slots = self._ids[: len(self)].argsort() if ids is None else self._slots_of(ids)
-            return self._index.rows.numpy()[slots]
+            slots = self._labels.used[:, 0].argsort() if ids is None else self._slots_of(ids)
+            return self._index.rows[slots].numpy()
 
     def write(self, rows: Rows) -> None:
         """Keep rows, then show them: new ones get slots at the end, the others have theirs."""
         self._write(rows)
-        self._show(Stamped(rows.ids, rows.updated, rows.vectors))
+        self._show(Stamped(rows.id, rows.updated, rows.vector))
 
     def delete(self, ids: IntArray) -> None:
         """Keep rows no longer, then hide them: the last rows move into the holes."""
@@ -110,12 +109,12 @@ class CachedIndex(ABC):
     def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Neighbours:
         """By the index; slots become ids while nothing moves."""
         with self._reading():
-            return self._named(self._index.search(queries, k, threshold_column=threshold_column, mode=mode))
+            return self._named(self._index.search(queries, k, threshold_column, mode))
 
     def range(self, queries: Tensor, threshold: float, threshold_column: int | None, mode: Mode | None) -> Neighbours:
         """Likewise."""
         with self._reading():
-            return self._named(self._index.range(queries, threshold, threshold_column=threshold_column, mode=mode))
+            return self._named(self._index.range(queries, threshold, threshold_column, mode))
 
     def recall(self, queries: Tensor, k: int, threshold_column: int | None) -> float:
         """Of the index."""
@@ -132,7 +131,7 @@ class CachedIndex(ABC):
         loaded = self.load()
         with self._changing():
             self._index.build(torch.from_numpy(loaded.vectors))
-            self._ids, self._updated = loaded.ids.copy(), loaded.updated.copy()
+            self._labels.set(_labels(loaded))
             self._slots = dict(zip(loaded.ids.tolist(), range(len(loaded.ids)), strict=True))
 
     def _synchronise(self) -> None:
@@ -140,7 +139,7 @@ class CachedIndex(ABC):
         if not len(self) or not self._whole:
             return self.reindex()
         ids, updated = self.stamps()
-        held, shown = self._ids[: len(self)], self._updated[: len(self)]
+        held, shown = self._labels.used.numpy().T
         common, here, there = np.intersect1d(held, ids, assume_unique=True, return_indices=True)
         changed = np.setdiff1d(ids, common[shown[here] == updated[there]], assume_unique=True)
         if len(changed) > len(ids) // 2:
@@ -171,37 +170,35 @@ class CachedIndex(ABC):
             self._whole = True
 
     def _put(self, rows: Stamped) -> None:
-        present = self.holds(rows.ids)
-        vectors = torch.from_numpy(rows.vectors)
-        if present.any():
-            slots = self._slots_of(rows.ids[present])
-            self._index.replace(torch.from_numpy(slots), vectors[torch.from_numpy(present)])
-            self._updated[slots] = rows.updated[present]
-        if not present.all():
-            ids = rows.ids[~present]
-            slots = np.arange(len(self), len(self) + len(ids))
-            self._index.add(vectors[torch.from_numpy(~present)])
-            self._reserve(len(self) + len(ids))
-            self._ids[slots], self._updated[slots] = ids, rows.updated[~present]
-            self._slots.update(zip(ids.tolist(), slots.tolist(), strict=True))
+        present = torch.from_numpy(self.holds(rows.ids))
+        vectors, labels = torch.from_numpy(rows.vectors), _labels(rows)
+        if bool(present.any()):
+            slots = self._slots_of(labels[present, 0].numpy())
+            self._index.replace(slots, vectors[present])
+            self._labels.used[slots] = labels[present]
+        if not bool(present.all()):
+            slots, new = self._index.add(vectors[~present]), labels[~present]
+            self._labels.add(new)
+            self._slots.update(zip(new[:, 0].tolist(), slots.tolist(), strict=True))
 
     def _drop(self, ids: IntArray) -> None:
-        sources, targets = self._index.remove(torch.from_numpy(self._slots_of(ids))).numpy().T
+        slots = self._slots_of(ids)
+        moved = self._index.remove(slots)[:, 1]
+        self._labels.remove(slots)
         for key in ids.tolist():
             del self._slots[key]
-        self._ids[targets], self._updated[targets] = self._ids[sources], self._updated[sources]
-        self._slots.update(zip(self._ids[targets].tolist(), targets.tolist(), strict=True))
+        self._slots.update(zip(self._labels.used[moved, 0].tolist(), moved.tolist(), strict=True))
 
-    def _reserve(self, rows: int) -> None:
-        if rows > len(self._ids):
-            more = np.zeros(max(rows, len(self._ids) * 3 // 2) - len(self._ids), dtype=np.int64)
-            self._ids, self._updated = np.concatenate([self._ids, more]), np.concatenate([self._updated, more])
-
-    def _slots_of(self, ids: IntArray) -> IntArray:
-        return np.fromiter((self._slots[key] for key in ids.tolist()), dtype=np.int64, count=len(ids))
+    def _slots_of(self, ids: IntArray) -> Tensor:
+        return torch.tensor([self._slots[key] for key in ids.tolist()], dtype=torch.int64)
 
     def _named(self, neighbours: Neighbours) -> Neighbours:
         """With ids in place of slots."""
         slots = neighbours.ids
-        ids = torch.from_numpy(self._ids)[slots.clamp(min=0)] if len(self) else torch.full_like(slots, -1)
+        ids = self._labels.used[:, 0][slots.clamp(min=0)] if len(self) else slots
         return replace(neighbours, ids=ids.masked_fill(slots < 0, -1))
+
+
+def _labels(rows: Stamped) -> Tensor:
+    """Id and time of update of each row, [n, 2]."""
+    return torch.from_numpy(np.stack([rows.ids, rows.updated], axis=1))

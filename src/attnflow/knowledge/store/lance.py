@@ -15,13 +15,13 @@ from uuid import uuid4
 
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
+from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store import metadata
-from attnflow.knowledge.store.backend import SearchMode, Summary
 from attnflow.knowledge.store.cached_index import CachedIndex
+from attnflow.knowledge.store.entry import Rows, Stamped, Summary
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
 from attnflow.knowledge.store.lock import FileLock
 from attnflow.knowledge.store.metadata import Metadata
-from attnflow.knowledge.store.rows import Rows, Stamped
 
 TABLE = "entries"
 
@@ -45,7 +45,7 @@ class LanceBackend(CachedIndex):
     ) -> None:
         lancedb, self._arrow = _packages()
         with failures(f"{directory} cannot be looked at"):
-            absent = _absent(directory)
+            absent = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
         if absent:
             if read_only or dim is None:
                 how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
@@ -76,12 +76,12 @@ class LanceBackend(CachedIndex):
         """Append where all ids are new, merge otherwise; one commit."""
         table = self._arrow.to_table(rows, self.dim, self.num_thresholds)
         with self._committing("the entries were not written"):
-            if rows.versions.max() == 1:
+            if rows.version.max() == 1:
                 self._table.add(table)
             else:
                 merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
                 merge.execute(table)
-        self.next_id = max(self.next_id, int(rows.ids.max()) + 1)
+        self.next_id = max(self.next_id, int(rows.id.max()) + 1)
 
     def _delete(self, ids: IntArray) -> None:
         """One commit, after the largest id is on record."""
@@ -214,11 +214,6 @@ def _create(directory: Path, described: Metadata) -> None:
                     raise  # else another was faster: then that store is opened
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _absent(directory: Path) -> bool:
-    """Whether there is nothing at this place, or an empty directory."""
-    return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
 
 
 def _snapshot(name: str) -> str:

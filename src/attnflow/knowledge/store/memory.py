@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import NamedTuple
-
-import numpy as np
+from dataclasses import replace
+from typing import Any
 
 from attnflow._core.checks import IntArray
-from attnflow.knowledge.store.backend import SearchMode, Summary
+from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.cached_index import CachedIndex
-from attnflow.knowledge.store.rows import Floats, Rows, Stamped
+from attnflow.knowledge.store.entry import Rows, Stamped, Summary, column
 
-
-class _Row(NamedTuple):
-    vector: Floats
-    text: str | None
-    source: str | None
-    encoder: str | None
-    version: int
-    created: int
-    updated: int
+_Record = dict[str, Any]
 
 
 class MemoryBackend(CachedIndex):
@@ -30,54 +21,23 @@ class MemoryBackend(CachedIndex):
     def __init__(self, dim: int, num_thresholds: int, search: SearchMode, target_recall: float) -> None:
         super().__init__(dim, num_thresholds, search, target_recall)
         self.next_id = 0
-        self._rows: dict[int, _Row] = {}
-        self._snapshots: dict[str, dict[int, _Row]] = {}
+        self._rows: dict[int, _Record] = {}
+        self._snapshots: dict[str, dict[int, _Record]] = {}
         self._rows_lock = threading.Lock()
-
-    def _write(self, rows: Rows) -> None:
-        """Insert or replace."""
-        columns = (rows.texts, rows.sources, rows.encoders, rows.versions, rows.created, rows.updated)
-        vectors = rows.vectors.copy()
-        fresh = map(_Row, vectors, *(column.tolist() for column in columns))
-        prepared = dict(zip(rows.ids.tolist(), fresh, strict=True))
-        with self._rows_lock:
-            self._rows.update(prepared)
-            self.next_id = max(self.next_id, int(rows.ids.max(initial=-1)) + 1)
-
-    def _delete(self, ids: IntArray) -> None:
-        """Drop rows."""
-        with self._rows_lock:
-            for key in ids.tolist():
-                del self._rows[key]
 
     def read(self, ids: IntArray) -> Rows:
         """Whole rows."""
-        with self._rows_lock:
-            held = {key: self._rows[key] for key in ids.tolist() if key in self._rows}
-        rows = list(held.values())
-        return Rows(
-            ids=np.array(list(held), dtype=np.int64),
-            vectors=self._matrix(rows),
-            texts=np.array([row.text for row in rows], dtype=object),
-            sources=np.array([row.source for row in rows], dtype=object),
-            encoders=np.array([row.encoder for row in rows], dtype=object),
-            versions=np.array([row.version for row in rows], dtype=np.int64),
-            created=np.array([row.created for row in rows], dtype=np.int64),
-            updated=np.array([row.updated for row in rows], dtype=np.int64),
-        )
+        return Rows.of(self._held(ids), self.dim + self.num_thresholds)
 
     def stamps(self) -> tuple[IntArray, IntArray]:
         """Ids and times of update."""
-        with self._rows_lock:
-            held = dict(self._rows)
-        return np.array(list(held), dtype=np.int64), np.array([row.updated for row in held.values()], dtype=np.int64)
+        held = self._held()
+        return column(held, "id"), column(held, "updated")
 
     def load(self, ids: IntArray | None = None) -> Stamped:
         """Ids, times and vectors."""
-        with self._rows_lock:
-            held = dict(self._rows) if ids is None else {k: self._rows[k] for k in ids.tolist() if k in self._rows}
-        updated = np.array([row.updated for row in held.values()], dtype=np.int64)
-        return Stamped(np.array(list(held), dtype=np.int64), updated, self._matrix(list(held.values())))
+        rows = Rows.of(self._held(ids), self.dim + self.num_thresholds)
+        return Stamped(rows.id, rows.updated, rows.vector)
 
     def snapshot(self, name: str) -> None:
         """A copy of the dictionary."""
@@ -88,28 +48,39 @@ class MemoryBackend(CachedIndex):
         """In the order in which they were made."""
         return list(self._snapshots)
 
-    def _restore(self, name: str) -> None:
-        """Rows as they were."""
-        with self._rows_lock:
-            self._rows = dict(self._snapshots[name])
-
     def drop_snapshot(self, name: str) -> None:
         """Forget one."""
         del self._snapshots[name]
 
-    def _refresh(self) -> None:
-        """Nobody else writes here."""
-
     def summary(self) -> Summary:
         """Counts by version and encoder."""
-        with self._rows_lock:
-            held = list(self._rows.values())
-        return Summary(dict(Counter(row.version for row in held)), dict(Counter(row.encoder for row in held)), 0)
+        held = self._held()
+        return Summary(Counter(row["version"] for row in held), Counter(row["encoder"] for row in held), 0)
 
     def close(self) -> None:
         """Forget all."""
         self._rows, self._snapshots = {}, {}
 
-    def _matrix(self, rows: list[_Row]) -> Floats:
-        width = self.dim + self.num_thresholds
-        return np.stack([row.vector for row in rows]) if rows else np.zeros((0, width), dtype=np.float32)
+    def _write(self, rows: Rows) -> None:
+        fresh = {record["id"]: record for record in replace(rows, vector=rows.vector.copy()).records()}
+        with self._rows_lock:
+            self._rows.update(fresh)
+            self.next_id = max(self.next_id, max(fresh, default=-1) + 1)
+
+    def _delete(self, ids: IntArray) -> None:
+        with self._rows_lock:
+            for key in ids.tolist():
+                del self._rows[key]
+
+    def _restore(self, name: str) -> None:
+        with self._rows_lock:
+            self._rows = dict(self._snapshots[name])
+
+    def _refresh(self) -> None:
+        """Nobody else writes here."""
+
+    def _held(self, ids: IntArray | None = None) -> list[_Record]:
+        with self._rows_lock:
+            if ids is None:
+                return list(self._rows.values())
+            return [self._rows[key] for key in ids.tolist() if key in self._rows]

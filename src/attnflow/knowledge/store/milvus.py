@@ -8,24 +8,24 @@ a restore happen. A call that writes is one request, and on a server it is as in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import islice
 from typing import Any, Final
 from uuid import uuid4
 
 import numpy as np
 
-from attnflow._core.checks import IntArray
+from attnflow._core.checks import IntArray, preview
 from attnflow.knowledge.store import metadata
-from attnflow.knowledge.store.backend import Summary
+from attnflow.knowledge.store.entry import Flags, Floats, Rows, Summary, column
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreLocked, failures
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.milvus_client import Connection
-from attnflow.knowledge.store.rows import Rows, Stamped
 
 _STORE: Final = "attnflow_store"
-_FIELDS: Final = ("id", "text", "source", "encoder", "version", "created", "updated", "vector")
+_TEXTS: Final = ("text", "source", "encoder")
+_FIELDS: Final = ("id", *_TEXTS, "version", "created", "updated", "vector")
 _CHARACTERS: Final = 65_535  # Milvus' limit on a string, in bytes
 _REQUEST: Final = 48 << 20  # bytes: Milvus takes messages of up to 64 MB
 _READ: Final = 5_000  # rows in a response
@@ -52,7 +52,7 @@ class Record(Metadata):
 
 
 class MilvusRows:
-    """The keeping half of a `Backend` in Milvus: one collection, one row an entry; a write is one request."""
+    """The keeping half of a backend in Milvus: one collection, one row an entry; a write is one request."""
 
     def __init__(self, address: str, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
         self._place, self._read_only = f"milvus:{address}", read_only
@@ -89,11 +89,11 @@ class MilvusRows:
 
     def write(self, rows: Rows) -> None:
         """One request of whole rows."""
-        data = _to_dicts(rows)
+        _refuse_too_large(rows)
         with failures("the entries were not written"):
             self._may_write()
-            self.save(next_id=max(self.next_id, int(rows.ids.max()) + 1))
-            self.client.upsert(self.live, data)
+            self.save(next_id=max(self.next_id, int(rows.id.max()) + 1))
+            self.client.upsert(self.live, rows.records())
 
     def delete(self, ids: IntArray) -> None:
         """One request."""
@@ -105,21 +105,24 @@ class MilvusRows:
 
     def read(self, ids: IntArray) -> Rows:
         """By id."""
-        return _to_rows(list(self._among(ids, _FIELDS)), self.dim + self.num_thresholds)
+        return Rows.of(self._rows(_FIELDS, ids), self.dim + self.num_thresholds)
 
-    def stamps(self) -> tuple[IntArray, IntArray]:
+    def ids(self) -> IntArray:
         """A pass over all rows."""
-        rows = list(self._all(self.live, ("id", "updated")))
-        return _column(rows, "id"), _column(rows, "updated")
+        return column(self._rows(("id",)), "id")
 
-    def load(self, ids: IntArray | None = None) -> Stamped:
-        """A pass over all rows, or rows by id."""
-        fields = ("id", "updated", "vector")
-        rows = list(self._all(self.live, fields) if ids is None else self._among(ids, fields))
-        vectors = np.array([row["vector"] for row in rows], dtype=np.float32)
-        return Stamped(
-            _column(rows, "id"), _column(rows, "updated"), vectors.reshape(len(rows), self.dim + self.num_thresholds)
-        )
+    def holds(self, ids: IntArray) -> Flags:
+        """A query by id."""
+        return np.isin(ids, column(self._rows(("id",), ids), "id"))
+
+    def vectors(self, ids: IntArray | None = None) -> Floats:
+        """A query by id, or a pass over all rows."""
+        rows = self._rows(("id", "vector"), ids)
+        keys, order = column(rows, "id"), column(rows, "id").argsort()
+        if ids is not None and len(keys) < len(ids):  # others may write to a server
+            raise KeyError(f"the store has no entries with ids {preview(np.setdiff1d(ids, keys).tolist())}")
+        where = order if ids is None else order[np.searchsorted(keys, ids, sorter=order)]
+        return column(rows, "vector", np.float32).reshape(-1, self.dim + self.num_thresholds)[where]
 
     def snapshot(self, name: str) -> None:
         """A copy in a collection of its own, which counts once it is on record; O(rows) through this process."""
@@ -162,15 +165,9 @@ class MilvusRows:
 
     def summary(self) -> Summary:
         """A pass over all rows."""
-        rows = list(self._all(self.live, ("version", "encoder")))
-        versions, encoders = (dict(Counter(row[name] for row in rows)) for name in ("version", "encoder"))
-        file = self._connection.file
-        size = None if file is None else sum(path.stat().st_size for path in Path(file).rglob("*") if path.is_file())
-        return Summary(versions, encoders, size)
-
-    def existing(self, ids: IntArray) -> IntArray:
-        """Those of the ids that there are."""
-        return _column(list(self._among(ids, ("id",))), "id")
+        rows, file = self._rows(("version", "encoder")), self._connection.file
+        size = None if file is None else sum(path.stat().st_size for path in file.rglob("*") if path.is_file())
+        return Summary(Counter(row["version"] for row in rows), Counter(row["encoder"] for row in rows), size)
 
     def build_index(self, lists: int) -> None:
         """An exact index (0 lists), or an approximate one, instead of the present one."""
@@ -208,12 +205,7 @@ class MilvusRows:
         self.record = replace(record, live=self._unused())
         self.dim, self.num_thresholds = record.dim, record.num_thresholds
         self._new_entries(self.record.live)
-        kind = self._connection.types
-        schema = self.client.create_schema(auto_id=False, enable_dynamic_field=False)
-        schema.add_field("id", kind.INT64, is_primary=True)
-        schema.add_field("record", kind.VARCHAR, max_length=_CHARACTERS)
-        schema.add_field("vector", kind.FLOAT_VECTOR, dim=2)  # a collection must have one
-        self._new_collection(_STORE, schema)
+        self._new_collection(_STORE, 2, texts=("record",))  # a collection must have vectors
         self._put(self.record)
 
     def _put(self, record: Record) -> None:
@@ -226,18 +218,21 @@ class MilvusRows:
         return metadata.decode(_STORE, rows[0]["record"], Record)
 
     def _new_entries(self, number: int) -> None:
+        width = self.dim + self.num_thresholds
+        self._new_collection(_entries(number), width, _TEXTS, ("version", "created", "updated"), nullable=True)
+
+    def _new_collection(
+        self, name: str, width: int, texts: Sequence[str], numbers: Sequence[str] = (), nullable: bool = False
+    ) -> None:
+        """Read as it was last written (Strong), and in one shard, so that a batch is one message."""
         kind = self._connection.types
         schema = self.client.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("id", kind.INT64, is_primary=True)
-        for name in ("text", "source", "encoder"):
-            schema.add_field(name, kind.VARCHAR, max_length=_CHARACTERS, nullable=True)
-        for name in ("version", "created", "updated"):
-            schema.add_field(name, kind.INT64)
-        schema.add_field("vector", kind.FLOAT_VECTOR, dim=self.dim + self.num_thresholds)
-        self._new_collection(_entries(number), schema)
-
-    def _new_collection(self, name: str, schema: Any) -> None:
-        """Read as it was last written (Strong), and in one shard, so that a batch is one message."""
+        for text in texts:
+            schema.add_field(text, kind.VARCHAR, max_length=_CHARACTERS, nullable=nullable)
+        for number in numbers:
+            schema.add_field(number, kind.INT64)
+        schema.add_field("vector", kind.FLOAT_VECTOR, dim=width)
         self.client.create_collection(name, schema=schema, consistency_level="Strong", num_shards=1)
         self._load(name)
 
@@ -255,13 +250,8 @@ class MilvusRows:
         number = self._unused()
         self._new_entries(number)
         self.client.load_collection(source)
-        part: list[dict[str, Any]] = []
-        for row in self._all(source, _FIELDS):
-            part.append(row)
-            if len(part) == _COPIED:
-                self.client.upsert(_entries(number), part)
-                part = []
-        if part:
+        rows = self._all(source, _FIELDS)
+        while part := list(islice(rows, _COPIED)):
             self.client.upsert(_entries(number), part)
         return number
 
@@ -270,13 +260,18 @@ class MilvusRows:
         present = [name.removeprefix(_entries("")) for name in self.client.list_collections()]
         return max((int(name) for name in present if name.isdecimal()), default=0) + 1
 
-    def _among(self, ids: IntArray, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    def _rows(self, fields: Sequence[str], ids: IntArray | None = None) -> list[dict[str, Any]]:
+        """Those of the present entries, or of those of these that exist."""
+        if ids is None:
+            return list(self._all(self.live, fields))
         with failures("entries cannot be read"):
+            rows: list[dict[str, Any]] = []
             for start in range(0, len(ids), _READ):
                 wanted = ids[start : start + _READ].tolist()
-                yield from self.client.query(self.live, filter=f"id in {wanted}", output_fields=list(fields))
+                rows += self.client.query(self.live, filter=f"id in {wanted}", output_fields=list(fields))
+            return rows
 
-    def _all(self, collection: str, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    def _all(self, collection: str, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
         with failures("entries cannot be read"):
             pages = self.client.query_iterator(collection, batch_size=_READ, output_fields=list(fields))
             while page := pages.next():
@@ -288,15 +283,11 @@ def _entries(number: int | str) -> str:
     return f"attnflow_entries_{number}"
 
 
-def _column(rows: list[dict[str, Any]], name: str) -> IntArray:
-    return np.array([row[name] for row in rows], dtype=np.int64)
-
-
-def _to_dicts(rows: Rows) -> list[dict[str, Any]]:
-    """Rows as Milvus takes them, unless they are too large for it."""
-    size = rows.vectors.nbytes + 100 * len(rows)
-    for name, values in (("text", rows.texts), ("source", rows.sources), ("encoder", rows.encoders)):
-        for i, value in enumerate(values):
+def _refuse_too_large(rows: Rows) -> None:
+    """Raise where Milvus would not take rows, in one request or at all."""
+    size = rows.vector.nbytes + 100 * len(rows)
+    for name in _TEXTS:
+        for i, value in enumerate(getattr(rows, name)):
             length = 0 if value is None else len(value.encode())
             size += length
             if length > _CHARACTERS:
@@ -306,30 +297,3 @@ def _to_dicts(rows: Rows) -> list[dict[str, Any]]:
             f"{len(rows):,} entries are {size >> 20} MB, and Milvus takes up to {_REQUEST >> 20} MB in one request: "
             f"give about {len(rows) * _REQUEST // size:,} at a time"
         )
-    columns: dict[str, Iterable[Any]] = {
-        "id": rows.ids.tolist(),
-        "text": rows.texts,
-        "source": rows.sources,
-        "encoder": rows.encoders,
-        "version": rows.versions.tolist(),
-        "created": rows.created.tolist(),
-        "updated": rows.updated.tolist(),
-        "vector": rows.vectors,
-    }
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _to_rows(dicts: list[dict[str, Any]], width: int) -> Rows:
-    texts, sources, encoders = (np.full(len(dicts), None, dtype=object) for _ in range(3))
-    for name, column in (("text", texts), ("source", sources), ("encoder", encoders)):
-        column[:] = [row[name] for row in dicts]
-    return Rows(
-        ids=_column(dicts, "id"),
-        vectors=np.array([row["vector"] for row in dicts], dtype=np.float32).reshape(len(dicts), width),
-        texts=texts,
-        sources=sources,
-        encoders=encoders,
-        versions=_column(dicts, "version"),
-        created=_column(dicts, "created"),
-        updated=_column(dicts, "updated"),
-    )

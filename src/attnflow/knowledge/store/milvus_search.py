@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import IntArray, preview
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.index import Neighbours
-from attnflow.knowledge.store.backend import Mode, SearchMode
+from attnflow.knowledge.index import Mode, Neighbours, SearchMode
 from attnflow.knowledge.store.errors import StoreError, failures
 from attnflow.knowledge.store.milvus import MilvusRows
-from attnflow.knowledge.store.rows import Flags, Floats
 
 _MOST: Final = 16_384  # results of a query, a limit of Milvus
 _QUERIES: Final = 512  # in one request
@@ -61,24 +57,6 @@ class MilvusBackend(MilvusRows):
     def __len__(self) -> int:
         with failures("entries cannot be counted"):
             return int(self.client.query(self.live, filter="", output_fields=["count(*)"])[0]["count(*)"])
-
-    def ids(self) -> IntArray:
-        """A pass over all rows."""
-        return self.stamps()[0]
-
-    def holds(self, ids: IntArray) -> Flags:
-        """A query by id."""
-        return np.isin(ids, self.existing(ids))
-
-    def vectors(self, ids: IntArray | None = None) -> Floats:
-        """A query by id, or a pass over all rows."""
-        loaded = self.load(ids)
-        order = np.argsort(loaded.ids)
-        if ids is None:
-            return loaded.vectors[order]
-        if len(loaded.ids) < len(ids):  # others may write to a server
-            raise KeyError(f"the store has no entries with ids {preview(np.setdiff1d(ids, loaded.ids).tolist())}")
-        return loaded.vectors[order[np.searchsorted(loaded.ids, ids, sorter=order)]]
 
     def search(self, queries: Tensor, k: int, threshold_column: int | None, mode: Mode | None) -> Neighbours:
         """At most 16,384 entries for a query."""

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, integer, preview
+from attnflow.knowledge.index import Mode, Neighbours, SearchMode
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.arguments import Vectors
-from attnflow.knowledge.store.backend import Backend, SearchMode
-from attnflow.knowledge.store.backends import open_backend
-from attnflow.knowledge.store.errors import ReadOnly
-from attnflow.knowledge.store.reader import StoreReader
-from attnflow.knowledge.store.rows import Flags, Floats, Rows, written
+from attnflow.knowledge.store.backends import Backend, open_backend
+from attnflow.knowledge.store.entry import Entry, Rows, StoreStats
+from attnflow.knowledge.store.errors import ReadOnly, StoreError
 
 _LARGEST_ID = 2**63 - 1
 
 
-class Store(StoreReader):
+class Store:
     """Entries that are kept, searched and edited while a model runs; open one with `Store.open`.
 
     A call that writes returns when the write is durable against a crash of the process and visible to the next
@@ -44,7 +45,16 @@ class Store(StoreReader):
     'north'
     """
 
-    _clock = 0
+    def __init__(self, uri: str, name: str, backend: Backend, read_only: bool) -> None:
+        self.uri = uri
+        self.backend = name
+        self.read_only = read_only
+        self._backend = backend
+        self._write_lock = threading.RLock()
+        self._process = os.getpid()
+        self._closed = False
+        self._revision = self._clock = 0
+        self._behind = True  # what is searched may differ from what is kept
 
     @classmethod
     def open(
@@ -91,6 +101,28 @@ class Store(StoreReader):
             raise
         return store
 
+    @property
+    def dim(self) -> int:
+        """Width of an embedding."""
+        return self._backend.dim
+
+    @property
+    def num_thresholds(self) -> int:
+        """Threshold columns of an entry."""
+        return self._backend.num_thresholds
+
+    @property
+    def revision(self) -> int:
+        """Counts the changes that were made or seen through this object."""
+        return self._revision
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def __contains__(self, key: object) -> bool:
+        number = integer("id", key, minimum=-sys.maxsize)
+        return 0 <= number <= _LARGEST_ID and bool(self._open().holds(np.array([number]))[0])
+
     def insert(
         self,
         *,
@@ -120,20 +152,7 @@ class Store(StoreReader):
 
         Cost: a commit for each call, some milliseconds: give many entries at a time.
         """
-        with self._writer() as backend:
-            vectors = self._joined(embeddings, thresholds)
-            if ids is None:
-                first = self._backend.next_id
-                if first + len(vectors) - 1 > _LARGEST_ID:
-                    raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
-                keys = np.arange(first, first + len(vectors), dtype=np.int64)
-            else:
-                keys = arguments.identifiers("ids", ids, len(vectors))
-                taken = keys[backend.holds(keys)]
-                if len(taken):
-                    raise ValueError(f"ids exist already: {preview(taken)}; use upsert to change entries")
-            self._write(backend, keys, vectors, texts, sources, encoder, np.zeros(len(keys), dtype=np.bool_))
-        return torch.from_numpy(keys)
+        return torch.from_numpy(self._put(ids, embeddings, thresholds, texts, sources, encoder, replaces=False))
 
     def upsert(
         self,
@@ -145,30 +164,12 @@ class Store(StoreReader):
         thresholds: Vectors | None = None,
         encoder: str | None = None,
     ) -> None:
-        """Replace the entries that exist, add the others.
+        """Replace the entries that exist, add the others; arguments and errors are those of `insert`.
 
         An entry that exists keeps its `created`, gets the next version, and keeps its text, source and thresholds
         where none is given (None; an empty text is a text). Its encoder is always that of this call.
-
-        Args:
-            ids: n of them.
-            embeddings: [n, dim], finite.
-            texts: one for each entry.
-            sources: likewise.
-            thresholds: [n, num_thresholds].
-            encoder: name and version of what made the embeddings.
-
-        Raises:
-            ValueError: wrong shapes, NaN or infinity, repeated ids.
-            StoreError: the write failed.
         """
-        with self._writer() as backend:
-            vectors = self._joined(embeddings, thresholds)
-            keys = arguments.identifiers("ids", ids, len(vectors))
-            present = backend.holds(keys)
-            if thresholds is None and self.num_thresholds and present.any():
-                vectors[present, self.dim :] = backend.vectors(keys[present])[:, self.dim :]
-            self._write(backend, keys, vectors, texts, sources, encoder, present)
+        self._put(ids, embeddings, thresholds, texts, sources, encoder, replaces=True)
 
     def delete(self, ids: Indices) -> None:
         """Drop entries; their ids are not given out again.
@@ -182,16 +183,116 @@ class Store(StoreReader):
                 with self._following():
                     backend.delete(keys)
 
+    def get(self, ids: Indices) -> list[Entry]:
+        """Entries in the order of `ids`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        backend, keys = self._open(), arguments.identifiers("ids", ids)
+        held = {entry.id: entry for entry in backend.read(keys).entries(self.dim)}
+        _refuse_unknown([key for key in keys.tolist() if key not in held])
+        return [held[key] for key in keys.tolist()]
+
+    def ids(self) -> Int64[Tensor, " n"]:
+        """The ids of all entries, ascending."""
+        return torch.from_numpy(np.sort(self._open().ids()))
+
+    def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
+        """The embeddings of `rows`."""
+        return self.rows(ids)[:, : self.dim]
+
+    def thresholds(self, ids: Indices | None = None) -> Float32[Tensor, "n num_thresholds"]:
+        """The thresholds of `rows`."""
+        return self.rows(ids)[:, self.dim :]
+
+    def rows(self, ids: Indices | None = None) -> Float32[Tensor, "n width"]:
+        """[embedding | thresholds] of one moment, in the order of `ids`; by default of all entries, as in `ids()`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        backend = self._open()
+        return torch.from_numpy(backend.vectors(None if ids is None else self._known(backend, ids)))
+
+    def search(
+        self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
+    ) -> Neighbours:
+        """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
+
+        Args:
+            query: [n, dim], or [dim] for a single one.
+            k: how many.
+            threshold_column: which threshold is added; none by default.
+            mode: "exact" or "approximate" for this search alone.
+
+        Returns:
+            Ids and scores, [n, k] or [k].
+        """
+        backend, queries, column = self._asked(query, threshold_column)
+        return backend.search(queries, integer("k", k, minimum=1), column, mode)
+
+    def range(
+        self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
+    ) -> Neighbours:
+        """All entries with q . e + threshold > a score; the answer is as wide as the longest.
+
+        Args:
+            query: see `search`.
+            threshold: the score.
+            threshold_column: see `search`.
+            mode: see `search`.
+        """
+        backend, queries, column = self._asked(query, threshold_column)
+        return backend.range(queries, arguments.score("threshold", threshold), column, mode)
+
+    def recall(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> float:
+        """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
+        backend, queries, column = self._asked(sample, threshold_column)
+        if not queries.numel():
+            raise ValueError("recall is measured on at least one query, got none")
+        return backend.recall(queries, integer("k", k, minimum=1), column)
+
+    def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
+        """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""
+        with self._write_lock:
+            backend, queries, column = self._asked(sample, threshold_column)
+            backend.calibrate(queries, integer("k", k, minimum=1), column)
+
     def reindex(self) -> None:
         """Build the index anew from the stored entries, as after many edits."""
         with self._write_lock:
             self._open().reindex()
 
+    def stats(self) -> StoreStats:
+        """The store in numbers."""
+        backend = self._open()
+        summary, encoders = backend.summary(), Counter[str]()
+        for encoder, count in summary.encoders.items():
+            encoders[encoder or ""] += count
+        return StoreStats(
+            uri=self.uri,
+            backend=self.backend,
+            count=len(backend),
+            dim=self.dim,
+            num_thresholds=self.num_thresholds,
+            bytes_on_disk=summary.bytes_on_disk,
+            mode=backend.mode,
+            reason=backend.reason,
+            versions=dict(summary.versions),
+            encoders=dict(encoders),
+            snapshots=tuple(backend.snapshots()),
+        )
+
+    def snapshots(self) -> list[str]:
+        """Names of snapshots, oldest first."""
+        return self._open().snapshots()
+
     def snapshot(self, name: str | None = None) -> str:
         """Keep the present entries under a name, "snapshot-1" and so on by default; `restore` brings them back."""
-        with self._writer():
-            chosen = arguments.snapshot_name(name, self._backend.snapshots())
-            self._backend.snapshot(chosen)
+        with self._writer() as backend:
+            chosen = arguments.snapshot_name(name, backend.snapshots())
+            backend.snapshot(chosen)
         return chosen
 
     def restore(self, name: str) -> None:
@@ -200,10 +301,8 @@ class Store(StoreReader):
         Raises:
             KeyError: there is no such snapshot.
         """
-        with self._writer() as backend:
-            self._snapshot_exists(name)
-            with self._following():
-                backend.restore(name)
+        with self._writer(name) as backend, self._following():
+            backend.restore(name)
 
     def drop_snapshot(self, name: str) -> None:
         """Forget a snapshot, so that its space can be used.
@@ -211,24 +310,67 @@ class Store(StoreReader):
         Raises:
             KeyError: there is no such snapshot.
         """
-        with self._writer():
-            self._snapshot_exists(name)
-            self._backend.drop_snapshot(name)
+        with self._writer(name) as backend:
+            backend.drop_snapshot(name)
+
+    def refresh(self) -> None:
+        """See what another process has written since this store was opened or refreshed."""
+        self._open()
+        with self._write_lock:
+            self._behind = True
+            self._revision += 1
+            self._follow()
+
+    def close(self) -> None:
+        """Let go of files and of the right to write; nothing is lost without it."""
+        if not self._closed:
+            self._closed = True
+            if os.getpid() == self._process:
+                self._backend.close()
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: object) -> Store:
+        """The same store: a copy of a model that reads it reads it, too."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
+
+    def _open(self) -> Backend:
+        """The backend, which searches what it keeps."""
+        if self._closed:
+            raise StoreError(f"the store {self.uri} is closed: open it again")
+        if os.getpid() != self._process:
+            raise StoreError(f"the store {self.uri} was opened by another process before a fork: open it here again")
+        if self._behind:
+            with self._write_lock:
+                self._follow()
+        return self._backend
+
+    def _follow(self) -> None:
+        if self._behind:
+            self._backend.refresh()  # a write that was cut short may have been committed all the same
+            self._behind = False
+
+    def _asked(self, query: Vectors, threshold_column: int | None) -> tuple[Backend, Tensor, int | None]:
+        column = arguments.column(threshold_column, self.num_thresholds)
+        return self._open(), arguments.queries(query, self.dim), column
+
     @contextmanager
-    def _writer(self) -> Generator[Backend]:
+    def _writer(self, snapshot: str | None = None) -> Generator[Backend]:
+        """The backend, which nobody else writes meanwhile, and has this snapshot."""
         if self.read_only:
             raise ReadOnly(f"the store {self.uri} was opened with read_only=True")
         with self._write_lock:
-            yield self._open()
+            backend = self._open()
+            if snapshot is not None and snapshot not in (taken := backend.snapshots()):
+                raise KeyError(f"no snapshot {snapshot!r}; there are {taken}")
+            yield backend
 
     @contextmanager
     def _following(self) -> Generator[None]:
@@ -241,40 +383,55 @@ class Store(StoreReader):
         finally:
             self._revision += 1
 
-    def _write(
+    def _put(
         self,
-        backend: Backend,
-        keys: IntArray,
-        vectors: Floats,
+        ids: Indices | None,
+        embeddings: Vectors,
+        thresholds: Vectors | None,
         texts: Sequence[str | None] | None,
         sources: Sequence[str | None] | None,
         encoder: str | None,
-        present: Flags,
-    ) -> None:
-        """One commit."""
-        columns = arguments.strings("texts", texts, len(keys)), arguments.strings("sources", sources, len(keys))
-        name = None if encoder is None else arguments.text("encoder", encoder)
-        if not len(keys):
-            return
-        old = self._backend.read(keys[present]) if present.any() else Rows.none(vectors.shape[1])
-        rows = written(keys, vectors, *columns, name, self._now(), old)
-        with self._following():
-            backend.write(rows)
+        replaces: bool,
+    ) -> IntArray:
+        """One commit; returns the ids."""
+        with self._writer() as backend:
+            vectors = arguments.matrix("embeddings", embeddings, self.dim)
+            count, columns = len(vectors), self.num_thresholds
+            added = np.zeros((count, columns), dtype=np.float32)
+            if thresholds is not None:
+                added = arguments.matrix("thresholds", thresholds, columns, count)
+            keys = _next(backend.next_id, count) if ids is None else arguments.identifiers("ids", ids, count)
+            present = np.zeros(count, dtype=np.bool_) if ids is None else backend.holds(keys)
+            if present.any() and not replaces:
+                raise ValueError(f"ids exist already: {preview(keys[present])}; use upsert to change entries")
+            if present.any() and thresholds is None:
+                added[present] = backend.vectors(keys[present])[:, self.dim :]
+            text, source = arguments.strings("texts", texts, count), arguments.strings("sources", sources, count)
+            by = np.full(count, None if encoder is None else arguments.text("encoder", encoder), dtype=object)
+            if not count:
+                return keys
+            self._clock = max(time.time_ns() // 1000, self._clock + 1)  # later than at any call before
+            first, now = np.ones(count, dtype=np.int64), np.full(count, self._clock)
+            rows = Rows(keys, text, source, by, first, now, now, np.concatenate([vectors, added], axis=1))
+            if present.any():
+                rows = rows.after(backend.read(keys[present]))
+            with self._following():
+                backend.write(rows)
+        return keys
 
-    def _joined(self, embeddings: Vectors, thresholds: Vectors | None) -> Floats:
-        rows = arguments.matrix("embeddings", embeddings, self.dim)
-        if thresholds is None:
-            added = np.zeros((len(rows), self.num_thresholds), dtype=np.float32)
-        else:
-            added = arguments.matrix("thresholds", thresholds, self.num_thresholds, rows=len(rows))
-        return np.concatenate([rows, added], axis=1)
+    def _known(self, backend: Backend, ids: Indices) -> IntArray:
+        keys = arguments.identifiers("ids", ids)
+        _refuse_unknown(keys[~backend.holds(keys)].tolist())
+        return keys
 
-    def _snapshot_exists(self, name: str) -> None:
-        taken = self._backend.snapshots()
-        if name not in taken:
-            raise KeyError(f"no snapshot {name!r}; there are {taken}")
 
-    def _now(self) -> int:
-        """Microseconds since 1970, later than at any call before."""
-        self._clock = max(time.time_ns() // 1000, self._clock + 1)
-        return self._clock
+def _refuse_unknown(keys: Sequence[int]) -> None:
+    if keys:
+        raise KeyError(f"the store has no entries with ids {preview(keys)}")
+
+
+def _next(first: int, count: int) -> IntArray:
+    """As many new ids."""
+    if first + count - 1 > _LARGEST_ID:
+        raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
+    return np.arange(first, first + count, dtype=np.int64)
