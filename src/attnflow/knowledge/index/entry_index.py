@@ -10,23 +10,22 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.index.calibration import Sample, calibrate, imitated, share
-from attnflow.knowledge.index.exact import Floats, above, best
+from attnflow.knowledge.index.exact import Floats, above, best, of_column, padded
 from attnflow.knowledge.index.neighbours import Neighbours
-from attnflow.knowledge.index.partition import Partition, faiss
+from attnflow.knowledge.index.partition import Partition, Sample, faiss
 from attnflow.knowledge.index.readers_writer import ReadersWriter
 from attnflow.knowledge.index.rows import LARGEST, GrowingMatrix
 
 Mode = Literal["exact", "approximate"]
 SearchMode = Literal["auto", "exact", "approximate"]
 
-# Up to so many entries exact search takes a few tenths of a millisecond (width 128), and certifies.
 MOST: Final = 1 << 20  # entries asked for where there are fewer: results have room for all k
-FEWEST: Final = 20_000
+FEWEST: Final = 20_000  # below, exact search takes a few tenths of a millisecond (width 128), and certifies
 # The part of the entries in the lists that a query reads: in batches of 128, exact search reads 6 to 10 entries in the
 # time in which lists give one.
 LARGEST_SHARE: Final = 0.1
@@ -172,16 +171,17 @@ class EntryIndex:
         flat, shape = self._flat(queries), queries.shape[:-1]
         k, column = integer("k", k, minimum=1, maximum=max(len(self), MOST)), self._column(threshold_column)
         with self._lock.reading():
-            total = len(self)
-            approximate = self._is_approximate(mode)
-            scores, slots, active = self._best(flat, column, min(k, total), approximate)
+            approximate, total = self._is_approximate(mode), len(self)
+            if approximate and self._partition is not None and len(flat):
+                scores, slots = map(torch.from_numpy, self._partition.best(flat, column, min(k, total)))
+                active = None
+            else:
+                scores, slots, active = best(flat, *self._of_column(column), min(k, total))
+                active = active.view(shape)
         last = scores[:, -1] if total else torch.full((len(flat),), -math.inf)
-        missing = (len(flat), k - slots.shape[1])
-        slots = torch.cat([slots, torch.full(missing, -1)], dim=1)
-        scores = torch.cat([scores, torch.full(missing, -math.inf)], dim=1)
-        counted = None if active is None else active.view(shape)
-        certificate = Certificate(approximate, k, total, last.view(shape), counted)
-        return Neighbours(slots.view(*shape, k), scores.view(*shape, k), certificate)
+        scores = functional.pad(scores, (0, k - scores.shape[1]), value=-math.inf).view(*shape, k)
+        slots = functional.pad(slots, (0, k - slots.shape[1]), value=-1).view(*shape, k)
+        return Neighbours(slots, scores, Certificate(approximate, k, total, last.view(shape), active))
 
     def range(
         self,
@@ -206,18 +206,18 @@ class EntryIndex:
         if math.isnan(bound):
             raise ValueError("threshold must be a number, got NaN")
         with self._lock.reading():
-            total = len(self)
-            approximate = self._is_approximate(mode)
-            answers = self._above(flat, column, bound, approximate)
-        counts = torch.tensor([len(scores) for scores, _, _ in answers], dtype=torch.int64)
-        most = int(counts.max()) if len(counts) else 0
-        scores, slots = torch.full((len(flat), most), -math.inf), torch.full((len(flat), most), -1)
-        for query, (one, where, _) in enumerate(answers):
-            scores[query, : len(one)], slots[query, : len(one)] = one, where
-        counted = None if approximate else torch.tensor([int(n) for _, _, n in answers], dtype=torch.int64).view(shape)
-        last = torch.full(shape, bound)
-        certificate = Certificate(approximate, counts.view(shape), total, last, counted)
-        return Neighbours(slots.view(*shape, most), scores.view(*shape, most), certificate)
+            approximate, total = self._is_approximate(mode), len(self)
+            if approximate and self._partition is not None and len(flat):
+                scores, slots, owners = self._partition.above(flat, column, bound)
+                active = None
+            else:
+                scores, slots, owners, counted = above(flat, *self._of_column(column), bound)
+                active = None if approximate else torch.from_numpy(counted).view(shape)
+        order = np.lexsort((-scores, owners))
+        ordered = (torch.from_numpy(values[order]) for values in (scores, slots, owners))
+        all_scores, all_slots = (values.view(*shape, values.shape[1]) for values in padded(*ordered, count=len(flat)))
+        counts, last = (all_slots >= 0).sum(dim=-1), torch.full(shape, bound)
+        return Neighbours(all_slots, all_scores, Certificate(approximate, counts, total, last, active))
 
     def recall(self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None) -> float:
         """The share of the k best entries that a search in the present `mode` finds; equal scores count as equal."""
@@ -235,9 +235,8 @@ class EntryIndex:
         flat, column = self._flat(queries), self._column(threshold_column)
         if not len(flat):
             raise ValueError("calibration needs at least one query")
-        columns = None if column is None else np.full(len(flat), column)
         with self._lock.writing():
-            self._sample = Sample(flat, columns, integer("k", k, minimum=1), "queries given")
+            self._sample = Sample([(flat, column)], integer("k", k, minimum=1), "queries given")
             self._judge(self._partition)
 
     def _judge(self, partition: Partition | None = None) -> None:
@@ -258,10 +257,8 @@ class EntryIndex:
         except MissingExtra as missing:
             self._reason = str(missing)
             return
-        sample = self._sample or imitated(partition, rows, self.dim)
-        calibrated = calibrate(partition, rows, self.dim, sample, self.target_recall)
-        read = share(partition, sample)
-        self._reason = f"{calibrated}, {read:.1%} of the entries"
+        sample = self._sample or partition.imitated(rows)
+        self._reason, read = partition.calibrate(rows, sample, self.target_recall)
         if self.requested == "auto" and read > LARGEST_SHARE:
             self._reason += ": exact search is no slower"
         else:
@@ -276,36 +273,8 @@ class EntryIndex:
             self._judge()
         return due
 
-    def _best(
-        self, queries: Floats, column: int | None, k: int, approximate: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not k or not len(queries):
-            empty = torch.zeros(len(queries), dtype=torch.int64)
-            return torch.empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64), empty
-        if approximate:
-            assert self._partition is not None
-            scores, slots = self._partition.search(queries, column, k)
-            return torch.from_numpy(scores), torch.from_numpy(slots), None
-        rows = self._rows.used.numpy()
-        return best(queries, rows[:, : self.dim], None if column is None else rows[:, self.dim + column], k)
-
-    def _above(
-        self, queries: Floats, column: int | None, bound: float, approximate: bool
-    ) -> list[tuple[Tensor, Tensor, int]]:
-        """For each query scores, slots and the number of active entries."""
-        if not len(self) or not len(queries):
-            return [(torch.empty(0), torch.empty(0, dtype=torch.int64), 0)] * len(queries)
-        if not approximate:
-            rows = self._rows.used.numpy()
-            thresholds = None if column is None else rows[:, self.dim + column]
-            return [(a, b, int(c)) for a, b, c in above(queries, rows[:, : self.dim], thresholds, bound)]
-        assert self._partition is not None
-        counts, scores, slots = self._partition.range(queries, column, bound)
-        answers: list[tuple[Tensor, Tensor, int]] = []
-        for start, count in zip(np.cumsum(counts) - counts, counts, strict=True):
-            order = np.argsort(-scores[start : start + count])
-            answers.append((torch.from_numpy(scores[start:][order]), torch.from_numpy(slots[start:][order]), 0))
-        return answers
+    def _of_column(self, column: int | None) -> tuple[Floats, Floats | None]:
+        return of_column(self._rows.used.numpy(), self.dim, column)
 
     def _is_approximate(self, mode: Mode | None) -> bool:
         if mode not in (None, "exact", "approximate"):

@@ -22,16 +22,10 @@ _ROWS: Final = 1 << 16
 
 
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k best of n rows for each query: scores in falling order, their rows, and how many scores are above 0.
+    """The k best of n >= k rows for each query: scores in falling order, their rows, and how many scores are above 0.
 
-    Args:
-        queries: [queries, dim].
-        rows: [n, dim], k <= n.
-        thresholds: [n], added to the scores.
-        k: how many.
-
-    Returns:
-        float32 [queries, k], int64 [queries, k] and int64 [queries].
+    Queries are [queries, dim], rows [n, dim], thresholds [n] are added to the scores. Returns float32 [queries, k],
+    int64 [queries, k] and int64 [queries].
 
     Cost: queries x n x dim; one block of scores is held at a time.
     """
@@ -40,34 +34,45 @@ def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tu
     return torch.cat(scores), torch.cat(slots), torch.cat(active)
 
 
-def above(
-    queries: Floats, rows: Floats, thresholds: Floats | None, bound: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each query: all scores above a bound in falling order, their rows, and how many scores are above 0.
+def above(queries: Floats, rows: Floats, thresholds: Floats | None, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
+    """All scores above a bound, their rows and their queries, in no order; and of each query, how many are above 0.
 
     Cost: as `best`; memory for what is found.
     """
-    for part in _chunks(queries):
-        blocks: list[tuple[Ints, Ints, Floats]] = []
-        active = np.zeros(len(part), dtype=np.int64)
+    blocks = [(np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    active = np.zeros(len(queries), dtype=np.int64)
+    for number, part in enumerate(_chunks(queries)):
+        first = number * _QUERIES
         for start, scores in _blocks(part, rows, thresholds):
-            active += np.count_nonzero(scores > 0, axis=1)
+            active[first : first + len(part)] += np.count_nonzero(scores > 0, axis=1)
             query, column = np.nonzero(scores > np.float32(bound))
-            blocks.append((query, column + start, scores[query, column]))
-        query, slots, scores = (np.concatenate(values) for values in zip(*blocks, strict=True))
-        order = np.lexsort((-scores, query))
-        ends = np.cumsum(np.bincount(query, minlength=len(part)))[:-1]
-        split = (torch.from_numpy(values[order]).tensor_split(torch.from_numpy(ends)) for values in (scores, slots))
-        yield from zip(*split, torch.from_numpy(active), strict=True)
+            blocks.append((scores[query, column], column + start, query + first))
+    scores, slots, owners = (np.concatenate(values) for values in zip(*blocks, strict=True))
+    return scores, slots, owners, active
+
+
+def padded(scores: Tensor, slots: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Scores and slots of each of `count` queries side by side, filled with -inf and -1; `queries` is in order."""
+    counts = queries.bincount(minlength=count)
+    place = torch.arange(len(queries)) - (counts.cumsum(0) - counts)[queries]
+    shape = (count, int(counts.max()) if count else 0)
+    wide, where = scores.new_full(shape, -torch.inf), slots.new_full(shape, -1)
+    wide[queries, place], where[queries, place] = scores, slots
+    return wide, where
+
+
+def of_column(rows: Floats, dim: int, column: int | None) -> tuple[Floats, Floats | None]:
+    """The entries and the thresholds of a column, of rows [entry | thresholds]."""
+    return rows[:, :dim], None if column is None else rows[:, dim + column]
 
 
 def _chunks(queries: Floats) -> Iterator[Floats]:
-    return (queries[start : start + _QUERIES] for start in range(0, len(queries), _QUERIES))
+    return (queries[start : start + _QUERIES] for start in range(0, max(len(queries), 1), _QUERIES))
 
 
 def _blocks(queries: Floats, rows: Floats, thresholds: Floats | None) -> Iterator[tuple[int, Floats]]:
     """(first row, scores [queries, rows of the block])."""
-    step = max(1, min(_ROWS, _SCORES // len(queries)))
+    step = max(1, min(_ROWS, _SCORES // max(len(queries), 1)))
     for start in range(0, len(rows), step):
         scores = queries @ rows[start : start + step].T
         if thresholds is not None:
@@ -92,11 +97,6 @@ def _best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> t
 
 
 def _candidates(scores: Tensor, last: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """The few scores of a block above the k-th so far, padded to [queries, most]: cheaper than a top-k of the block."""
+    """The few scores of a block above the k-th so far: cheaper than a top-k of the block."""
     query, column = (scores > last).nonzero(as_tuple=True)
-    counts = query.bincount(minlength=len(scores))
-    place = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
-    values = scores.new_full((len(scores), int(counts.max())), -torch.inf)
-    slots = torch.full(values.shape, -1)
-    values[query, place], slots[query, place] = scores[query, column], column + start
-    return values, slots
+    return padded(scores[query, column], column + start, query, len(scores))

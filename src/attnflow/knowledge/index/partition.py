@@ -6,13 +6,14 @@ which lists a query reads is decided here, because faiss would let one column of
 
 from __future__ import annotations
 
-from typing import Any, Final
+import math
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.index.centroids import Centroids, products
-from attnflow.knowledge.index.exact import Floats, Ints
+from attnflow.knowledge.index.exact import Floats, Ints, best, of_column
 
 _LISTS: Final = 6.0  # lists for sqrt(rows): with 4, clusters that share a list made queries read twenty times as much
 _SAMPLE: Final = 32  # rows a list to learn the centroids from
@@ -20,6 +21,14 @@ _CUT: Final = 4.0  # lengths of an entry
 _DEVIATIONS: Final = 3.0  # about the largest of a few hundred draws of a normal distribution
 _PROMISES: Final = 1 << 21  # held at once
 _ROWS: Final = 1 << 16  # whose lists are looked for at once
+
+
+class Sample(NamedTuple):
+    """To calibrate with: queries [n, dim] by threshold column, how many entries each is to find, and what they are."""
+
+    parts: list[tuple[Floats, int | None]]
+    k: int
+    what: str
 
 
 class Partition:
@@ -89,39 +98,41 @@ class Partition:
         blocks = [rows[start : start + _ROWS] for start in range(0, len(rows), _ROWS)]
         return np.concatenate([self._centroids.nearest(self._points(block)) for block in blocks])
 
-    def search(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, Ints]:
+    def best(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, Ints]:
         """The k best rows of the lists that are read: scores in falling order and slots, -inf and -1 where fewer."""
-        scores, slots = zip(
-            *(
-                self._lists.search_preassigned(
-                    self._augmented(queries[part], column), k, self._read(queries[part], column), None
-                )
-                for part in _parts(len(queries), self.num_lists)
-            ),
-            strict=True,
-        )
-        numbers = np.concatenate(slots)
-        return np.where(numbers < 0, np.float32(-np.inf), np.concatenate(scores)), numbers
-
-    def range(self, queries: Floats, column: int | None, bound: float) -> tuple[Ints, Floats, Ints]:
-        """All rows above a score of the lists that are read: how many for each query, scores and slots, in no order."""
         parts = [
-            self._lists.range_search_preassigned(
-                self._augmented(queries[part], column), bound, self._read(queries[part], column), None
-            )
-            for part in _parts(len(queries), self.num_lists)
+            self._lists.search_preassigned(self._augmented(part, column), k, self._read(part, column), None)
+            for part in self._parts(queries)
         ]
-        counts, scores, slots = zip(*((np.diff(ends), scores, slots) for ends, scores, slots in parts), strict=True)
-        return np.concatenate(counts).astype(np.int64), np.concatenate(scores), np.concatenate(slots)
+        scores, slots = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return np.where(slots < 0, np.float32(-np.inf), scores), slots
 
-    def ranks(self, queries: Floats, column: int | None, rows: Floats) -> Ints:
-        """How many lists a query would read before that of each of its rows [queries, k, width]: [queries, k]."""
-        promise = self._promise(queries, column)
-        lists = self.lists_of(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape[:2])
-        order = np.argsort(-promise, axis=1)
-        ranks = np.empty_like(order)
-        np.put_along_axis(ranks, order, np.arange(self.num_lists)[None], axis=1)
-        return np.take_along_axis(ranks, lists, axis=1)
+    def above(self, queries: Floats, column: int | None, bound: float) -> tuple[Floats, Ints, Ints]:
+        """All rows above a score of the lists that are read: scores, slots and their queries, in no order."""
+        parts = [
+            self._lists.range_search_preassigned(self._augmented(part, column), bound, self._read(part, column), None)
+            for part in self._parts(queries)
+        ]
+        counts = np.concatenate([np.diff(ends) for ends, _, _ in parts]).astype(np.int64)
+        _, scores, slots = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return scores, slots, np.repeat(np.arange(len(queries)), counts)
+
+    def calibrate(self, rows: Floats, sample: Sample, target: float) -> tuple[str, float]:
+        """Read the fewest lists that hold `target` of the best rows of a sample of queries from now on.
+
+        Half of what the target allows to be missed is kept in reserve, since later queries are others.
+
+        Returns:
+            That in words, and the part of all rows that is in those lists, on average.
+        """
+        ranks = np.concatenate([self._ranks(*part, rows, min(sample.k, len(rows))).ravel() for part in sample.parts])
+        wanted = 1 - (1 - target) / 2
+        needed = int(np.sort(ranks)[min(math.ceil(wanted * len(ranks)), len(ranks)) - 1]) + 1
+        self.set_probes(needed)
+        count = sum(len(queries) for queries, _ in sample.parts)
+        read = sum(len(queries) * self.share(queries, column) for queries, column in sample.parts) / count
+        held = f"hold {(ranks < needed).mean():.3f} of the {sample.k} best of {count} {sample.what}"
+        return f"{needed:,} of {self.num_lists:,} lists {held}, {read:.1%} of the entries", read
 
     def set_probes(self, probes: int) -> None:
         """Read this many lists from now on."""
@@ -132,14 +143,28 @@ class Partition:
         sizes = np.array([self._lists.get_list_size(number) for number in range(self.num_lists)])
         return float(sizes[self._read(queries, column)].sum(axis=1).mean() / max(sizes.sum(), 1))
 
-    def imitations(self, rows: Floats, draw: np.random.Generator, count: int) -> tuple[Floats, Ints]:
-        """Queries like the rows: rows moved as other rows lie away from their centroids; and which rows."""
+    def imitated(self, rows: Floats, count: int = 256) -> Sample:
+        """Queries like rows: moved as far as other rows lie from their centroids, each with its largest threshold."""
+        draw = np.random.default_rng(1)
         chosen, others = (rows[_some(draw, len(rows), count)] for _ in range(2))
-        others = others[: len(chosen)]
-        away = others[:, : self._dim] - self._entries[self.lists_of(others)]
-        moved = chosen[:, : self._dim] + away
-        best = chosen[:, self._dim :].argmax(axis=1) if rows.shape[1] > self._dim else np.zeros(len(chosen), np.int64)
-        return moved, best
+        moved = chosen[:, : self._dim] + (others[:, : self._dim] - self._entries[self.lists_of(others)])
+        parts: list[tuple[Floats, int | None]] = [(moved, None)]
+        if rows.shape[1] > self._dim:
+            columns = chosen[:, self._dim :].argmax(axis=1)
+            parts = [(moved[columns == column], int(column)) for column in np.unique(columns)]
+        return Sample(parts, 32, "entries moved at random")
+
+    def _ranks(self, queries: Floats, column: int | None, rows: Floats, k: int) -> Ints:
+        """How many lists a query would read before that of each of its k best rows, [queries, k]."""
+        truth = best(queries, *of_column(rows, self._dim, column), k)[1].numpy()
+        order = np.argsort(-self._promise(queries, column), axis=1)
+        ranks = np.empty_like(order)
+        np.put_along_axis(ranks, order, np.arange(self.num_lists)[None], axis=1)
+        return np.take_along_axis(ranks, self.lists_of(rows[truth.ravel()]).reshape(truth.shape), axis=1)
+
+    def _parts(self, queries: Floats) -> list[Floats]:
+        step = max(1, _PROMISES // self.num_lists)
+        return [queries[start : start + step] for start in range(0, len(queries), step)]
 
     def _points(self, rows: Floats) -> Floats:
         if rows.shape[1] == self._dim:
@@ -179,8 +204,3 @@ def faiss() -> Any:
 def _some(draw: np.random.Generator, total: int, count: int) -> Ints:
     """Up to `count` of `total`, in rising order."""
     return np.sort(draw.choice(total, size=min(count, total), replace=False))
-
-
-def _parts(total: int, lists: int) -> list[slice]:
-    step = max(1, _PROMISES // lists)
-    return [slice(start, start + step) for start in range(0, max(total, 1), step)]

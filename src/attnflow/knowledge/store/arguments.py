@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, SupportsFloat, cast
+from typing import Any, Final, SupportsFloat, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
 from attnflow.knowledge.index.rows import LARGEST
-from attnflow.knowledge.store.entry import Floats, Strings
+from attnflow.knowledge.store.entry import Floats, Rows, Strings
 
 Vectors = Tensor | npt.NDArray[Any] | Sequence[Any]  # numbers, or rows of numbers
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LARGEST_ID: Final = 2**63 - 1
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> Floats:
@@ -56,7 +58,42 @@ def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray
     return ids
 
 
-def strings(name: str, values: Sequence[str | None] | None, rows: int) -> Strings:
+def refuse_unknown(ids: Sequence[int]) -> None:
+    """Raise where there are ids that a store does not have."""
+    if ids:
+        raise KeyError(f"the store has no entries with ids {preview(ids)}")
+
+
+def next_ids(first: int, count: int) -> IntArray:
+    """As many ids from `first` on."""
+    if first + count - 1 > LARGEST_ID:
+        raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
+    return np.arange(first, first + count, dtype=np.int64)
+
+
+def rows(
+    ids: IntArray,
+    texts: Sequence[str | None] | None,
+    sources: Sequence[str | None] | None,
+    encoder: str | None,
+    now: int,
+    vectors: Floats,
+) -> Rows:
+    """New rows."""
+    count, by = len(ids), None if encoder is None else _text("encoder", encoder)
+    return Rows(
+        id=ids,
+        text=_strings("texts", texts, count),
+        source=_strings("sources", sources, count),
+        encoder=np.full(count, by, dtype=object),
+        version=np.ones(count, dtype=np.int64),
+        created=np.full(count, now),
+        updated=np.full(count, now),
+        vector=vectors,
+    )
+
+
+def _strings(name: str, values: Sequence[str | None] | None, rows: int) -> Strings:
     """`values` as an array of str or None; all None where not given."""
     result = np.full(rows, None, dtype=object)
     if values is None:
@@ -68,11 +105,11 @@ def strings(name: str, values: Sequence[str | None] | None, rows: int) -> String
     if len(values) != rows:
         raise ValueError(f"{name} must hold {rows} strings, one for each row, got {len(values)}")
     for i, value in enumerate(values):
-        result[i] = None if value is None else text(f"{name}[{i}]", value)
+        result[i] = None if value is None else _text(f"{name}[{i}]", value)
     return result
 
 
-def text(name: str, value: object) -> str:
+def _text(name: str, value: object) -> str:
     """A string that can be stored."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string or None, got {value!r} of type {type(value).__name__}")

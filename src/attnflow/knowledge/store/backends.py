@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from attnflow._core.checks import integer
 from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.lance import LanceBackend
 from attnflow.knowledge.store.memory import MemoryBackend
@@ -41,8 +42,12 @@ def check_uri(uri: str) -> None:
 def open_backend(
     uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, search: SearchMode, target_recall: float
 ) -> tuple[str, Backend]:
-    """The backend's name, and it."""
+    """The backend's name, and it; raises before anything is made."""
     check_uri(uri)
+    dim = None if dim is None else integer("dim", dim, minimum=1)
+    num_thresholds = None if num_thresholds is None else integer("num_thresholds", num_thresholds)
+    if search not in ("auto", "exact", "approximate"):
+        raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
     if uri == "memory":
         if dim is None:
             raise ValueError("give dim, the width of an embedding, to make a store in memory")

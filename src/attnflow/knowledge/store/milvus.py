@@ -16,8 +16,9 @@ from uuid import uuid4
 
 import numpy as np
 
-from attnflow._core.checks import IntArray, preview
+from attnflow._core.checks import IntArray
 from attnflow.knowledge.store import metadata
+from attnflow.knowledge.store.arguments import refuse_unknown
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Summary, column
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreLocked, failures
 from attnflow.knowledge.store.metadata import Metadata
@@ -120,7 +121,7 @@ class MilvusRows:
         rows = self._rows(("id", "vector"), ids)
         keys, order = column(rows, "id"), column(rows, "id").argsort()
         if ids is not None and len(keys) < len(ids):  # others may write to a server
-            raise KeyError(f"the store has no entries with ids {preview(np.setdiff1d(ids, keys).tolist())}")
+            refuse_unknown(np.setdiff1d(ids, keys).tolist())
         where = order if ids is None else order[np.searchsorted(keys, ids, sorter=order)]
         return column(rows, "vector", np.float32).reshape(-1, self.dim + self.num_thresholds)[where]
 

@@ -20,10 +20,8 @@ from attnflow.knowledge.index import Mode, Neighbours, SearchMode
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.arguments import Vectors
 from attnflow.knowledge.store.backends import Backend, open_backend
-from attnflow.knowledge.store.entry import Entry, Rows, StoreStats
+from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.errors import ReadOnly, StoreError
-
-_LARGEST_ID = 2**63 - 1
 
 
 class Store:
@@ -37,6 +35,9 @@ class Store:
         uri: where it is.
         backend: "lancedb", "memory" or "milvus".
         read_only: whether it refuses to write.
+        dim: width of an embedding.
+        num_thresholds: threshold columns of an entry.
+        revision: counts the changes that were made or seen through this object.
 
     >>> with Store.open("memory", dim=2) as store:
     ...     ids = store.insert(embeddings=[[1.0, 0.0], [0.0, 1.0]], texts=["east", "north"])
@@ -53,7 +54,8 @@ class Store:
         self._write_lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
-        self._revision = self._clock = 0
+        self.dim, self.num_thresholds = backend.dim, backend.num_thresholds
+        self.revision = self._clock = 0
         self._behind = True  # what is searched may differ from what is kept
 
     @classmethod
@@ -88,40 +90,21 @@ class Store:
         Cost: all vectors are read into memory (not for Milvus): about 1 s for 1,000,000 entries of width 128, and the
             building of the index where the search is approximate.
         """
-        width = None if dim is None else integer("dim", dim, minimum=1)
-        columns = None if num_thresholds is None else integer("num_thresholds", num_thresholds)
         place = os.fspath(uri)
-        if search not in ("auto", "exact", "approximate"):  # before anything is made
-            raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
-        store = cls(place, *open_backend(place, width, columns, read_only, search, target_recall), read_only)
+        store = cls(place, *open_backend(place, dim, num_thresholds, read_only, search, target_recall), read_only)
         try:
-            store._follow()
+            store._open()
         except BaseException:
             store.close()
             raise
         return store
-
-    @property
-    def dim(self) -> int:
-        """Width of an embedding."""
-        return self._backend.dim
-
-    @property
-    def num_thresholds(self) -> int:
-        """Threshold columns of an entry."""
-        return self._backend.num_thresholds
-
-    @property
-    def revision(self) -> int:
-        """Counts the changes that were made or seen through this object."""
-        return self._revision
 
     def __len__(self) -> int:
         return len(self._open())
 
     def __contains__(self, key: object) -> bool:
         number = integer("id", key, minimum=-sys.maxsize)
-        return 0 <= number <= _LARGEST_ID and bool(self._open().holds(np.array([number]))[0])
+        return 0 <= number <= arguments.LARGEST_ID and bool(self._open().holds(np.array([number]))[0])
 
     def insert(
         self,
@@ -191,7 +174,7 @@ class Store:
         """
         backend, keys = self._open(), arguments.identifiers("ids", ids)
         held = {entry.id: entry for entry in backend.read(keys).entries(self.dim)}
-        _refuse_unknown([key for key in keys.tolist() if key not in held])
+        arguments.refuse_unknown([key for key in keys.tolist() if key not in held])
         return [held[key] for key in keys.tolist()]
 
     def ids(self) -> Int64[Tensor, " n"]:
@@ -227,7 +210,7 @@ class Store:
             mode: "exact" or "approximate" for this search alone.
 
         Returns:
-            Ids and scores, [n, k] or [k].
+            Ids and scores, [n, k] or [k], on the CPU.
         """
         backend, queries, column = self._asked(query, threshold_column)
         return backend.search(queries, integer("k", k, minimum=1), column, mode)
@@ -235,14 +218,7 @@ class Store:
     def range(
         self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
     ) -> Neighbours:
-        """All entries with q . e + threshold > a score; the answer is as wide as the longest.
-
-        Args:
-            query: see `search`.
-            threshold: the score.
-            threshold_column: see `search`.
-            mode: see `search`.
-        """
+        """All entries that score above a threshold, as `search` gives them; the answer is as wide as the longest."""
         backend, queries, column = self._asked(query, threshold_column)
         return backend.range(queries, arguments.score("threshold", threshold), column, mode)
 
@@ -318,8 +294,8 @@ class Store:
         self._open()
         with self._write_lock:
             self._behind = True
-            self._revision += 1
-            self._follow()
+            self.revision += 1
+            self._open()
 
     def close(self) -> None:
         """Let go of files and of the right to write; nothing is lost without it."""
@@ -349,13 +325,10 @@ class Store:
             raise StoreError(f"the store {self.uri} was opened by another process before a fork: open it here again")
         if self._behind:
             with self._write_lock:
-                self._follow()
+                if self._behind:
+                    self._backend.refresh()  # a write that was cut short may have been committed all the same
+                    self._behind = False
         return self._backend
-
-    def _follow(self) -> None:
-        if self._behind:
-            self._backend.refresh()  # a write that was cut short may have been committed all the same
-            self._behind = False
 
     def _asked(self, query: Vectors, threshold_column: int | None) -> tuple[Backend, Tensor, int | None]:
         column = arguments.column(threshold_column, self.num_thresholds)
@@ -381,7 +354,7 @@ class Store:
             self._behind = True
             raise
         finally:
-            self._revision += 1
+            self.revision += 1
 
     def _put(
         self,
@@ -400,19 +373,19 @@ class Store:
             added = np.zeros((count, columns), dtype=np.float32)
             if thresholds is not None:
                 added = arguments.matrix("thresholds", thresholds, columns, count)
-            keys = _next(backend.next_id, count) if ids is None else arguments.identifiers("ids", ids, count)
-            present = np.zeros(count, dtype=np.bool_) if ids is None else backend.holds(keys)
+            if ids is None:
+                keys, present = arguments.next_ids(backend.next_id, count), np.zeros(count, dtype=np.bool_)
+            else:
+                keys = arguments.identifiers("ids", ids, count)
+                present = backend.holds(keys)
             if present.any() and not replaces:
                 raise ValueError(f"ids exist already: {preview(keys[present])}; use upsert to change entries")
             if present.any() and thresholds is None:
                 added[present] = backend.vectors(keys[present])[:, self.dim :]
-            text, source = arguments.strings("texts", texts, count), arguments.strings("sources", sources, count)
-            by = np.full(count, None if encoder is None else arguments.text("encoder", encoder), dtype=object)
+            self._clock = max(time.time_ns() // 1000, self._clock + 1)  # later than at any call before
+            rows = arguments.rows(keys, texts, sources, encoder, self._clock, np.concatenate([vectors, added], axis=1))
             if not count:
                 return keys
-            self._clock = max(time.time_ns() // 1000, self._clock + 1)  # later than at any call before
-            first, now = np.ones(count, dtype=np.int64), np.full(count, self._clock)
-            rows = Rows(keys, text, source, by, first, now, now, np.concatenate([vectors, added], axis=1))
             if present.any():
                 rows = rows.after(backend.read(keys[present]))
             with self._following():
@@ -421,17 +394,5 @@ class Store:
 
     def _known(self, backend: Backend, ids: Indices) -> IntArray:
         keys = arguments.identifiers("ids", ids)
-        _refuse_unknown(keys[~backend.holds(keys)].tolist())
+        arguments.refuse_unknown(keys[~backend.holds(keys)].tolist())
         return keys
-
-
-def _refuse_unknown(keys: Sequence[int]) -> None:
-    if keys:
-        raise KeyError(f"the store has no entries with ids {preview(keys)}")
-
-
-def _next(first: int, count: int) -> IntArray:
-    """As many new ids."""
-    if first + count - 1 > _LARGEST_ID:
-        raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
-    return np.arange(first, first + count, dtype=np.int64)
