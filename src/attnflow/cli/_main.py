@@ -21,12 +21,7 @@ from attnflow.cli import (
     demo,
     doctor,
     geometry,
-    knowledge_build,
-    knowledge_delete,
-    knowledge_insert,
-    knowledge_reembed,
-    knowledge_search,
-    knowledge_stats,
+    knowledge,
     knowledge_trace,
     mask_check,
     mask_list,
@@ -56,8 +51,7 @@ mask = typer.Typer(help="Look at masks, check tasks, merge families of tasks.", 
 app.add_typer(mask, name="mask")
 bias = typer.Typer(help="Look at what a learned bias does; train one.", rich_markup_mode=None)
 app.add_typer(bias, name="bias")
-knowledge = typer.Typer(help="Stores of entries: build, search, edit, watch.", rich_markup_mode=None)
-app.add_typer(knowledge, name="knowledge")
+app.add_typer(knowledge.app, name="knowledge")
 
 mask.command("list")(mask_list.mask_list)
 mask.command("show")(mask_show.mask_show)
@@ -65,13 +59,7 @@ mask.command("check")(mask_check.mask_check)
 mask.command("merge")(mask_merge.mask_merge)
 bias.command("show")(bias_show.bias_show)
 bias.command("train")(bias_train.bias_train)
-knowledge.command("build")(knowledge_build.knowledge_build)
-knowledge.command("search")(knowledge_search.knowledge_search)
-knowledge.command("insert")(knowledge_insert.knowledge_insert)
-knowledge.command("delete")(knowledge_delete.knowledge_delete)
-knowledge.command("stats")(knowledge_stats.knowledge_stats)
-knowledge.command("trace")(knowledge_trace.knowledge_trace)
-knowledge.command("reembed")(knowledge_reembed.knowledge_reembed)
+knowledge.app.command("trace")(knowledge_trace.knowledge_trace)
 app.command("audit")(audit.audit)
 app.command("geometry")(geometry.geometry)
 app.command("report")(report.report)

@@ -54,7 +54,7 @@ def knowledge_trace(
     suppress (-).
     """
     _models.require(model)
-    from attnflow.cli._knowledge import opened
+    from attnflow.cli.knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
     from attnflow.knowledge.hf.readers import reads_entries
 

@@ -1,0 +1,295 @@
+"""`attnflow knowledge ...` on a store: build, search, insert, delete, stats, reembed."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from attnflow.cli._models import require
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, working
+
+if TYPE_CHECKING:
+    from attnflow._core.progress import Progress, Reporter
+    from attnflow.knowledge.index import SearchMode
+    from attnflow.knowledge.store import Store
+
+app = typer.Typer(help="Stores of entries: build, search, edit, watch.", rich_markup_mode=None)
+
+_LARGEST: Final = 2**63 - 1
+_StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="A store.")]
+_TextsArgument = Annotated[str, typer.Argument(metavar="STORE", help="A store of texts.")]
+_EncoderOption = Annotated[
+    str | None, typer.Option("--encoder", metavar="MODEL", help="Default: the one that made the entries.")
+]
+
+
+class Split(StrEnum):
+    """What of a text file is one entry."""
+
+    line = "line"
+    paragraph = "paragraph"
+
+
+class Mode(StrEnum):
+    """How a search is made."""
+
+    auto = "auto"
+    exact = "exact"
+    approximate = "approximate"
+
+
+@app.command()
+def build(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, milvus:FILE.db or milvus:http://HOST.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A text file, or .jsonl with text, or key and value; source.")
+    ] = None,
+    from_model: Annotated[
+        str | None, typer.Option("--from-model", metavar="MODEL", help="Its feed-forward entries, in place of FILE.")
+    ] = None,
+    encoder: Annotated[
+        str, typer.Option("--encoder", metavar="MODEL", help="What embeds texts: minilm, a folder or a hub id.")
+    ] = "minilm",
+    split: Annotated[Split, typer.Option("--split", help="What of a text file is one entry.")] = Split.line,
+    json_output: JsonFlag = False,
+) -> None:
+    """Build a store.
+
+    Each line of a text file becomes an entry with its embedding; in "key<tab>value" only the key is embedded. If it is
+    interrupted, the same command goes on where it was.
+    """
+    if (file is None) == (from_model is None):
+        raise BadUsage("give a FILE or --from-model, one of them")
+    require(encoder if from_model is None else from_model)
+    from attnflow.knowledge import texts
+    from attnflow.knowledge.store.backends import check_uri
+
+    _refuse_memory(store)
+    check_uri(store)
+    with working(f"reading {file or from_model}") as spinner:
+        if file is not None:
+            written = texts.build(store, file, encoder, split=split.value, progress=_shown(spinner, "embedding"))
+        else:
+            written = texts.build_from_model(store, str(from_model), progress=_shown(spinner, "writing"))
+    _note_truncated(written.truncated, written.entries)
+    if json_output:
+        print_result(written)
+        return
+    say(console(), str(written))
+
+
+@app.command()
+def search(
+    store: _TextsArgument,
+    query: Annotated[str, typer.Argument(metavar="TEXT", help="What to look for.")],
+    k: Annotated[int, typer.Option("-k", metavar="N", min=1, help="At most so many entries.")] = 10,
+    above: Annotated[
+        float | None, typer.Option("--above", metavar="SCORE", help="Only entries that score more than this.")
+    ] = None,
+    mode: Annotated[Mode, typer.Option("--mode", help="How to search (auto: what pays).")] = Mode.auto,
+    encoder: _EncoderOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Search a store.
+
+    Embeds the text by the encoder that made the entries, and lists those with the highest scores: ids, scores, texts,
+    sources, and whether the search was exact.
+    """
+    from attnflow.knowledge import texts
+
+    with working(f"opening {store}"), opened(store, search=mode.value) as held:
+        matches = texts.search(held, query, k, above=above, encoder=encoder)
+    if json_output:
+        print_result(matches)
+    else:
+        say(console(), str(matches))
+    if matches.other_encoders:
+        _note(
+            f"{matches.other_encoders:,} of {matches.total:,} entries were made by another encoder, and their scores "
+            f"do not compare: `attnflow knowledge reembed {store}`"
+        )
+
+
+@app.command()
+def insert(
+    store: _TextsArgument,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", metavar="TEXT", help="A text, or the key of one; may be repeated.")
+    ] = None,
+    value: Annotated[
+        list[str] | None, typer.Option("--value", metavar="TEXT", help="What belongs to the key; once for each.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="Texts, as build reads them.")] = None,
+    source: Annotated[str | None, typer.Option("--source", metavar="TEXT", help="Where they come from.")] = None,
+    ids: Annotated[
+        list[int] | None,
+        typer.Option("--id", metavar="ID", min=0, max=_LARGEST, help="Correct the entry with this id, once for each."),
+    ] = None,
+    new_ids: Annotated[
+        list[int] | None,
+        typer.Option("--new-id", metavar="ID", min=0, max=_LARGEST, help="Give a new entry this id, once for each."),
+    ] = None,
+    encoder: _EncoderOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Insert entries into a store.
+
+    New ones get ids that were never used before, or those of --new-id; with --id, the entry keeps its id and gets the
+    next version.
+    """
+    from attnflow.knowledge import texts
+    from attnflow.knowledge.records import read_records, readable, records
+
+    if (file is None) == (not text):
+        raise BadUsage("give --text or --file, one of them")
+    if ids and new_ids:
+        raise BadUsage("--id corrects entries, --new-id makes new ones: give one of them")
+    new = records(text or [], value, source) if file is None else read_records(file, source=source)
+    with working(f"opening {store}") as spinner, opened(store, read_only=False, search="exact") as held:
+        progress = _shown(spinner, "embedding")
+        if ids:
+            written = texts.correct(held, ids, new, encoder=encoder, progress=progress)
+        else:
+            written = texts.insert(held, new, ids=new_ids or None, encoder=encoder, progress=progress)
+    _note_truncated(written.truncated, len(new))
+    if json_output:
+        print_result(written)
+        return
+    screen = console()
+    for key, record in zip(written.ids, new, strict=True):
+        say(screen, f"{key}  {readable(record.text)}")
+    say(screen, f"{store} holds {written.entries:,} entries")
+
+
+@app.command()
+def delete(
+    store: _StoreArgument,
+    ids: Annotated[list[int], typer.Argument(metavar="ID...", min=0, max=_LARGEST, help="Ids of entries.")],
+    json_output: JsonFlag = False,
+) -> None:
+    """Delete entries of a store.
+
+    All of them, or none if one is unknown. Their ids are not given out again.
+    """
+    unique = list(dict.fromkeys(ids))
+    with working(f"opening {store}"), opened(store, read_only=False, search="exact") as held:
+        held.delete(unique)
+        left = len(held)
+    if json_output:
+        print_json("attnflow.knowledge.delete/1", {"store": store, "ids": unique, "entries": left})
+        return
+    say(console(), f"{store} holds {left:,} entries")
+
+
+@app.command()
+def stats(
+    store: _StoreArgument,
+    duplicates: Annotated[bool, typer.Option("--duplicates", help="Look for entries that say the same.")] = False,
+    threshold: Annotated[
+        float, typer.Option("--threshold", metavar="X", help="The cosine from which two are duplicates.")
+    ] = 0.95,
+    drift: Annotated[bool, typer.Option("--drift", help="Embed a sample again, and compare.")] = False,
+    sample: Annotated[
+        int, typer.Option("--sample", metavar="N", min=1, help="Entries of each encoder version to compare.")
+    ] = 256,
+    encoder: _EncoderOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show a store in numbers.
+
+    How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates or drift and found some.
+    """
+    from attnflow.knowledge import texts
+
+    with working(f"opening {store}") as spinner, opened(store) as held, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
+        inspection = texts.inspect(
+            held,
+            threshold=threshold if duplicates else None,
+            sample=sample if drift else None,
+            encoder=encoder,
+            progress=_shown(spinner, "comparing"),
+        )
+    if json_output:
+        print_result(inspection)
+    else:
+        say(console(), str(inspection))
+    raise typer.Exit(0 if inspection.ok else 1)
+
+
+@app.command()
+def reembed(
+    store: _TextsArgument,
+    encoder: Annotated[
+        str | None, typer.Option("--encoder", metavar="MODEL", help="Default: the one that made the entries, as it is.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Embed entries anew.
+
+    Those that another encoder version made, from their texts, batch by batch. If it is interrupted, the same command
+    goes on where it was.
+    """
+    from attnflow import knowledge
+
+    opening = opened(store, read_only=False, search="exact")
+    with working(f"opening {store}") as spinner, opening as held, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
+        now = knowledge.TextEncoder.of(held, encoder, current=True)
+        done = knowledge.reembed(held, now, progress=_shown(spinner, "embedding"))
+    if json_output:
+        print_result(done)
+        return
+    say(console(), f"{store}: {done}")
+
+
+@contextmanager
+def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> Generator[Store, None, None]:
+    """A store that exists, closed at the end.
+
+    Raises:
+        BadUsage: there is none, or an id that it does not have.
+    """
+    from attnflow.knowledge.store import Store
+
+    _refuse_memory(uri)
+    path = Path(uri.removeprefix("milvus:"))
+    if not uri.startswith("milvus:http") and not path.is_file() and not (path.is_dir() and any(path.iterdir())):
+        raise BadUsage(f"there is no store at {uri}: `attnflow knowledge build {uri} FILE` makes one")
+    try:
+        with Store.open(uri, read_only=read_only, search=search) as store:
+            yield store
+    except KeyError as error:
+        raise BadUsage(str(error.args[0])) from error
+
+
+def _refuse_memory(uri: str) -> None:
+    if uri == "memory":
+        raise BadUsage("a store in memory is gone when the command ends: name a folder")
+
+
+def _shown(spinner: Reporter, what: str) -> Progress:
+    """Progress under another name."""
+    return lambda done, total, _: spinner(done, total, what)
+
+
+def _note(text: str) -> None:
+    """Something that the user should know, on stderr."""
+    print(f"attnflow: {text}", file=sys.stderr)
+
+
+def _note_truncated(places: Sequence[str], total: int) -> None:
+    """Say which texts were too long."""
+    if places:
+        more = ", ..." if len(places) > 5 else ""
+        _note(
+            f"{len(places):,} of {total:,} texts are longer than the encoder reads, and their ends are not embedded: "
+            f"{', '.join(places[:5])}{more}"
+        )
