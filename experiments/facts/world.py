@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnflow.knowledge.memory_layer.stored import StoredKnowledge
+from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.store import Store
 from experiments.facts.corpus import FRAMES, HELD_OUT_FRAMES, UNKNOWN, Corpus, Fact, Key
 from experiments.facts.training import Trained

@@ -18,7 +18,7 @@ from attnflow.knowledge.hf.sync import layer_thresholds, load_entries
 from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.memory_layer.stored import StoredKnowledge
+from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.arguments import Vectors
 from attnflow.models.loaded import Loaded, split

@@ -15,8 +15,7 @@ from attnflow.knowledge.hf.modular.model import ModularModel
 from attnflow.knowledge.layered import EntryScores, EntryValues, LayeredKnowledge
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Observer, Reading
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.memory_layer.source import Source
-from attnflow.knowledge.memory_layer.stored import StoredKnowledge
+from attnflow.knowledge.memory_layer.source import Source, StoredKnowledge
 
 
 class LayerReader(ABC):

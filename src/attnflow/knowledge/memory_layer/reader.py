@@ -15,7 +15,6 @@ from attnflow._core.checks import integer
 from attnflow.knowledge.activations import ACTIVATIONS
 from attnflow.knowledge.attention import GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.index import Neighbours
 from attnflow.knowledge.memory_layer.retrieval import (
     Retrieval,
     best,
@@ -25,7 +24,7 @@ from attnflow.knowledge.memory_layer.retrieval import (
     sum_of_chosen,
     sum_of_rows,
 )
-from attnflow.knowledge.memory_layer.source import Mode, Source
+from attnflow.knowledge.memory_layer.source import Source
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
 
@@ -188,7 +187,9 @@ class KnowledgeReader(nn.Module):
         if retrieval is None or retrieval.reads_all(len(entries), queries, training):
             return self._read_all(hidden, entries, thresholds)
         if retrieval.search == "approximate":
-            raise ValueError("an approximate search needs an index: pass af.knowledge.IndexedEntries, or a store")
+            raise ValueError(
+                "an approximate search needs an index: pass memory_layer.source.IndexedEntries, or a store"
+            )
         scores = attention.score(hidden, entries, thresholds)
         ranked = scores[0].detach()
         if self.observer is not None:
@@ -208,14 +209,8 @@ class KnowledgeReader(nn.Module):
         attention, heads = self.attention, self.attention.num_heads
         shape = (*hidden.shape[:-1], heads)
         queries = attention.project_query(hidden).reshape(attention.parts, -1, heads, attention.entry_dim)
-        mode: Mode = None if retrieval.search in ("auto", "dense") else retrieval.search
-        answers: list[Neighbours] = []
-        for head in range(heads):
-            asked, column = queries[0, :, head].detach(), self._first_column + head
-            if retrieval.k is not None:
-                answers.append(source.search(asked, retrieval.k, column, mode))
-            else:
-                answers.append(source.range(asked, cast(float, retrieval.threshold), column, mode))
+        asked, first = queries[0].detach(), self._first_column
+        answers = [source.read(asked[:, head], retrieval, first + head) for head in range(heads)]
         self._check_width(cast(Tensor, answers[0].rows).shape[-1])
         most = max(one.ids.shape[1] for one in answers)
         ids = torch.stack([_padded(one.ids, most, -1) for one in answers], dim=1).to(hidden.device)

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Final, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from attnflow.knowledge.index import EntryIndex, Neighbours
+from attnflow._core.checks import Indices
+from attnflow.knowledge.index import EntryIndex, Neighbours, SearchMode
+from attnflow.knowledge.memory_layer.retrieval import Retrieval
+from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.arguments import Vectors, matrix
+from attnflow.knowledge.store.errors import StoreError
 
-Mode = Literal["exact", "approximate"] | None
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Entries that a `KnowledgeReader` can search: rows of width d_E, with a column of thresholds for each use."""
-
-    @property
-    def num_entries(self) -> int:
-        """How many there are now."""
-        ...
-
-    def rows(self) -> Float[Tensor, "entries width"]:
-        """All of them with all their thresholds, [E | columns], for dense evaluation."""
-        ...
-
-    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Neighbours:
-        """The k entries with the highest score + threshold, with their rows."""
-        ...
-
-    def range(
-        self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
-    ) -> Neighbours:
-        """All entries whose score + threshold is above a value, padded to the longest answer."""
-        ...
+_BLOCK: Final = 1 << 15  # entries whose thresholds are computed at once
+_TRIES: Final = 100
 
 
 class IndexedEntries:
@@ -55,7 +38,7 @@ class IndexedEntries:
         self,
         entries: Float[Tensor, "entries entry_dim"],
         thresholds: Float[Tensor, "entries columns"],
-        search: Literal["auto", "exact", "approximate"] = "auto",
+        search: SearchMode = "auto",
         target_recall: float = 0.99,
     ) -> None:
         self.index = EntryIndex(entries.shape[1], thresholds.shape[1], search=search, target_recall=target_recall)
@@ -70,17 +53,111 @@ class IndexedEntries:
         """[E | columns], a view."""
         return self.index.rows
 
-    def search(self, queries: Float[Tensor, "queries entry_dim"], k: int, column: int, mode: Mode = None) -> Neighbours:
-        """The k entries with the highest score + threshold."""
-        return self._with_rows(self.index.search(queries, k, column, mode=mode))
-
-    def range(
-        self, queries: Float[Tensor, "queries entry_dim"], threshold: float, column: int, mode: Mode = None
-    ) -> Neighbours:
-        """All entries above a score."""
-        return self._with_rows(self.index.range(queries, threshold, column, mode=mode))
-
-    def _with_rows(self, neighbours: Neighbours) -> Neighbours:
+    def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int) -> Neighbours:
+        """The entries that a retrieval asks for by score + threshold, with their rows."""
+        neighbours = _searched(self.index, queries, retrieval, column)
         rows = self.index.rows[neighbours.ids.clamp(min=0)]
         absent = neighbours.ids < 0
         return replace(neighbours, rows=rows.masked_fill(absent[..., None], 0) if bool(absent.any()) else rows)
+
+
+class StoredKnowledge:
+    """A `Source` whose entries are in a store, with the thresholds that a model's layers give them.
+
+    Thresholds B1(E) are a function of the entry and of the model. They are stored beside the entry, so that one index
+    serves all layers; `stale` says where they are not the model's, `write_thresholds` computes them anew. Entries are
+    deleted, found and counted by the store itself.
+
+    Args:
+        store: with as many threshold columns as `thresholds` gives.
+        thresholds: of entries [n, d_E], all columns of all layers: [n, columns].
+
+    Raises:
+        ValueError: the store has another number of columns.
+    """
+
+    def __init__(self, store: Store, thresholds: Callable[[Tensor], Tensor]) -> None:
+        columns = thresholds(torch.zeros(1, store.dim)).shape[1]
+        if columns != store.num_thresholds:
+            raise ValueError(
+                f"the model's layers have {columns} columns of thresholds, the store has {store.num_thresholds}: make "
+                f"it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
+            )
+        self.store = store
+        self._thresholds = thresholds
+
+    @property
+    def num_entries(self) -> int:
+        """How many there are now."""
+        return len(self.store)
+
+    def insert(self, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
+        """`Store.insert` with the model's thresholds; `columns` are its other arguments."""
+        rows, thresholds = self._with_thresholds(embeddings)
+        return self.store.insert(embeddings=rows, thresholds=thresholds, **columns)
+
+    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        """`Store.upsert` with the model's thresholds; `columns` are its other arguments."""
+        rows, thresholds = self._with_thresholds(embeddings)
+        self.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
+
+    def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
+        """Ids of entries whose stored thresholds differ from the model's by more than a tolerance.
+
+        Cost: the thresholds of all entries, in blocks.
+        """
+        stale = [torch.zeros(0, dtype=torch.int64)]
+        for ids in self.store.ids().split(_BLOCK):
+            rows = self.store.rows(ids)
+            wrong = (self._computed(rows[:, : self.store.dim]) - rows[:, self.store.dim :]).abs() > tolerance
+            stale.append(ids[wrong.any(dim=1)])
+        return torch.cat(stale)
+
+    def write_thresholds(self) -> int:
+        """Write the model's thresholds where they are stale; returns for how many entries. Their versions go up."""
+        ids = self.stale()
+        for block in ids.split(_BLOCK):
+            entries = self.store.get(block)
+            for encoder in {entry.encoder for entry in entries}:
+                some = [entry for entry in entries if entry.encoder == encoder]
+                vectors = torch.stack([entry.embedding for entry in some])
+                self.upsert(ids=[entry.id for entry in some], embeddings=vectors, encoder=encoder)
+        return len(ids)
+
+    def rows(self) -> Float[Tensor, "entries width"]:
+        """[E | columns] of all entries, in the order of `store.ids()`; a copy."""
+        return self.store.rows()
+
+    def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int) -> Neighbours:
+        """As that of `IndexedEntries`; made again where another thread deletes an entry before its row is read."""
+        for _ in range(_TRIES):
+            neighbours = _searched(self.store, queries, retrieval, column)
+            ids, places = neighbours.ids.unique(return_inverse=True)
+            held = ids[ids >= 0]
+            try:
+                rows = self.store.rows(held)
+            except KeyError:
+                continue
+            if len(held) < len(ids):  # -1 sorts first: where there is no entry, a row of zeros
+                rows = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
+            return replace(neighbours, rows=rows[places])
+        raise StoreError(f"entries were deleted faster than {_TRIES} searches could read them")
+
+    def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
+        return rows, self._computed(rows)
+
+    @torch.no_grad()
+    def _computed(self, rows: Tensor) -> Tensor:
+        return self._thresholds(rows).float()
+
+
+def _searched(searched: EntryIndex | Store, queries: Tensor, retrieval: Retrieval, column: int) -> Neighbours:
+    mode = None if retrieval.search in ("auto", "dense") else retrieval.search
+    if retrieval.k is not None:
+        return searched.search(queries, retrieval.k, threshold_column=column, mode=mode)
+    return searched.range(queries, cast(float, retrieval.threshold), threshold_column=column, mode=mode)
+
+
+# Entries that a `KnowledgeReader` can search: rows of width d_E, with a column of thresholds for each use.
+Source = IndexedEntries | StoredKnowledge
