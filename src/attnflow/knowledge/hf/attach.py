@@ -15,12 +15,12 @@ from attnflow._core.markup import plural
 from attnflow.knowledge.hf.modular.model import ModularModel
 from attnflow.knowledge.hf.readers import LayerReader, readers
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries
+from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.arguments import Vectors
 from attnflow.models.loaded import Loaded, split
 
 

@@ -15,11 +15,12 @@ from torch.nn import functional
 from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.index import arguments
 from attnflow.knowledge.index.exact import Floats, above, best, of_column, padded
 from attnflow.knowledge.index.neighbours import Neighbours
 from attnflow.knowledge.index.partition import Partition, Sample, faiss
 from attnflow.knowledge.index.readers_writer import ReadersWriter
-from attnflow.knowledge.index.rows import LARGEST, GrowingMatrix
+from attnflow.knowledge.index.rows import GrowingMatrix
 
 Mode = Literal["exact", "approximate"]
 SearchMode = Literal["auto", "exact", "approximate"]
@@ -29,7 +30,6 @@ FEWEST: Final = 20_000  # below, exact search takes a few tenths of a millisecon
 # The part of the entries in the lists that a query reads: in batches of 128, exact search reads 6 to 10 entries in the
 # time in which lists give one.
 LARGEST_SHARE: Final = 0.1
-_BLOCK: Final = 1 << 16  # rows checked at once
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -169,7 +169,8 @@ class EntryIndex:
             ValueError: another width, NaN or infinity, or approximate search of an index that is not partitioned.
         """
         flat, shape = self._flat(queries), queries.shape[:-1]
-        k, column = integer("k", k, minimum=1, maximum=max(len(self), MOST)), self._column(threshold_column)
+        column = arguments.column(threshold_column, self.num_thresholds)
+        k = integer("k", k, minimum=1, maximum=max(len(self), MOST))
         with self._lock.reading():
             approximate, total = self._is_approximate(mode), len(self)
             if approximate and self._partition is not None and len(flat):
@@ -201,10 +202,8 @@ class EntryIndex:
         Raises:
             ValueError: see `search`.
         """
-        flat, shape = self._flat(queries), queries.shape[:-1]
-        column, bound = self._column(threshold_column), float(threshold)
-        if math.isnan(bound):
-            raise ValueError("threshold must be a number, got NaN")
+        flat, shape, bound = self._flat(queries), queries.shape[:-1], arguments.score("threshold", threshold)
+        column = arguments.column(threshold_column, self.num_thresholds)
         with self._lock.reading():
             approximate, total = self._is_approximate(mode), len(self)
             if approximate and self._partition is not None and len(flat):
@@ -232,7 +231,7 @@ class EntryIndex:
         self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None
     ) -> None:
         """Choose how many lists are read, and in "auto" whether any, by these queries, now and at later partitions."""
-        flat, column = self._flat(queries), self._column(threshold_column)
+        flat, column = self._flat(queries), arguments.column(threshold_column, self.num_thresholds)
         if not len(flat):
             raise ValueError("calibration needs at least one query")
         with self._lock.writing():
@@ -288,42 +287,14 @@ class EntryIndex:
             )
         return True
 
-    def _column(self, column: int | None) -> int | None:
-        if column is None:
-            return None
-        if not self.num_thresholds:
-            raise ValueError(f"threshold_column is {column}, but the rows have no thresholds")
-        return integer("threshold_column", column, 0, self.num_thresholds - 1)
-
     def _flat(self, queries: Tensor) -> Floats:
-        if not queries.ndim or queries.shape[-1] != self.dim:
-            raise ValueError(f"queries must be [..., {self.dim}], got shape {tuple(queries.shape)}")
-        return _floats("query", queries.reshape(-1, self.dim)).numpy()
+        return arguments.queries(queries, self.dim).view(-1, self.dim).numpy()
 
     def _checked(self, rows: Tensor) -> Tensor:
-        width = self.dim + self.num_thresholds
-        if rows.ndim != 2 or rows.shape[1] != width:
-            raise ValueError(
-                f"rows must be [n, {self.dim} + {self.num_thresholds} thresholds], got shape {tuple(rows.shape)}"
-            )
-        return _floats("row", rows)
+        return torch.from_numpy(arguments.matrix("rows [entry | thresholds]", rows, self._rows.used.shape[1]))
 
     def _existing(self, slots: Tensor) -> Tensor:
         where = index_array("slots", slots, limit=len(self))
         if len(np.unique(where)) != len(where):
             raise ValueError("slots must be different from each other")
         return torch.from_numpy(where)
-
-
-def _floats(name: str, values: Tensor) -> Tensor:
-    """float32 on the CPU, all finite, with finite products."""
-    numbers = values.detach().to("cpu", torch.float32).contiguous()
-    for start, block in enumerate(numbers.split(_BLOCK)):
-        fits = block.abs() <= LARGEST  # not so for NaN
-        if not bool(fits.all()):
-            bad = int((~fits.all(dim=1)).nonzero()[0]) + start * _BLOCK
-            raise ValueError(
-                f"{name} {bad} holds NaN or infinity or numbers above {LARGEST:.0e} (an entry is kept out of a column "
-                "by a large finite penalty, such as -1e9)"
-            )
-    return numbers

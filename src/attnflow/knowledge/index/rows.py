@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-LARGEST: Final = 1e16  # of larger numbers scores overflow float32, and infinity less infinity is none
 _GROWTH: Final = 1.5
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnflow._core.checks import Indices
 from attnflow.knowledge.index import EntryIndex, Neighbours, SearchMode
+from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.arguments import Vectors, matrix
 from attnflow.knowledge.store.errors import StoreError
 
 _BLOCK: Final = 1 << 15  # entries whose thresholds are computed at once

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, integer, preview
 from attnflow.knowledge.index import Mode, Neighbours, SearchMode
+from attnflow.knowledge.index.arguments import Vectors, column, matrix, queries, score
 from attnflow.knowledge.store import arguments
-from attnflow.knowledge.store.arguments import Vectors
 from attnflow.knowledge.store.backends import Backend, open_backend
 from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.errors import ReadOnly, StoreError
@@ -212,28 +212,28 @@ class Store:
         Returns:
             Ids and scores, [n, k] or [k], on the CPU.
         """
-        backend, queries, column = self._asked(query, threshold_column)
-        return backend.search(queries, integer("k", k, minimum=1), column, mode)
+        backend, asked, chosen = self._asked(query, threshold_column)
+        return backend.search(asked, integer("k", k, minimum=1), chosen, mode)
 
     def range(
         self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
     ) -> Neighbours:
         """All entries that score above a threshold, as `search` gives them; the answer is as wide as the longest."""
-        backend, queries, column = self._asked(query, threshold_column)
-        return backend.range(queries, arguments.score("threshold", threshold), column, mode)
+        backend, asked, chosen = self._asked(query, threshold_column)
+        return backend.range(asked, score("threshold", threshold), chosen, mode)
 
     def recall(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> float:
         """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
-        backend, queries, column = self._asked(sample, threshold_column)
-        if not queries.numel():
+        backend, asked, chosen = self._asked(sample, threshold_column)
+        if not asked.numel():
             raise ValueError("recall is measured on at least one query, got none")
-        return backend.recall(queries, integer("k", k, minimum=1), column)
+        return backend.recall(asked, integer("k", k, minimum=1), chosen)
 
     def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
         """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""
         with self._write_lock:
-            backend, queries, column = self._asked(sample, threshold_column)
-            backend.calibrate(queries, integer("k", k, minimum=1), column)
+            backend, asked, chosen = self._asked(sample, threshold_column)
+            backend.calibrate(asked, integer("k", k, minimum=1), chosen)
 
     def reindex(self) -> None:
         """Build the index anew from the stored entries, as after many edits."""
@@ -331,8 +331,8 @@ class Store:
         return self._backend
 
     def _asked(self, query: Vectors, threshold_column: int | None) -> tuple[Backend, Tensor, int | None]:
-        column = arguments.column(threshold_column, self.num_thresholds)
-        return self._open(), arguments.queries(query, self.dim), column
+        chosen = column(threshold_column, self.num_thresholds)
+        return self._open(), queries(query, self.dim), chosen
 
     @contextmanager
     def _writer(self, snapshot: str | None = None) -> Generator[Backend]:
@@ -368,11 +368,11 @@ class Store:
     ) -> IntArray:
         """One commit; returns the ids."""
         with self._writer() as backend:
-            vectors = arguments.matrix("embeddings", embeddings, self.dim)
+            vectors = matrix("embeddings", embeddings, self.dim)
             count, columns = len(vectors), self.num_thresholds
             added = np.zeros((count, columns), dtype=np.float32)
             if thresholds is not None:
-                added = arguments.matrix("thresholds", thresholds, columns, count)
+                added = matrix("thresholds", thresholds, columns, count)
             if ids is None:
                 keys, present = arguments.next_ids(backend.next_id, count), np.zeros(count, dtype=np.bool_)
             else:
