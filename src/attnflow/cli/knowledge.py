@@ -17,6 +17,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_
 
 if TYPE_CHECKING:
     from attnflow._core.progress import Progress, Reporter
+    from attnflow._core.results import Result
     from attnflow.knowledge.index import SearchMode
     from attnflow.knowledge.store import Store
 
@@ -79,10 +80,7 @@ def build(
         else:
             written = texts.build_from_model(store, str(from_model), progress=_shown(spinner, "writing"))
     _note_truncated(written.truncated, written.entries)
-    if json_output:
-        print_result(written)
-        return
-    say(console(), str(written))
+    _show(written, json_output)
 
 
 @app.command()
@@ -106,14 +104,12 @@ def search(
 
     with working(f"opening {store}"), opened(store, search=mode.value) as held:
         matches = texts.search(held, query, k, above=above, encoder=encoder)
-    if json_output:
-        print_result(matches)
-    else:
-        say(console(), str(matches))
+    _show(matches, json_output)
     if matches.other_encoders:
-        _note(
-            f"{matches.other_encoders:,} of {matches.total:,} entries were made by another encoder, and their scores "
-            f"do not compare: `attnflow knowledge reembed {store}`"
+        print(
+            f"attnflow: {matches.other_encoders:,} of {matches.total:,} entries were made by another encoder, and "
+            f"their scores do not compare: `attnflow knowledge reembed {store}`",
+            file=sys.stderr,
         )
 
 
@@ -217,10 +213,7 @@ def stats(
             encoder=encoder,
             progress=_shown(spinner, "comparing"),
         )
-    if json_output:
-        print_result(inspection)
-    else:
-        say(console(), str(inspection))
+    _show(inspection, json_output)
     raise typer.Exit(0 if inspection.ok else 1)
 
 
@@ -244,10 +237,7 @@ def reembed(
         warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
         now = knowledge.TextEncoder.of(held, encoder, current=True)
         done = knowledge.reembed(held, now, progress=_shown(spinner, "embedding"))
-    if json_output:
-        print_result(done)
-        return
-    say(console(), f"{store}: {done}")
+    _show(done, json_output, f"{store}: {done}")
 
 
 @contextmanager
@@ -275,21 +265,24 @@ def _refuse_memory(uri: str) -> None:
         raise BadUsage("a store in memory is gone when the command ends: name a folder")
 
 
+def _show(result: Result, json_output: bool, text: str = "") -> None:
+    if json_output:
+        print_result(result)
+    else:
+        say(console(), text or str(result))
+
+
 def _shown(spinner: Reporter, what: str) -> Progress:
     """Progress under another name."""
     return lambda done, total, _: spinner(done, total, what)
 
 
-def _note(text: str) -> None:
-    """Something that the user should know, on stderr."""
-    print(f"attnflow: {text}", file=sys.stderr)
-
-
 def _note_truncated(places: Sequence[str], total: int) -> None:
-    """Say which texts were too long."""
+    """Say on stderr which texts were too long."""
     if places:
         more = ", ..." if len(places) > 5 else ""
-        _note(
-            f"{len(places):,} of {total:,} texts are longer than the encoder reads, and their ends are not embedded: "
-            f"{', '.join(places[:5])}{more}"
+        print(
+            f"attnflow: {len(places):,} of {total:,} texts are longer than the encoder reads, and their ends are not "
+            f"embedded: {', '.join(places[:5])}{more}",
+            file=sys.stderr,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -144,30 +144,15 @@ def _depth(activation: str, scores: Float[Tensor, "*queries"]) -> Float[Tensor, 
     return torch.where(scores < place, _SMOOTH[activation](scores).abs(), depth)
 
 
-def _zero(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is zero, by halving, to the last bit."""
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return high
-
-
-def _gelu_slope(score: float) -> float:
-    """d/ds s Phi(s) = Phi(s) + s phi(s)."""
-    return math.erfc(-score / math.sqrt(2)) / 2 + score * math.exp(-score * score / 2) / math.sqrt(2 * math.pi)
-
-
-def _minima() -> dict[str, tuple[float, float]]:
-    """Activation -> (score, depth) of its only minimum, where its slope is zero."""
-    gelu = _zero(_gelu_slope, -1.4, 0.0)  # the slope rises on (-sqrt 2, 0)
-    # silu = s sigma(s): the slope is zero where s (1 - sigma(s)) = -1, so s + 1 + exp(s) = 0, and there silu = s + 1.
-    silu = _zero(lambda score: score + 1 + math.exp(score), -2.0, 0.0)
-    return {"gelu": (gelu, -gelu * math.erfc(-gelu / math.sqrt(2)) / 2), "silu": (silu, -(silu + 1))}
-
-
 def _gelu(scores: Tensor) -> Tensor:
     """By erfc, which keeps its digits far below zero, where 1 + erf has none."""
     return scores * torch.special.erfc(scores / -math.sqrt(2)) / 2
 
 
 _SMOOTH: Final = {"gelu": _gelu, "silu": functional.silu}
-_MINIMA: Final = _minima()
+# Score and depth of the only minimum of each, where its slope is zero: of gelu, Phi(s) + s phi(s) = 0; of silu
+# s + 1 + exp(s) = 0, and its depth is -(s + 1).
+_MINIMA: Final = {
+    "gelu": (-0.7517915246935644, 0.16997120747990369),
+    "silu": (-1.2784645427610737, 0.2784645427610737),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Final, Literal, cast
 
@@ -56,11 +57,11 @@ def read_records(path: str | Path, split: Split = "line", source: str | None = N
         content = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if file.suffix.lower() in (".jsonl", ".ndjson"):
-        numbered = ((i, line) for i, line in enumerate(content.splitlines(), 1) if line.strip())
-        read = [_from_json(f"{file.name}:{i}", line, source) for i, line in numbered]
+    json_lines = file.suffix.lower() in (".jsonl", ".ndjson")
+    parts = _parts(content, joined=split == "paragraph" and not json_lines)
+    if json_lines:
+        read = [_from_json(f"{file.name}:{i}", line, source) for i, line in parts]
     else:
-        parts = _paragraphs(content) if split == "paragraph" else _lines(content)
         read = [Record(text, source or f"{file.name}:{i}") for i, text in parts]
     if not read:
         raise ValueError(f"{path} holds no text")
@@ -96,16 +97,13 @@ def _from_json(place: str, line: str, source: str | None) -> Record:
     return Record(_keyed(key, value, place), where)
 
 
-def _lines(content: str) -> Iterator[tuple[int, str]]:
-    return ((i, line.strip()) for i, line in enumerate(content.splitlines(), 1) if line.strip())
-
-
-def _paragraphs(content: str) -> Iterator[tuple[int, str]]:
-    start, lines = 0, list[str]()
-    for i, line in enumerate([*content.splitlines(), ""], 1):
-        if line.strip():
-            start = start if lines else i
-            lines.append(line.strip())
-        elif lines:
-            yield start, " ".join(lines)
-            lines = []
+def _parts(content: str, joined: bool) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty, with their numbers; or what is between empty lines, with the number of its first."""
+    numbered = [(i, line.strip()) for i, line in enumerate(content.splitlines(), 1)]
+    if not joined:
+        yield from (pair for pair in numbered if pair[1])
+        return
+    for filled, group in groupby(numbered, lambda pair: bool(pair[1])):
+        if filled:
+            numbers, lines = zip(*group, strict=True)
+            yield numbers[0], " ".join(lines)

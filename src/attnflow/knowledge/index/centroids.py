@@ -30,17 +30,20 @@ class Centroids:
     def __init__(self, points: Floats, count: int, draw: np.random.Generator) -> None:
         self._origin = points.mean(axis=0)  # distances keep their digits when all points share a large offset
         points = points - self._origin
-        groups = max(1, round(count**0.5))
-        top = _k_means(points, points[draw.choice(len(points), groups, replace=False)], draw)
+        top = _k_means(points, points[draw.choice(len(points), max(1, round(count**0.5)), replace=False)], draw)
         member = _nearest(points, top)[0]
         self._groups: list[Floats] = []
-        for group in range(groups):
+        for group in range(len(top)):
             own = points[member == group]
             wanted = min(len(own), max(1, round(count * len(own) / len(points))))
             if wanted:
                 self._groups.append(_k_means(own, _spaced(own, wanted, draw), draw))
         self._number()
-        self._drop_empty(points)
+        # A centroid that no point is nearest to would be read for nothing; equal points leave many such.
+        filled = np.split(np.bincount(self._find(points)[0], minlength=len(self)) > 0, self._starts[1:-1])
+        groups = [group[own] for group, own in zip(self._groups, filled, strict=True)]
+        self._groups = [group for group in groups if len(group)]
+        self._number()
         lists, nearness = self._find(points)
         squares = np.maximum(np.square(points).sum(axis=1) - 2 * nearness, 0)
         sizes = np.maximum(np.bincount(lists, minlength=len(self)), 1)
@@ -51,13 +54,6 @@ class Centroids:
         self._top = np.stack([group.mean(axis=0) for group in self._groups])
         self._starts = np.cumsum([0, *(len(group) for group in self._groups)])
         self.positions = np.concatenate(self._groups) + self._origin
-
-    def _drop_empty(self, points: Floats) -> None:
-        """A centroid that no point is nearest to would be read for nothing; equal points leave many such."""
-        filled = np.bincount(self._find(points)[0], minlength=len(self)) > 0
-        groups = [group[own] for group, own in zip(self._groups, np.split(filled, self._starts[1:-1]), strict=True)]
-        self._groups = [group for group in groups if len(group)]
-        self._number()
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -49,6 +49,9 @@ class EntryIndex:
 
     Threads: any number may search while one changes rows; a search sees all of a change or nothing of it.
 
+    Attributes:
+        reason: why `mode` is what it is, with what was measured.
+
     Args:
         dim: width of an entry and a query.
         num_thresholds: columns of thresholds.
@@ -67,11 +70,7 @@ class EntryIndex:
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_thresholds: int = 0,
-        search: SearchMode = "auto",
-        target_recall: float = 0.99,
+        self, dim: int, num_thresholds: int = 0, search: SearchMode = "auto", target_recall: float = 0.99
     ) -> None:
         self.dim = integer("dim", dim, minimum=1)
         self.num_thresholds = integer("num_thresholds", num_thresholds)
@@ -86,7 +85,7 @@ class EntryIndex:
         self._partition: Partition | None = None
         self._sample: Sample | None = None
         self._judged = self._changed = 0
-        self._reason = "no entries yet"
+        self.reason = "no entries yet"
         self._lock = ReadersWriter()
 
     def __len__(self) -> int:
@@ -101,11 +100,6 @@ class EntryIndex:
     def mode(self) -> Mode:
         """How a search is done unless it says otherwise."""
         return "approximate" if self._partition is not None or self.requested == "approximate" else "exact"
-
-    @property
-    def reason(self) -> str:
-        """Why `mode` is what it is, with what was measured."""
-        return self._reason
 
     def build(self, rows: Float[Tensor, "n width"]) -> None:
         """These rows instead of all others, at slots 0 to n - 1, partitioned anew."""
@@ -191,16 +185,9 @@ class EntryIndex:
         threshold_column: int | None = None,
         mode: Mode | None = None,
     ) -> Neighbours:
-        """All entries with query . entry + threshold > a score; the answer is as wide as the longest.
+        """All entries with query . entry + threshold of the column > `threshold`, as `search` gives them.
 
-        Args:
-            queries: see `search`.
-            threshold: the score.
-            threshold_column: see `search`.
-            mode: see `search`.
-
-        Raises:
-            ValueError: see `search`.
+        The answer is as wide as the longest.
         """
         flat, shape, bound = self._flat(queries), queries.shape[:-1], arguments.score("threshold", threshold)
         column = arguments.column(threshold_column, self.num_thresholds)
@@ -243,26 +230,26 @@ class EntryIndex:
         self._partition = None
         if self.requested == "exact" or not len(self):
             self._judged = self._changed = 0
-            self._reason = "exact search was asked for" if len(self) else "no entries yet"
+            self.reason = "exact search was asked for" if len(self) else "no entries yet"
             return
         if partition is None:
             self._judged, self._changed = len(self), 0
         if self.requested == "auto" and len(self) < FEWEST:
-            self._reason = f"fewer than {FEWEST:,} entries, where exact search is no slower"
+            self.reason = f"fewer than {FEWEST:,} entries, where exact search is no slower"
             return
         rows = self._rows.used.numpy()
         try:
             partition = partition or Partition(rows, self.dim)
         except MissingExtra as missing:
-            self._reason = str(missing)
+            self.reason = str(missing)
             return
         sample = self._sample or partition.imitated(rows)
-        self._reason, read = partition.calibrate(rows, sample, self.target_recall)
+        self.reason, read = partition.calibrate(rows, sample, self.target_recall)
         if self.requested == "auto" and read > LARGEST_SHARE:
-            self._reason += ": exact search is no slower"
+            self.reason += ": exact search is no slower"
         else:
             self._partition = partition
-        _LOG.info("%s search: %s", self.mode, self._reason)
+        _LOG.info("%s search: %s", self.mode, self.reason)
 
     def _grown(self, count: int) -> bool:
         """Count changed rows, and judge anew when it is time."""
@@ -282,7 +269,7 @@ class EntryIndex:
             return False
         if self._partition is None and len(self):
             raise ValueError(
-                f"this index has no partition to search approximately ({self._reason}): make it with "
+                f"this index has no partition to search approximately ({self.reason}): make it with "
                 'search="approximate"'
             )
         return True

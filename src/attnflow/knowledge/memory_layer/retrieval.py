@@ -119,9 +119,7 @@ def sum_of_rows(
     """
     if not weights.numel():
         return weights.new_zeros(*weights.shape[:-1], table.shape[1])
-    flat = rows.clamp(min=0).flatten(0, -2), weights.flatten(0, -2).to(table.dtype)
-    sums = functional.embedding_bag(flat[0], table, per_sample_weights=flat[1], mode="sum")
-    return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
+    return _bags(weights, rows.clamp(min=0).flatten(0, -2), table, weights.flatten(0, -2))
 
 
 def sum_of_chosen(
@@ -137,9 +135,13 @@ def sum_of_chosen(
         return weights @ table
     flat = mask.flatten(0, -2)
     counts = flat.sum(dim=-1)
-    values = weights.flatten(0, -2)[flat].to(table.dtype)
-    starts = counts.cumsum(0) - counts
-    sums = functional.embedding_bag(flat.nonzero()[:, 1], table, starts, per_sample_weights=values, mode="sum")
+    return _bags(weights, flat.nonzero()[:, 1], table, weights.flatten(0, -2)[flat], counts.cumsum(0) - counts)
+
+
+def _bags(weights: Tensor, rows: Tensor, table: Tensor, values: Tensor, starts: Tensor | None = None) -> Tensor:
+    """sum of value x table[row] of each query, in the shape and precision of weights [*queries, _]."""
+    values = values.to(table.dtype)
+    sums = functional.embedding_bag(rows, table, starts, per_sample_weights=values, mode="sum")
     return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
 
 

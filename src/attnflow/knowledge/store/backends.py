@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from attnflow._core.checks import integer
-from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.lance import LanceBackend
 from attnflow.knowledge.store.memory import MemoryBackend
+from attnflow.knowledge.store.metadata import Metadata, Wanted
 from attnflow.knowledge.store.milvus_search import MilvusBackend
 
 Backend = LanceBackend | MemoryBackend | MilvusBackend
@@ -39,20 +39,18 @@ def check_uri(uri: str) -> None:
         )
 
 
-def open_backend(
-    uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, search: SearchMode, target_recall: float
-) -> tuple[str, Backend]:
+def open_backend(uri: str, wanted: Wanted) -> tuple[str, Backend]:
     """The backend's name, and it; raises before anything is made."""
     check_uri(uri)
-    dim = None if dim is None else integer("dim", dim, minimum=1)
-    num_thresholds = None if num_thresholds is None else integer("num_thresholds", num_thresholds)
-    if search not in ("auto", "exact", "approximate"):
-        raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
+    for name, least in (("dim", 1), ("num_thresholds", 0)):
+        if (value := getattr(wanted, name)) is not None:
+            wanted = wanted._replace(**{name: integer(name, value, minimum=least)})
+    if wanted.search not in ("auto", "exact", "approximate"):
+        raise ValueError(f'search must be "auto", "exact" or "approximate", got {wanted.search!r}')
     if uri == "memory":
-        if dim is None:
+        if wanted.dim is None:
             raise ValueError("give dim, the width of an embedding, to make a store in memory")
-        return "memory", MemoryBackend(dim, num_thresholds or 0, search, target_recall)
+        return "memory", MemoryBackend(Metadata(wanted.dim, wanted.num_thresholds or 0), wanted)
     if uri.startswith("milvus:"):
-        address = uri.removeprefix("milvus:")
-        return "milvus", MilvusBackend(address, dim, num_thresholds, read_only, search, target_recall)
-    return "lancedb", LanceBackend(Path(uri).absolute(), dim, num_thresholds, read_only, search, target_recall)
+        return "milvus", MilvusBackend(uri.removeprefix("milvus:"), wanted)
+    return "lancedb", LanceBackend(Path(uri).absolute(), wanted)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from attnflow._core.checks import IntArray
-from attnflow.knowledge.index import EntryIndex, Mode, Neighbours, SearchMode
+from attnflow.knowledge.index import EntryIndex, Mode, Neighbours
 from attnflow.knowledge.index.readers_writer import ReadersWriter
 from attnflow.knowledge.index.rows import GrowingMatrix
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Stamped
 from attnflow.knowledge.store.errors import StoreError
+from attnflow.knowledge.store.metadata import Metadata, Wanted
 
 
 class CachedIndex(ABC):
@@ -26,9 +27,9 @@ class CachedIndex(ABC):
     of update are `_labels.used[i]`; `_slots` is the way back.
     """
 
-    def __init__(self, dim: int, num_thresholds: int, search: SearchMode, target_recall: float) -> None:
-        self.dim, self.num_thresholds = dim, num_thresholds
-        self._index = EntryIndex(dim, num_thresholds, search=search, target_recall=target_recall)
+    def __init__(self, stored: Metadata, wanted: Wanted) -> None:
+        self.dim, self.num_thresholds = stored.dim, stored.num_thresholds
+        self._index = EntryIndex(self.dim, self.num_thresholds, wanted.search, wanted.target_recall)
         self._labels = GrowingMatrix(2, torch.int64)
         self._slots: dict[int, int] = {}
         self._lock = ReadersWriter()

@@ -15,13 +15,12 @@ from uuid import uuid4
 
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
-from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.cached_index import CachedIndex
 from attnflow.knowledge.store.entry import Rows, Stamped, Summary
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
 from attnflow.knowledge.store.lock import FileLock
-from attnflow.knowledge.store.metadata import Metadata
+from attnflow.knowledge.store.metadata import Metadata, Wanted
 
 TABLE = "entries"
 
@@ -34,29 +33,18 @@ _KEEP = datetime.timedelta(minutes=10)  # versions that readers of other process
 class LanceBackend(CachedIndex):
     """One table, one row an entry; old versions are dropped in passing."""
 
-    def __init__(
-        self,
-        directory: Path,
-        dim: int | None,
-        num_thresholds: int | None,
-        read_only: bool,
-        search: SearchMode,
-        target_recall: float,
-    ) -> None:
+    def __init__(self, directory: Path, wanted: Wanted) -> None:
         lancedb, self._arrow = _packages()
         with failures(f"{directory} cannot be looked at"):
             absent = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
         if absent:
-            if read_only or dim is None:
-                how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
-                raise NotAStore(f"there is no store at {directory}: {how}")
-            _create(directory, Metadata(dim, num_thresholds or 0))
+            _create(directory, wanted.new(str(directory)))
         self._directory = directory
         self._unreadable = f"{directory} cannot be read; if another process writes there, refresh()"
         self._metadata = metadata.load(directory)
-        metadata.check_widths(str(directory), self._metadata, dim, num_thresholds)
-        super().__init__(self._metadata.dim, self._metadata.num_thresholds, search, target_recall)
-        self._file_lock = None if read_only else FileLock(directory / "writer.lock")
+        wanted.check(str(directory), self._metadata)
+        super().__init__(self._metadata, wanted)
+        self._file_lock = None if wanted.read_only else FileLock(directory / "writer.lock")
         try:
             self._metadata = metadata.load(directory)  # whoever had the lock until now may have changed it
             self.next_id = self._metadata.next_id
@@ -70,7 +58,7 @@ class LanceBackend(CachedIndex):
             self.close()
             raise
         # Those of processes that ended before it was time to compact count, too.
-        self._commits = 0 if read_only else len(self._table.list_versions())
+        self._commits = 0 if wanted.read_only else len(self._table.list_versions())
 
     def _write(self, rows: Rows) -> None:
         """Append where all ids are new, merge otherwise; one commit."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from attnflow._core.checks import IntArray
-from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.cached_index import CachedIndex
 from attnflow.knowledge.store.entry import Rows, Stamped, Summary, column
+from attnflow.knowledge.store.metadata import Metadata, Wanted
 
 _Record = dict[str, Any]
 
@@ -18,8 +18,8 @@ _Record = dict[str, Any]
 class MemoryBackend(CachedIndex):
     """A dictionary of rows; a snapshot is a copy of the dictionary, and rows are never changed in place."""
 
-    def __init__(self, dim: int, num_thresholds: int, search: SearchMode, target_recall: float) -> None:
-        super().__init__(dim, num_thresholds, search, target_recall)
+    def __init__(self, stored: Metadata, wanted: Wanted) -> None:
+        super().__init__(stored, wanted)
         self.next_id = 0
         self._rows: dict[int, _Record] = {}
         self._snapshots: dict[str, dict[int, _Record]] = {}

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attnflow._core.checks import integer
 from attnflow._core.files import write_atomically
+from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore
 
 FILE = "store.json"
@@ -36,13 +37,30 @@ class Metadata:
 Kind = TypeVar("Kind", bound=Metadata)
 
 
-def check_widths(place: str, stored: Metadata, dim: int | None, num_thresholds: int | None) -> None:
-    """Refuse to open a store as another one than it is."""
-    for name, asked, has in (("dim", dim, stored.dim), ("num_thresholds", num_thresholds, stored.num_thresholds)):
-        if asked is not None and asked != has:
-            raise ValueError(
-                f"the store at {place} has {name}={has}, got {name}={asked}: leave it out, or open another"
-            )
+class Wanted(NamedTuple):
+    """What `Store.open` was asked for."""
+
+    dim: int | None
+    num_thresholds: int | None
+    read_only: bool
+    search: SearchMode
+    target_recall: float
+
+    def new(self, place: str, kind: type[Kind] = Metadata) -> Kind:
+        """What there will be where there is nothing yet."""
+        if self.read_only or self.dim is None:
+            how = "there is nothing to read" if self.read_only else "give dim, the width of an embedding, to make one"
+            raise NotAStore(f"there is no store at {place}: {how}")
+        return kind(self.dim, self.num_thresholds or 0)
+
+    def check(self, place: str, stored: Metadata) -> None:
+        """Refuse to open a store as another one than it is."""
+        for name in ("dim", "num_thresholds"):
+            asked, has = getattr(self, name), getattr(stored, name)
+            if asked not in (None, has):
+                raise ValueError(
+                    f"the store at {place} has {name}={has}, got {name}={asked}: leave it out, or open another"
+                )
 
 
 def encode(metadata: Metadata) -> str:

@@ -21,7 +21,7 @@ from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.arguments import refuse_unknown
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Summary, column
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreLocked, failures
-from attnflow.knowledge.store.metadata import Metadata
+from attnflow.knowledge.store.metadata import Metadata, Wanted
 from attnflow.knowledge.store.milvus_client import Connection
 
 _STORE: Final = "attnflow_store"
@@ -55,21 +55,18 @@ class Record(Metadata):
 class MilvusRows:
     """The keeping half of a backend in Milvus: one collection, one row an entry; a write is one request."""
 
-    def __init__(self, address: str, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
-        self._place, self._read_only = f"milvus:{address}", read_only
+    def __init__(self, address: str, wanted: Wanted) -> None:
+        self._place, self._read_only = f"milvus:{address}", wanted.read_only
         self._name = uuid4().hex
-        self._connection = Connection(address, read_only)
+        self._connection = Connection(address, wanted.read_only)
         self.client = self._connection.client
         try:
             with failures(f"{address} cannot be opened"):
                 if not self.client.has_collection(_STORE):
-                    if read_only or dim is None:
-                        how = "there is nothing to read" if read_only else "give dim, the width of an embedding"
-                        raise NotAStore(f"there is no store at milvus:{address}: {how}")
-                    self._create(Record(dim, num_thresholds or 0))
+                    self._create(wanted.new(self._place, Record))
                 self.refresh()
-            metadata.check_widths(f"milvus:{address}", self.record, dim, num_thresholds)
-            if not read_only:
+            wanted.check(self._place, self.record)
+            if not wanted.read_only:
                 with failures(f"{address} cannot be opened to be written"):
                     self.record = replace(self.record, writer=self._name)
                     self._put(self.record)

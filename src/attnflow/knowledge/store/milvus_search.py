@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.index import Mode, Neighbours, SearchMode
+from attnflow.knowledge.index import Mode, Neighbours
 from attnflow.knowledge.store.errors import StoreError, failures
+from attnflow.knowledge.store.metadata import Wanted
 from attnflow.knowledge.store.milvus import MilvusRows
 
 _MOST: Final = 16_384  # results of a query, a limit of Milvus
@@ -25,21 +26,13 @@ class MilvusBackend(MilvusRows):
     approximate index reads all its lists.
     """
 
-    def __init__(
-        self,
-        address: str,
-        dim: int | None,
-        num_thresholds: int | None,
-        read_only: bool,
-        search: SearchMode,
-        target_recall: float,
-    ) -> None:
-        super().__init__(address, dim, num_thresholds, read_only)
-        self._target = target_recall
-        self.mode: Mode = "approximate" if search == "approximate" else "exact"
+    def __init__(self, address: str, wanted: Wanted) -> None:
+        super().__init__(address, wanted)
+        self._target = wanted.target_recall
+        self.mode: Mode = "approximate" if wanted.search == "approximate" else "exact"
         try:
             if self.mode == "approximate" and not self.record.lists:
-                if read_only:
+                if wanted.read_only:
                     raise StoreError(
                         'the index of this store is exact: open it for writing with search="approximate" once'
                     )

@@ -22,6 +22,7 @@ from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.backends import Backend, open_backend
 from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.errors import ReadOnly, StoreError
+from attnflow.knowledge.store.metadata import Wanted
 
 
 class Store:
@@ -90,8 +91,8 @@ class Store:
         Cost: all vectors are read into memory (not for Milvus): about 1 s for 1,000,000 entries of width 128, and the
             building of the index where the search is approximate.
         """
-        place = os.fspath(uri)
-        store = cls(place, *open_backend(place, dim, num_thresholds, read_only, search, target_recall), read_only)
+        place, wanted = os.fspath(uri), Wanted(dim, num_thresholds, read_only, search, target_recall)
+        store = cls(place, *open_backend(place, wanted), read_only)
         try:
             store._open()
         except BaseException:
