@@ -21,7 +21,6 @@ from attnflow.cli import (
     demo,
     doctor,
     geometry,
-    knowledge,
     knowledge_trace,
     mask_check,
     mask_list,
@@ -30,6 +29,7 @@ from attnflow.cli import (
     report,
 )
 from attnflow.cli._output import BadUsage
+from attnflow.cli.knowledge import app as knowledge
 
 _OK: Final = 0
 _BAD_USAGE: Final = 2
@@ -51,7 +51,7 @@ mask = typer.Typer(help="Look at masks, check tasks, merge families of tasks.", 
 app.add_typer(mask, name="mask")
 bias = typer.Typer(help="Look at what a learned bias does; train one.", rich_markup_mode=None)
 app.add_typer(bias, name="bias")
-app.add_typer(knowledge.app, name="knowledge")
+app.add_typer(knowledge, name="knowledge")
 
 mask.command("list")(mask_list.mask_list)
 mask.command("show")(mask_show.mask_show)
@@ -59,7 +59,7 @@ mask.command("check")(mask_check.mask_check)
 mask.command("merge")(mask_merge.mask_merge)
 bias.command("show")(bias_show.bias_show)
 bias.command("train")(bias_train.bias_train)
-knowledge.app.command("trace")(knowledge_trace.knowledge_trace)
+knowledge.command("trace")(knowledge_trace.knowledge_trace)
 app.command("audit")(audit.audit)
 app.command("geometry")(geometry.geometry)
 app.command("report")(report.report)

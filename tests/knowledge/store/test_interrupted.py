@@ -9,7 +9,7 @@ import lancedb
 import pytest
 import torch
 
-from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata, milvus_client
+from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata, milvus
 
 EYE = torch.eye(4)
 
@@ -192,7 +192,7 @@ def test_a_reader_does_not_change_the_index_of_a_milvus_store(tmp_path):
 
 def test_of_two_writers_of_a_server_the_later_one_may_write(tmp_path, monkeypatch):
     """A server has no file to lock; without the lock, a file stands for it."""
-    monkeypatch.setattr(milvus_client.Connection, "_serve", lambda _, file, __: str(file))
+    monkeypatch.setattr(milvus.Connection, "_serve", lambda _, file, __: str(file))
     place = f"milvus:{tmp_path}/store.db"
     with Store.open(place, dim=4) as first:
         first.insert(embeddings=EYE, texts=list("abcd"))

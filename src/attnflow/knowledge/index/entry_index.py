@@ -14,13 +14,11 @@ from torch.nn import functional
 
 from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import MissingExtra
-from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.certificate import Certificate, Neighbours
 from attnflow.knowledge.index import arguments
-from attnflow.knowledge.index.exact import Floats, above, best, of_column, padded
-from attnflow.knowledge.index.neighbours import Neighbours
+from attnflow.knowledge.index.exact import Floats, GrowingMatrix, above, best, of_column, padded
 from attnflow.knowledge.index.partition import Partition, Sample, faiss
 from attnflow.knowledge.index.readers_writer import ReadersWriter
-from attnflow.knowledge.index.rows import GrowingMatrix
 
 Mode = Literal["exact", "approximate"]
 SearchMode = Literal["auto", "exact", "approximate"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.index import EntryIndex, Mode, Neighbours
+from attnflow.knowledge.index.exact import GrowingMatrix
 from attnflow.knowledge.index.readers_writer import ReadersWriter
-from attnflow.knowledge.index.rows import GrowingMatrix
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Stamped
 from attnflow.knowledge.store.errors import StoreError
 from attnflow.knowledge.store.metadata import Metadata, Wanted
