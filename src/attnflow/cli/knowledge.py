@@ -31,22 +31,11 @@ _EncoderOption = Annotated[
 ]
 
 
-class Split(StrEnum):
-    """What of a text file is one entry."""
-
-    line = "line"
-    paragraph = "paragraph"
+Split = StrEnum("Split", {"line": "line", "paragraph": "paragraph"})
+Mode = StrEnum("Mode", {"auto": "auto", "exact": "exact", "approximate": "approximate"})
 
 
-class Mode(StrEnum):
-    """How a search is made."""
-
-    auto = "auto"
-    exact = "exact"
-    approximate = "approximate"
-
-
-@app.command()
+@app.command("build")
 def build(
     store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, milvus:FILE.db or milvus:http://HOST.")],
     file: Annotated[
@@ -83,7 +72,7 @@ def build(
     _show(written, json_output)
 
 
-@app.command()
+@app.command("search")
 def search(
     store: _TextsArgument,
     query: Annotated[str, typer.Argument(metavar="TEXT", help="What to look for.")],
@@ -113,7 +102,7 @@ def search(
         )
 
 
-@app.command()
+@app.command("insert")
 def insert(
     store: _TextsArgument,
     text: Annotated[
@@ -164,7 +153,7 @@ def insert(
     say(screen, f"{store} holds {written.entries:,} entries")
 
 
-@app.command()
+@app.command("delete")
 def delete(
     store: _StoreArgument,
     ids: Annotated[list[int], typer.Argument(metavar="ID...", min=0, max=_LARGEST, help="Ids of entries.")],
@@ -184,7 +173,7 @@ def delete(
     say(console(), f"{store} holds {left:,} entries")
 
 
-@app.command()
+@app.command("stats")
 def stats(
     store: _StoreArgument,
     duplicates: Annotated[bool, typer.Option("--duplicates", help="Look for entries that say the same.")] = False,
@@ -217,7 +206,7 @@ def stats(
     raise typer.Exit(0 if inspection.ok else 1)
 
 
-@app.command()
+@app.command("reembed")
 def reembed(
     store: _TextsArgument,
     encoder: Annotated[

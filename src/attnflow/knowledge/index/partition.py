@@ -45,16 +45,8 @@ class Partition:
     about the largest score in the list: one entry with a large threshold is not hidden by its neighbours, wide lists
     are not taken for their centroids, and lists of entries with a large penalty are read last.
 
-    Attributes:
-        num_lists: how many.
-        probes: lists that a query reads.
-
-    Args:
-        rows: [n, dim + num_thresholds], n > 0; the numbers of the rows are 0 to n - 1.
-        dim: width of an entry.
-
-    Raises:
-        MissingExtra: faiss is not installed.
+    There are `num_lists` of them, of which a query reads `probes`. Rows are [n, dim + num_thresholds], n > 0, and their
+    numbers 0 to n - 1. Without faiss, raises `MissingExtra`.
 
     Cost: about 6 sqrt(n) lists, O(n^1.25 x width) time, and a copy of the rows.
     """
@@ -72,9 +64,8 @@ class Partition:
         self._ceilings = np.full((self.num_lists, width - dim), -np.inf, dtype=np.float32)
         self.probes = self.num_lists
         self._quantizer = self._faiss.IndexFlatIP(width)  # never asked; faiss wants one
-        self._lists: Any = self._faiss.IndexIVFFlat(
-            self._quantizer, width, self.num_lists, self._faiss.METRIC_INNER_PRODUCT
-        )
+        product = self._faiss.METRIC_INNER_PRODUCT
+        self._lists: Any = self._faiss.IndexIVFFlat(self._quantizer, width, self.num_lists, product)
         self._lists.is_trained = True
         self._lists.set_direct_map_type(self._faiss.DirectMap.Hashtable)
         self.add(rows, np.arange(len(rows)))
@@ -119,12 +110,10 @@ class Partition:
         return scores, slots, np.repeat(np.arange(len(queries)), counts)
 
     def calibrate(self, rows: Floats, sample: Sample, target: float) -> tuple[str, float]:
-        """Read the fewest lists that hold `target` of the best rows of a sample of queries from now on.
+        """From now on, read the fewest lists that hold `target` of the best rows of a sample of queries.
 
-        Half of what the target allows to be missed is kept in reserve, since later queries are others.
-
-        Returns:
-            That in words, and the part of all rows that is in those lists, on average.
+        Half of what the target allows to be missed is kept in reserve, since later queries are others. Returns that in
+        words, and the part of all rows that is in those lists, on average.
         """
         ranks = np.concatenate([self._ranks(*part, rows, min(sample.k, len(rows))).ravel() for part in sample.parts])
         wanted = 1 - (1 - target) / 2
@@ -210,14 +199,8 @@ def _some(draw: np.random.Generator, total: int, count: int) -> Ints:
 class Centroids:
     """About `count` centroids in sqrt(count) groups: k-means of all points, then of each group's points.
 
-    Attributes:
-        positions: of the centroids, [centroids, width], group by group.
-        spread: root mean square distance of the points to their centroid, for each.
-
-    Args:
-        points: [points, width].
-        count: how many are wanted, at most as many as points.
-        draw: random numbers.
+    `positions` are theirs, [centroids, width], group by group; `spread` is, for each, the root mean square distance of
+    its points [points, width], of which there are at least `count`.
 
     Cost: points x sqrt(count) x width, a few times.
     """
@@ -245,7 +228,6 @@ class Centroids:
         self.spread = np.sqrt(np.bincount(lists, squares, minlength=len(self)) / sizes).astype(np.float32)
 
     def _number(self) -> None:
-        """Number the centroids group by group."""
         self._top = np.stack([group.mean(axis=0) for group in self._groups])
         self._starts = np.cumsum([0, *(len(group) for group in self._groups)])
         self.positions = np.concatenate(self._groups) + self._origin

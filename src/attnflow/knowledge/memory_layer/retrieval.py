@@ -65,11 +65,7 @@ class Retrieval:
     def reads_all(self, total: int, queries: int = 1, training: bool = False, copied: bool = False) -> bool:
         """Whether all of `total` entries are read, as was asked for, or because it is no slower.
 
-        Args:
-            total: entries.
-            queries: how many tokens and heads read at once.
-            training: whether the layer is being trained.
-            copied: whether the entries come from a source, which copies those it finds.
+        `queries` tokens and heads read at once, `training` or not; entries are `copied` where a source hands them out.
         """
         if self.search == "dense" or (self.k is not None and self.k >= total):
             return True
@@ -79,10 +75,7 @@ class Retrieval:
 
 
 def best(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Int[Tensor, "*queries read"]:
-    """Which entries a `Retrieval` keeps of all that were scored, the best first; -1 where there are fewer.
-
-    Cost: a partial sort of each query's scores.
-    """
+    """Which entries a `Retrieval` keeps of all that were scored, the best first; -1 where there are fewer."""
     if retrieval.k is not None:
         return scores.topk(min(retrieval.k, scores.shape[-1]), dim=-1).indices
     counts = (scores > cast(float, retrieval.threshold)).sum(dim=-1)
@@ -113,10 +106,7 @@ def chosen(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> B
 def sum_of_rows(
     weights: Float[Tensor, "*queries read"], rows: Int[Tensor, "*queries read"], table: Float[Tensor, "total width"]
 ) -> Float[Tensor, "*queries width"]:
-    """sum of weight x table[row] over the rows of each query; those of -1 must have weight 0.
-
-    Cost: queries x read x width; no copy of the rows, as long as the table is contiguous.
-    """
+    """sum of weight x table[row] over the rows of each query, without a copy of them; -1 must have weight 0."""
     if not weights.numel():
         return weights.new_zeros(*weights.shape[:-1], table.shape[1])
     return _bags(weights, rows.clamp(min=0).flatten(0, -2), table, weights.flatten(0, -2))
@@ -127,10 +117,7 @@ def sum_of_chosen(
     mask: Bool[Tensor, "*queries total"],
     table: Float[Tensor, "total width"],
 ) -> Float[Tensor, "*queries width"]:
-    """weights @ table for weights that are 0 outside the mask: by rows where these are few.
-
-    Cost: at most the product.
-    """
+    """weights @ table for weights that are 0 outside the mask: by rows where these are few."""
     if int(mask.sum()) * _SHARES[-1] >= mask.numel():
         return weights @ table
     flat = mask.flatten(0, -2)

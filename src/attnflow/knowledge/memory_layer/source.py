@@ -25,13 +25,7 @@ class IndexedEntries:
     """A matrix of entries with one index for all layers: rows [E | thresholds of every layer, part and head].
 
     It holds a copy: after a change of E or of what computes thresholds, make it anew (or use a store, which follows
-    single edits).
-
-    Args:
-        entries: E.
-        thresholds: a column for each use.
-        search: "auto", "exact" or "approximate", the index's default.
-        target_recall: that an approximate search is calibrated to.
+    single edits). Thresholds have a column for each use; `search` and `target_recall` are those of `EntryIndex`.
     """
 
     def __init__(

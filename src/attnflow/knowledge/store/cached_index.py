@@ -151,9 +151,24 @@ class CachedIndex(ABC):
         """One change of the index: rows that are gone, and rows that are new or different."""
         with self._changing():
             if gone is not None and len(gone):
-                self._drop(gone)
-            if rows is not None:
-                self._put(rows)
+                slots = self._slots_of(gone)
+                moved = self._index.remove(slots)[:, 1]
+                self._labels.remove(slots)
+                for key in gone.tolist():
+                    del self._slots[key]
+                self._slots.update(zip(self._labels.used[moved, 0].tolist(), moved.tolist(), strict=True))
+            if rows is None:
+                return
+            present = torch.from_numpy(self.holds(rows.ids))
+            vectors, labels = torch.from_numpy(rows.vectors), _labels(rows)
+            if bool(present.any()):
+                slots = self._slots_of(labels[present, 0].numpy())
+                self._index.replace(slots, vectors[present])
+                self._labels.used[slots] = labels[present]
+            if not bool(present.all()):
+                slots, new = self._index.add(vectors[~present]), labels[~present]
+                self._labels.add(new)
+                self._slots.update(zip(new[:, 0].tolist(), slots.tolist(), strict=True))
 
     @contextmanager
     def _reading(self) -> Generator[None]:
@@ -169,26 +184,6 @@ class CachedIndex(ABC):
             self._whole = False
             yield
             self._whole = True
-
-    def _put(self, rows: Stamped) -> None:
-        present = torch.from_numpy(self.holds(rows.ids))
-        vectors, labels = torch.from_numpy(rows.vectors), _labels(rows)
-        if bool(present.any()):
-            slots = self._slots_of(labels[present, 0].numpy())
-            self._index.replace(slots, vectors[present])
-            self._labels.used[slots] = labels[present]
-        if not bool(present.all()):
-            slots, new = self._index.add(vectors[~present]), labels[~present]
-            self._labels.add(new)
-            self._slots.update(zip(new[:, 0].tolist(), slots.tolist(), strict=True))
-
-    def _drop(self, ids: IntArray) -> None:
-        slots = self._slots_of(ids)
-        moved = self._index.remove(slots)[:, 1]
-        self._labels.remove(slots)
-        for key in ids.tolist():
-            del self._slots[key]
-        self._slots.update(zip(self._labels.used[moved, 0].tolist(), moved.tolist(), strict=True))
 
     def _slots_of(self, ids: IntArray) -> Tensor:
         return torch.tensor([self._slots[key] for key in ids.tolist()], dtype=torch.int64)

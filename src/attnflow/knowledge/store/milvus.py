@@ -39,13 +39,7 @@ _SERVED: Counter[Path] = Counter()  # files, by how many stores of this process 
 
 
 class Connection:
-    """A client, and what has to be let go of with it.
-
-    Attributes:
-        client: a `pymilvus.MilvusClient`.
-        types: `pymilvus.DataType`.
-        file: the file that is served, or None.
-    """
+    """A `pymilvus.MilvusClient`, and what has to be let go of with it: of a file that is served here, its server."""
 
     def __init__(self, address: str, read_only: bool) -> None:
         try:
