@@ -186,7 +186,8 @@ class CachedIndex(ABC):
             self._whole = True
 
     def _slots_of(self, ids: IntArray) -> Tensor:
-        return torch.tensor([self._slots[key] for key in ids.tolist()], dtype=torch.int64)
+        slots = (self._slots[key] for key in ids.tolist())
+        return torch.from_numpy(np.fromiter(slots, dtype=np.int64, count=len(ids)))
 
     def _named(self, neighbours: Neighbours) -> Neighbours:
         """With ids in place of slots."""
