@@ -90,7 +90,7 @@ def test_packed_documents_that_mix_in_one_layer(mode):
     given = {"input_ids": tokens(batch=1), "position_ids": positions, "use_cache": False}
     clean = check(tiny("Llama"), given, mode=mode)
     assert clean.ok
-    assert clean.order == "causal, packed documents (up to 3 a sequence)"
+    assert clean.order == "causal within 3 packed documents, 5 + 4 + 4 tokens"
     with open_attention(tiny("Llama", attn_implementation="eager"), LAYER, pair(7, 2), head=3) as model:
         found = only(check(model, given, mode=mode))
         stated = only(check(model, given, order=af.masks.document(lengths), mode=mode))

@@ -126,7 +126,7 @@ def test_packed_documents_and_an_order_of_ones_own():
     positions = torch.tensor([[*range(5), *range(8)]])
     with guard(model) as watching:
         model(tokens(batch=1), position_ids=positions, use_cache=False)  # a cache switches packing off
-    assert "packed documents" in watching.reports[0].order
+    assert "2 packed documents, 5 + 8 tokens" in watching.reports[0].order
     with guard(model, order=af.masks.document([5, 8])), pytest.raises(af.LeakFound):
         model(tokens(batch=1))
 

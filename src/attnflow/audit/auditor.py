@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,29 +14,34 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit import cached
-from attnflow.audit.declared import relation_of
+from attnflow.audit.declared import pairs_passed, relation_of
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.findings import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.gradients import Puller
 from attnflow.audit.inputs import Inputs, read
+from attnflow.audit.missing import holds_attention, missing_pairs
 from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.perturb import Prober
+from attnflow.audit.survey import Survey, survey
 from attnflow.audit.trace import Watch
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow
 
-Mode = Literal["perturb", "vjp"]
+Mode = Literal["perturb", "vjp", "quick"]
+
+_CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
 
 
 def check(
     model: nn.Module | Loaded,
     inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
-    order: Mask | Sequence[Mask] | Flow | None = None,
+    order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = None,
     mode: Mode = "perturb",
     *,
     cache: bool | Sequence[int] = False,
+    both_sides: bool | None = None,
     passes: int = 32,
     watch: Watch = "modules",
     dtype: torch.dtype | None = None,
@@ -54,13 +59,18 @@ def check(
             mode; training flags, random generators, parameters and hooks are left as they were.
         inputs: keyword arguments of the model's forward, token ids [batch, n] or [n], or a text if the model came with
             its tokenizer. Keyword arguments are passed as they are (`use_cache`, `position_ids`, `attention_mask`,
-            ...): the audit is of this very call.
-        order: one mask for all layers, one mask per layer call, or a `Flow`; None for what the model declares.
+            `pixel_values`, ...): the audit is of this very call.
+        order: one mask for all layers, one mask per layer call, or a `Flow`; "mask" for the pairs of the
+            `attention_mask` among the inputs; None for what inputs and model declare (see `declared_order`).
             Positions of an encoder-decoder are counted through, encoder first.
         mode: "perturb" changes inputs (any model, also through argmax, routing or hashing); "vjp" pulls random
-            cotangents back to the input embeddings (exact support of the Jacobian, blind to the discrete).
-        cache: also audit prefill and decoding: True for a prefill and four single tokens, or the step lengths.
-            Cached outputs must equal those of the full forward. Perturb mode only.
+            cotangents back to the input embeddings (exact support of the Jacobian, blind to the discrete); "quick"
+            perturbs a few times, looks at layers alone, and goes on to "perturb" only if something moves.
+        cache: also audit prefill and decoding, by perturbation, and compare with the full forward: True for a prefill
+            and four single tokens, or the step lengths. True also compares chunks, several draft tokens at once,
+            drafts that are rejected, left padding and a static cache, where the model has them. Not with "vjp".
+        both_sides: whether a pair that the order allows and no input moves is a finding (True), looked for at a few
+            positions and noted (None), or no matter (False). Of layers of attention, in modes "perturb" and "vjp".
         passes: perturbations to spend; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
         watch: "layers" watches only layers and the model's output, which takes little memory.
         dtype: audit in this precision (torch.float64 sees weaker leaks); parameters are put back afterwards.
@@ -72,32 +82,57 @@ def check(
         ValueError: empty inputs, an order of another size, or a length that cannot be told from a width.
         TypeError: inputs, order or arguments of a wrong type.
 
-    Cost: passes + 4 + 2 log2(batch) forward passes, and log2(n) + 2 more for each violation; memory for the
-    outputs of all watched modules, as in training. "vjp": one forward pass and as many backward passes.
+    Cost: passes + 5 + 2 log2(batch) forward passes, 5 more for missing pairs (3 n with `both_sides=True`), and
+    log2(n) + 2 for each violation; memory for the outputs of all watched modules, as in training. "vjp": two forward
+    passes and as many backward passes. "quick": four forward passes of a large model; of a tiny one up to n + 1.
     """
     began = time.perf_counter()
-    if mode not in ("perturb", "vjp"):
-        raise ValueError(f"mode must be 'perturb' or 'vjp', got {mode!r}")
+    if mode not in ("perturb", "vjp", "quick"):
+        raise ValueError(f"mode must be 'perturb', 'vjp' or 'quick', got {mode!r}")
     if watch not in ("modules", "layers"):
         raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
     if mode == "vjp" and cache is not False:
         raise ValueError("the cached path is audited by perturbation: use mode='perturb' with cache")
     checks.integer("passes", passes, 1)
     model, tokenizer = split(model)
-    call = read(model, inputs, tokenizer)
-    relation = relation_of(model, call, order)
-    fields = Fields(relation, call.batch)
     with evaluating(model), precision(model, dtype):
-        call = call.in_precision(dtype)
-        work = Auditor(model, call, fields, passes, watch, seed, progress)
+        seen = survey(model, read(model, inputs, tokenizer).in_precision(dtype))
+        call, relation = seen.inputs, relation_of(model, seen, order)
+        fields = Fields(relation, call.batch)
+        work = Auditor(model, call, fields, passes, watch, seed, progress, notes=_notes(model, seen, order))
+        if mode == "quick":
+            work.quick(cache)
+            if work.violations:  # what they are and where they begin, the long way
+                work = Auditor(model, call, fields, passes, watch, seed, progress, notes=_notes(model, seen, order))
+                mode = "perturb"
         if mode == "vjp":
             work.pull()
-        else:
+        elif mode == "perturb":
             work.perturb(Runner(model, call, watch, seed), "forward")
-            chunks = cached.chunks_of(call, cache)
-            if chunks and not any(violation.kind == "state" for violation in work.violations):
-                work.perturb_cached(Runner(model, call, watch, seed, chunks))
+            if cache is not False and not any(violation.kind == "state" for violation in work.violations):
+                work.perturb_cached(cache)
+        if mode != "quick" and both_sides is not False:
+            work.look_for_missing(seen, bool(both_sides))
     return work.report(relation.name, mode, time.perf_counter() - began)
+
+
+def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
+    """What a reader should know of the call before anything is tested."""
+    notes = [
+        f"{name} reaches no layer of {type(model).__name__}: it is not used as it was passed" for name in seen.unused
+    ]
+    slot = seen.inputs.slots[-1]
+    passed = pairs_passed(seen.inputs, slot) if order is None and len(seen.inputs.slots) == 1 else None
+    if passed is not None:
+        notes.append(
+            "the attention_mask of pairs is tested, not believed: the audit is against the declared order; "
+            "order='mask' audits against its pairs"
+        )
+    asked = [call for call in seen.calls if call.asked is not None or call.masked]
+    bare = [call.name for call in seen.calls if call.asked is None and not call.masked and holds_attention(model, call)]
+    if asked and bare:
+        notes.append(f"{few(bare)}: attention without the mask that other layers get")
+    return notes
 
 
 @dataclass
@@ -121,6 +156,27 @@ class Auditor:
     layer_calls: int = 0
     plan: Plan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
+
+    def quick(self, cache: bool | Sequence[int]) -> None:
+        """A few perturbations at the layers; any movement that is no rounding is a violation, not narrowed down."""
+        runner = Runner(self.model, self.call, "layers", self.seed)
+        prober = Prober(runner, self.fields, self.seed)
+        self._accept(runner, list(prober.base.events.values()))
+        self.base = prober.base
+        size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
+        cheap = size * self.call.size < _CHEAP
+        self.passes = min(self.passes, self.call.size) if cheap else 2
+        crossing = batch_sets(self.call.batch, self.call.size)
+        order = list(self._plan().passes)
+        if not cheap and self.call.batch > 1:  # every other sequence whole: what crosses shows in those between
+            order = [s | (torch.arange(len(s)) % 2 == p % 2)[:, None] for p, s in enumerate(order or crossing[:2])]
+        for selected in [*crossing, *order] if cheap else order:
+            if prober.probe(selected) is not None:
+                self.violations.append(Violation("order", None, "", None, 0, 0.0))
+                break
+        self.forward_passes += runner.passes
+        if cache is not False and not self.violations:
+            self._compare_paths(cache)
 
     def perturb(self, runner: Runner, what: str) -> Prober:
         """Crosstalk between sequences first, then the order."""
@@ -153,6 +209,11 @@ class Auditor:
             self.notes.append(
                 f"changes up to {prober.rounding:.2g} were rounding (they scale with the precision), not leaks"
             )
+        if prober.noise:
+            self.notes.append(
+                f"two equal runs differ by up to {prober.noise:.2g}: what leaks less than that is not seen; make the "
+                "model deterministic"
+            )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("the model does not run in another precision, so small changes may be rounding")
         place = {event.blame: number for number, event in reversed(list(enumerate(prober.base.events.values())))}
@@ -163,15 +224,29 @@ class Auditor:
         self._say(total, total, f"{what}: done")
         return prober
 
-    def perturb_cached(self, runner: Runner) -> None:
-        """The same through prefill and decoding, then the comparison with the full forward."""
-        assert self.base is not None
-        prober = self.perturb(runner, "cached")
-        full = Runner(self.model, self.call, self.watch, self.seed)
-        different = cached.mismatch(full, runner, self.base, prober.base)
-        self.forward_passes += full.passes
-        if different is not None:
-            self.violations.append(different)
+    def perturb_cached(self, cache: bool | Sequence[int]) -> None:
+        """The same through prefill and decoding, then the comparison of all ways of decoding with the full forward."""
+        chunks = cached.chunks_of(self.call, cache)
+        self.perturb(Runner(self.model, self.call, self.watch, self.seed, chunks), "cached")
+        self._compare_paths(cache)
+
+    def _compare_paths(self, cache: bool | Sequence[int]) -> None:
+        comparison = cached.Comparison(self.model, self.call, self.watch, self.seed)
+        for way in cached.ways(self.model, self.call, cache):
+            self._say(0, 1, f"cached: {way.path}")
+            different = comparison.of(way)
+            if isinstance(different, str):
+                self.notes.append(f"{way.path} not compared: {different}")
+            elif different is not None:
+                self.violations.append(different)
+        self.forward_passes += comparison.passes
+
+    def look_for_missing(self, seen: Survey, findings: bool) -> None:
+        """Pairs that the order allows and that no layer passes on."""
+        pairs = missing_pairs(self.model, seen, self.fields.relation, self.seed, thorough=findings)
+        if findings:
+            self.violations += pairs.violations
+        self.notes += pairs.notes if findings else [*pairs.notes, *pairs.summary]
 
     def pull(self) -> None:
         """Vector-Jacobian products instead of perturbations."""
@@ -209,7 +284,7 @@ class Auditor:
             layers=self.layer_calls,
             positions=self.call.size,
             batch=self.call.batch,
-            forward_passes=self.forward_passes,
+            forward_passes=self.forward_passes + 1,  # with the survey
             backward_passes=self.backward_passes,
             coverage=plan.coverage,
             forbidden=plan.forbidden,
@@ -236,6 +311,12 @@ class Auditor:
             raise UnsupportedArchitecture(
                 f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
                 f"{self.call.slots[0].length}, ...]: nothing to audit"
+            )
+        unwatched = [name for name in runner.layer_names if name not in watched]
+        if unwatched and len(unwatched) == len(runner.layer_names):
+            raise UnsupportedArchitecture(
+                f"no layer of {type(self.model).__name__} returned a tensor with one axis of positions "
+                f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
     def _plan(self) -> Plan:

@@ -1,27 +1,31 @@
-"""Prefill and decoding with a cache against one full forward: the same vectors, up to measured rounding."""
+"""Ways of decoding against one full forward: steps, chunks, drafts, rejected drafts, left padding, a static cache."""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
-from typing import cast
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.findings import Violation
-from attnflow.audit.inputs import Inputs
-from attnflow.audit.passes import Recording, Runner
+from attnflow.audit.inputs import Inputs, accepts
+from attnflow.audit.passes import Recording, Runner, Way
 from attnflow.audit.perturb import other_precision
-from attnflow.audit.trace import Event
+from attnflow.audit.trace import Event, Watch
 from attnflow.models.evaluation import precision
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, IndexError, KeyError)
 
 
 def chunks_of(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
     """Lengths of the steps: as given, or a prefill and up to four single tokens."""
-    if cache is False:
-        return ()
     n = inputs.slots[-1].length
     taken = {slot.length for slot in inputs.slots[:-1]}  # a step as long as the encoder's sequence cannot be told apart
     if cache is True:
@@ -35,52 +39,153 @@ def chunks_of(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
     return lengths
 
 
-def mismatch(full: Runner, cached: Runner, base: Recording, stepped: Recording) -> Violation | None:
-    """The first module where a cached step differs from the full forward by more than rounding explains.
+def ways(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]) -> list[Way]:
+    """The ways of decoding to compare: the one that is asked for, and for True all that there are."""
+    asked = Way("cached", chunks_of(inputs, cache))
+    n = inputs.slots[-1].length
+    if cache is not True or len(inputs.slots) > 1 or n < 6:
+        return [asked]
+    third = n // 3
+    prefill, rest = n - third, third
+    steps = (prefill, *([1] * rest))
+    every = [
+        asked,
+        Way("chunks", (third, third, n - 2 * third)),
+        Way("drafts", (prefill, rest)),
+        Way("crop", steps, drafts=rest),
+    ]
+    if accepts(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
+        every.append(Way("left padding", (prefill + 2, *([1] * rest)), pads=2))
+    if "transformers" in sys.modules:
+        every.append(Way("static cache", steps, cache=lambda: _static(model, n)))
+    return every
 
-    The rounding of a module is measured: its full forward in the model's precision against float64. Two results that
-    are each within that error and one unit in the last place of the largest value may differ by twice as much.
 
-    Raises:
-        UnsupportedArchitecture: the model does not run in float64, so that rounding cannot be measured.
+class Comparison:
+    """One full forward, with which decoding must agree.
+
+    Two ways to compute the same thing differ in rounding. What differs in the model's precision is therefore computed
+    once more in the other one, where rounding is another and a mistake keeps its size.
+
+    Attributes:
+        passes: forward passes so far.
     """
-    dtype, reference = full.dtype, other_precision(full.dtype)
-    try:
-        with precision(full.model, reference):
-            exact = full.record(full.inputs.in_precision(reference).kwargs)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise UnsupportedArchitecture(
-            f"{type(full.model).__name__} does not run in {reference}, so the rounding of its full forward cannot be "
-            f"measured ({error}); audit it with cache=False"
-        ) from error
-    ratio = torch.finfo(dtype).eps / torch.finfo(reference).eps  # an error of the other precision, in this one's terms
-    for key, event in stepped.events.items():
-        whole = base.events.get(key._replace(step=0))
-        other = exact.events.get(key._replace(step=0))
-        if whole is None or other is None or event.offset < whole.offset:
-            continue
-        beyond = _beyond(event, whole, other, ratio if ratio < 1 else 1.0, torch.finfo(dtype).eps)
-        if beyond is not None:
-            row, target, change = beyond
-            return Violation(
-                "cache", event.layer, event.blame, None, target, change, None, row, cached.path, confirmed=True
-            )
-    return None
+
+    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watch, seed: int) -> None:
+        self.model, self.inputs, self.watch, self.seed = model, inputs, watch, seed
+        self.passes = 0
+        self._full: dict[torch.dtype, Recording] = {}
+        self.dtype = Runner(model, inputs, watch, seed).dtype
+
+    def of(self, way: Way) -> Violation | str | None:
+        """The first module that differs from the full forward; the reason, of a way that this model does not have.
+
+        Raises:
+            UnsupportedArchitecture: the model takes no cache, or does not run in a second precision.
+        """
+        other = other_precision(self.dtype)
+        optional = way.path != "cached"
+        try:
+            own, stepped = self._run(None), self._run(way)
+        except (*_REFUSALS, UnsupportedArchitecture) as error:
+            if optional:
+                return _first_line(error)
+            raise
+        try:
+            exact, exactly = self._run(None, other), self._run(way, other)
+        except _REFUSALS as error:
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
+                f"its cache ({error}); audit it with cache=False"
+            ) from error
+        for key, event in stepped.events.items():
+            four = [
+                own.events.get(key._replace(step=0)),
+                exact.events.get(key._replace(step=0)),
+                exactly.events.get(key),
+            ]
+            if any(each is None for each in four):
+                continue
+            beyond = _beyond(event, *cast(list[Event], four), way.pads, self.dtype, other)
+            if beyond is not None:
+                row, target, change = beyond
+                return Violation("cache", event.layer, event.blame, None, target, change, None, row, way.path, True)
+        return None
+
+    def _run(self, way: Way | None, dtype: torch.dtype | None = None) -> Recording:
+        if way is None and (dtype or self.dtype) in self._full:
+            return self._full[dtype or self.dtype]
+        inputs = self.inputs if way is None else _padded(self.model, self.inputs, way.pads)
+        with precision(self.model, dtype) if dtype is not None else nullcontext():
+            runner = Runner(self.model, inputs.in_precision(dtype), self.watch, self.seed, way=way)
+            recording = runner.record(runner.inputs.base)
+        self.passes += runner.passes
+        if way is None:
+            self._full[dtype or self.dtype] = recording
+        return recording
 
 
-def _beyond(event: Event, whole: Event, exact: Event, ratio: float, eps: float) -> tuple[int, int, float] | None:
-    start = event.offset - whole.offset
-    rows = whole.values[:, start : start + event.values.shape[1]]
-    if rows.shape != event.values.shape or exact.values.shape != whole.values.shape:
+def _beyond(
+    event: Event, whole: Event, exact: Event, exactly: Event, pads: int, dtype: torch.dtype, other: torch.dtype
+) -> tuple[int, int, float] | None:
+    """(row, position, change) of what differs by more than rounding explains, the largest of an event."""
+    first = max(event.offset - pads, 0)  # positions of the sequence itself
+    skip = max(pads - event.offset, 0)
+    start = first - whole.offset
+    length = event.values.shape[1] - skip
+    if start < 0 or length <= 0:
         return None
-    error = _largest(whole.values.double() - exact.values.double()) * ratio
-    band = 2 * (error + eps * _largest(exact.values.double()))
-    change = (event.values.double() - rows.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
-    if not (change > band).any():
+    pairs = []
+    for one, two in ((event, whole), (exactly, exact)):
+        rows, full = one.values[:, skip:], two.values[:, start : start + length]
+        if rows.shape != full.shape:
+            return None
+        pairs.append((rows.double() - full.double()).abs().nan_to_num(nan=torch.inf).amax(-1).cpu())
+    change, second = pairs
+    eps, finer = torch.finfo(dtype).eps, torch.finfo(other).eps
+    error = _largest(whole.values.double() - exact.values.double()) + eps * _largest(exact.values)
+    if finer < eps:  # rounding shrinks with the precision, a mistake does not: the border is between them
+        wrong = second > change.clamp(min=error) * math.sqrt(finer / eps)
+    else:  # nothing is finer: the full forward's own error, as measured in the coarser precision
+        wrong = change > 16 * (_largest(whole.values.double() - exact.values.double()) * eps / finer + eps * _largest(
+            exact.values
+        ))  # fmt: skip
+    if not wrong.any():
         return None
-    row, column = divmod(int(change.argmax()), change.shape[1])
-    return row, column + event.offset, float(change.max())
+    row, column = divmod(int(torch.where(wrong, change, -1.0).argmax()), change.shape[1])
+    return row, column + first, float(change[row, column])
+
+
+def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
+    """The call with padding before every sequence, told by attention_mask, and by position_ids where they are taken."""
+    if not pads:
+        return inputs
+    slot = inputs.slots[0]
+    if slot.name is None or not inputs.batched or set(inputs.kwargs) - {slot.name, "position_ids", "use_cache"}:
+        raise ValueError("the inputs hold more than ids and positions")
+    values = inputs.values(slot)
+    fill = int(inputs.pool[0]) if len(inputs.pool) else 0
+    front = values.new_full((inputs.batch, pads, *values.shape[2:]), fill)
+    real = torch.ones(inputs.batch, slot.length + pads, dtype=torch.int64, device=values.device)
+    real[:, :pads] = 0
+    kwargs: dict[str, Any] = {**inputs.kwargs, slot.name: torch.cat([front, values], 1), "attention_mask": real}
+    if accepts(model.forward, "position_ids"):
+        counted = torch.arange(slot.length, device=values.device).expand(inputs.batch, -1)
+        positions = inputs.kwargs.get("position_ids", counted)
+        positions = positions.expand(inputs.batch, -1)
+        kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)
+    return replace(inputs, kwargs=kwargs, slots=(replace(slot, length=slot.length + pads),))
+
+
+def _static(model: nn.Module, length: int) -> Any:
+    from attnflow.audit.hf.caches import static_cache
+
+    return static_cache(model, length)
 
 
 def _largest(values: Tensor) -> float:
     return float(values.abs().nan_to_num(nan=0.0).max())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -1,22 +1,33 @@
-"""The order that a model declares, read from its configuration and modules, or the one that the user states."""
+"""The order that a call declares: what its inputs say of documents and padding, what the model asks for, its config.
+
+Belief, from the strongest: a stated order; documents and padding that the inputs name, which every mixer must keep; the
+direction of the configuration; windows, chunks and image blocks that the model asks transformers for, layer by layer;
+windows of the configuration where it asks for none. A mask of pairs among the inputs is what is tested, not what it is
+tested against.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
-from attnflow.audit.inputs import Inputs, config_of, read
-from attnflow.audit.trace import layer_names
+from attnflow.audit.inputs import Inputs, Slot, config_of, read
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, documents, documents_in_words, padding
+from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask
+from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow, analyze
+
+if TYPE_CHECKING:
+    from attnflow.models.mask_request import MaskRequest
 
 # Layers that keep positions apart, and layers whose state runs forward over the sequence.
 _POINTWISE = frozenset({"moe", "mlp", "sparse", "dense"})
@@ -37,28 +48,38 @@ def declared_order(
 
     Raises:
         UnsupportedArchitecture: nothing is declared.
+
+    Cost: one forward pass.
     """
     model, tokenizer = split(model)
-    relation = declared(model, read(model, inputs, tokenizer))
+    with evaluating(model):
+        relation = declared(model, survey(model, read(model, inputs, tokenizer)))
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
     return analyze(masks[0] if relation.repeat else masks)
 
 
-def relation_of(model: nn.Module, inputs: Inputs, order: Mask | Sequence[Mask] | Flow | None) -> Relation:
-    """The relation to audit against: `order` if given, else what the model declares.
+def relation_of(model: nn.Module, seen: Survey, order: Mask | Sequence[Mask] | Flow | str | None) -> Relation:
+    """The relation to audit against: `order` if given, else what is declared.
 
     Raises:
         TypeError: `order` is of another type.
-        ValueError: `order` is not square or not of the inputs' size.
+        ValueError: `order` is not square or not of the inputs' size, or "mask" without a mask of pairs.
         UnsupportedArchitecture: nothing is given and nothing declared.
     """
+    inputs = seen.inputs
     if order is None:
-        return declared(model, inputs)
+        return declared(model, seen)
+    if order == "mask":
+        slot = inputs.slots[-1]
+        allow = pairs_passed(inputs, slot)
+        if allow is None or len(inputs.slots) > 1:
+            raise ValueError("order='mask' needs an attention_mask of pairs, [batch, heads, n, n], among the inputs")
+        return Relation((allow,), True, "the pairs that attention_mask allows")
     repeat, masks = _masks_of(order)
     for mask in masks:
         if mask.shape != (inputs.size, inputs.size):
-            parts = " + ".join(f"{slot.length} of {slot.name}" for slot in inputs.slots)
+            parts = " + ".join(f"{slot.length} of {slot.title}" for slot in inputs.slots)
             raise ValueError(
                 f"expected an order over {inputs.size} positions ({parts}), got a mask of shape {mask.shape}"
             )
@@ -72,58 +93,138 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask, ...]]:
         return True, (order,)
     if isinstance(order, Flow):
         return order.num_layers is None, order.masks
-    if isinstance(order, Sequence) and order and all(isinstance(mask, Mask) for mask in cast(Sequence[object], order)):
+    several = isinstance(order, Sequence) and not isinstance(order, str) and order
+    if several and all(isinstance(mask, Mask) for mask in cast(Sequence[object], order)):
         return False, tuple(cast(Sequence[Mask], order))
     raise TypeError(
-        f"order must be a Mask, a list with one Mask per layer, or a Flow, got {type(order).__name__}; wrap a bool "
-        "tensor with af.masks.from_dense"
+        "order must be a Mask, a list with one Mask per layer, a Flow, or 'mask' for the pairs of attention_mask, got "
+        f"{order!r}"[:200]
+        + "; wrap a bool tensor with af.masks.from_dense"
     )
 
 
-@dataclass(frozen=True)
-class _Stack:
-    """How the layers of one stack attend: direction and, per layer, kind and window."""
+def declared(model: nn.Module, seen: Survey) -> Relation:
+    """The order that the model declares for these inputs; see the docstring of this file.
 
-    causal: bool
-    kinds: tuple[str, ...] | None
-    window: int | None
-    chunk: int | None
-
-    @property
-    def recurrent(self) -> bool:
-        return any(kind in _RECURRENT for kind in self.kinds or ())
-
-
-def declared(model: nn.Module, inputs: Inputs) -> Relation:
-    """The order that the model declares for these inputs.
-
-    Direction: `is_encoder_decoder`; else `is_causal=False` or `use_bidirectional_attention` in the configuration;
-    else `is_decoder=True`; else `is_causal` of the attention modules; else `is_decoder=False` or `attn_type="bi"`;
-    else whether the model generates, or has recurrent layers. Windows: `layer_types` with `sliding_window` or
-    `attention_chunk_size`. Inputs: padding in a 2D `attention_mask`, the pairs of a 4D one, and, for causal attention,
-    `position_ids` that go back (packed documents).
+    Direction: encoder and decoder by themselves; else `is_causal=False` or `use_bidirectional_attention` in the
+    configuration; else `is_decoder=True`; else `is_causal` of the attention modules; else `is_decoder=False` or
+    `attn_type="bi"`; else whether the model generates, or has recurrent layers.
     """
+    inputs = seen.inputs
     config = config_of(model)
     if config is None:
         raise _unknown(model, "it has no configuration")
-    names = [slot.name for slot in inputs.slots]
-    if len(names) > 1 or names[0].startswith("decoder_"):
-        return _encoder_decoder(model, inputs)
-    stack = _stack(model, config, _direction(model, config))
+    if len(inputs.slots) > 1 or (inputs.slots[0].name or "").startswith("decoder_"):
+        return _encoder_decoder(model, seen)
     slot = inputs.slots[0]
-    passed = _given_mask(inputs, "attention_mask", slot.length)
-    if passed is not None:
-        return Relation((passed,), True, "the pairs that attention_mask allows")
-    allow, words = _rows(stack, slot.length, inputs)
-    keep = padding(inputs, "attention_mask", slot.length)
+    stack = _Stack(model, config, inputs, slot, _causal(model, config))
+    keep = padding(inputs, slot)
+    layers = [_without_padding(stack.relation(call), keep) for call in seen.calls] or [
+        _without_padding(stack.base, keep)
+    ]
+    layers = _of_one_batch(layers)
+    repeat = all(torch.equal(layer, layers[0]) for layer in layers)
+    words = stack.words(len(seen.calls))
     if keep is not None:
-        words += f", padding ({int((~keep).sum())} positions)"
-    layers = tuple(_without_padding(layer, keep) for layer in allow)
-    return Relation(layers, len(layers) == 1, words)
+        words += f"; padding ({int((~keep).sum())} positions)"
+    return Relation(tuple(layers[:1] if repeat else layers), repeat, words)
 
 
-def _direction(model: nn.Module, config: Any) -> bool:
-    """True for causal."""
+class _Stack:
+    """What the layers of one stack may read, and how that is said."""
+
+    def __init__(self, model: nn.Module, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
+        self.model, self.causal, self.length = model, causal, slot.length
+        n = slot.length
+        q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
+        self.distance = (q - k).abs()
+        self.direction = (k <= q if causal else torch.ones(n, n, dtype=torch.bool))[None]
+        self.apart = documents(inputs, slot)
+        self.base = self.direction if self.apart is None else self.direction & self.apart
+        self.kinds = _kinds(config)
+        self.window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+        if self.kinds is None and isinstance(getattr(config, "sliding_window", None), int):
+            self.kinds = ("sliding_attention",) * int(config.num_hidden_layers)
+        if not causal and not getattr(config, "use_bidirectional_attention", None) and isinstance(self.window, int):
+            self.window += 1  # encoders count the half-window without the query itself
+        self.chunk = getattr(config, "attention_chunk_size", None)
+        self.inputs = inputs
+        self.labels: list[str] = []
+        self.blocks: Tensor | None = None  # pairs of later positions that the model asks for beside its causal ones
+
+    def relation(self, call: LayerCall) -> Tensor:
+        """What one layer call may read, [rows, n, n]: of its configuration, and of what the model asks for."""
+        kind = self.kinds[call.index] if self.kinds is not None and call.index < len(self.kinds) else None
+        if kind in _POINTWISE:
+            self.labels.append("nothing but itself")
+            return torch.eye(self.length, dtype=torch.bool)[None]
+        if kind in _RECURRENT:
+            self.labels.append("")
+            return self.base
+        if call.asked is None:
+            return self._configured(kind)
+        from attnflow.models.asked import asks_causal, pairs_asked
+
+        asked = pairs_asked(call.asked)
+        real = _real(call.asked, self.length)
+        within = asked & self.base
+        narrower = bool(((self.base & real[:, None, :] & real[:, :, None]) & ~within).any())
+        if narrower:
+            self.labels.append(self._narrowed(kind, within, real))
+            allow = within
+        else:
+            allow = self._configured(kind)
+        later = asked & ~self.direction & real[:, :, None]
+        if later.any() and asks_causal(call.asked):  # image tokens that see one another; a causal head that asks for
+            later = later if self.apart is None else later & self.apart  # all pairs is not believed
+            self.blocks = later if self.blocks is None else self.blocks | later
+            allow = allow | later
+        return allow
+
+    def _configured(self, kind: str | None) -> Tensor:
+        """What the configuration says of a layer."""
+        if kind is None or kind in _FULL:
+            self.labels.append("")
+            return self.base
+        if kind in _LOCAL:
+            self.labels.append(f"window {self.window}" if isinstance(self.window, int) else "")
+            return self.base & (self.distance < (self.window if isinstance(self.window, int) else self.length))[None]
+        if kind == "chunked_attention":
+            self.labels.append(f"chunks of {self.chunk}")
+            return self.base & _same_chunk(self.chunk, self.length, self.inputs)
+        raise _unknown(self.model, f"its layer type {kind!r} is not known")
+
+    def _narrowed(self, kind: str | None, within: Tensor, real: Tensor) -> str:
+        if kind == "chunked_attention":
+            return f"chunks of {self.chunk}"
+        if kind in _LOCAL and isinstance(self.window, int):
+            return f"window {self.window}"
+        reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
+        band = self.base & (self.distance <= reach)[None] & real[:, None, :] & real[:, :, None]
+        if torch.equal(band & real[:, :, None], within & real[:, :, None]):
+            return f"window {reach + 1}"
+        prefix = within[:, :1].sum(-1)[:, :, None]
+        position = torch.arange(self.length)
+        causal = position[:, None] >= position
+        if torch.equal(causal | ((position[:, None] < prefix) & (position < prefix)), within):
+            return f"causal after a prefix of {int(prefix.max())} tokens"
+        return "a pattern of its own"
+
+    def words(self, calls: int) -> str:
+        """The declaration as a sentence."""
+        words = "causal" if self.causal else "bidirectional"
+        if self.apart is not None:
+            words += " within " + documents_in_words(self.apart)
+        labels = {label: self.labels.count(label) for label in dict.fromkeys(self.labels) if label}
+        parts = [f"{label} in {count} of {plural(calls, 'layer')}" for label, count in labels.items()]
+        if self.blocks is not None:
+            inside = (self.blocks.any(-1) | self.blocks.any(-2)).sum(-1)
+            parts.append(f"up to {plural(int(inside.max()), 'token')} of a sequence see later ones of their own block")
+        return "; ".join([words, *parts])
+
+
+def _causal(model: nn.Module, config: Any) -> bool:
+    """Whether the model declares itself causal."""
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) is True:
         return False
     if getattr(config, "is_decoder", None) is True:
@@ -150,38 +251,11 @@ def _kinds(config: Any) -> tuple[str, ...] | None:
     return None
 
 
-def _stack(model: nn.Module, config: Any, causal: bool) -> _Stack:
-    kinds = _kinds(config)
-    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-    if kinds is None and isinstance(getattr(config, "sliding_window", None), int):
-        kinds = ("sliding_attention",) * int(config.num_hidden_layers)
-    for kind in kinds or ():
-        if kind not in _POINTWISE | _RECURRENT | _FULL | _LOCAL | {"chunked_attention"}:
-            raise _unknown(model, f"its layer type {kind!r} is not known")
-    if not causal and not getattr(config, "use_bidirectional_attention", None) and isinstance(window, int):
-        window += 1  # encoders count the half-window without the query itself
-    return _Stack(causal, kinds, window, getattr(config, "attention_chunk_size", None))
-
-
-def _rows(stack: _Stack, n: int, inputs: Inputs) -> tuple[list[Tensor], str]:
-    """One relation [rows, n, n] per layer (or a single one for all), and the order in words."""
-    q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
-    base = (k <= q if stack.causal else torch.ones(n, n, dtype=torch.bool))[None]
-    words = "causal" if stack.causal else "bidirectional"
-    documents = _documents(inputs, n) if stack.causal and not stack.recurrent else None
-    if documents is not None:
-        base = base & (documents[:, :, None] == documents[:, None, :])
-        words += f", packed documents (up to {int(documents.max()) + 1} a sequence)"
-    if stack.kinds is None:
-        return [base], words
-    near = (q - k).abs() < (stack.window or n)
-    kinds: dict[str, Callable[[], Tensor]] = {"chunked_attention": lambda: base & _same_chunk(stack.chunk, n, inputs)}
-    kinds |= dict.fromkeys(_LOCAL, lambda: base & near)
-    kinds |= dict.fromkeys(_POINTWISE, lambda: torch.eye(n, dtype=torch.bool)[None])
-    relations = {kind: kinds[kind]() if kind in kinds else base for kind in dict.fromkeys(stack.kinds)}
-    if len(relations) > 1 or not set(relations) <= _FULL:
-        words += f" ({_names(stack.kinds)}" + (f"; window {stack.window})" if _LOCAL & set(relations) else ")")
-    return [relations[kind] for kind in stack.kinds], words
+def _real(request: MaskRequest, n: int) -> Tensor:
+    """Which positions are no padding, by the request itself: bool [1 or batch, n]."""
+    if request.padding is None or request.padding.shape[-1] != n:
+        return torch.ones(1, n, dtype=torch.bool)
+    return request.padding.bool().cpu()
 
 
 def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
@@ -193,76 +267,73 @@ def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
     return index[:, :, None] == index[:, None, :]
 
 
-def _documents(inputs: Inputs, n: int) -> Tensor | None:
-    """Document number of each position [rows, n] where position_ids go back; None where they do not."""
-    positions = inputs.kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim > 2 or positions.shape[-1] != n:
-        return None
-    positions = positions.detach().cpu().reshape(-1, n)
-    starts = positions.diff(dim=-1) <= 0
-    return torch.nn.functional.pad(starts.cumsum(-1), (1, 0)) if starts.any() else None
-
-
-def padding(inputs: Inputs, name: str, n: int) -> Tensor | None:
-    """Which positions are real, bool [batch, n]; None without padding."""
-    mask = inputs.kwargs.get(name)
-    if not isinstance(mask, Tensor) or mask.ndim > 2 or mask.shape[-1] != n:
-        return None
-    keep = mask.detach().cpu().reshape(-1, n) != 0
-    return None if keep.all() else keep
-
-
 def _without_padding(allow: Tensor, keep: Tensor | None) -> Tensor:
     """Nothing may come from padding; what padding positions themselves show is nobody's business."""
     return allow if keep is None else (allow & keep[:, None, :]) | ~keep[:, :, None]
 
 
-def _given_mask(inputs: Inputs, name: str, n: int) -> Tensor | None:
-    """A 3D or 4D mask passed by the caller, as allow [rows, n, n] (any head)."""
-    mask = inputs.kwargs.get(name)
+def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
+    """A mask of pairs among the inputs, as allow [rows, n, n]; the union of its heads. None if there is none.
+
+    Raises:
+        UnsupportedArchitecture: a dict of masks.
+        ValueError: a mask of another size.
+    """
+    n, mask = slot.length, inputs.kwargs.get("attention_mask")
     if isinstance(mask, Mapping):
-        raise UnsupportedArchitecture(f"{name} is a dict of masks: say what it means with order=, one mask per layer")
+        raise UnsupportedArchitecture("attention_mask is a dict of masks: say what it means with order=")
+    if type(mask).__name__ == "BlockMask":
+        batch, heads = (torch.arange(size)[(..., *[None] * d)] for size, d in zip(mask.shape[:2], (3, 2), strict=True))
+        pairs = mask.mask_mod(batch, heads, torch.arange(n)[:, None], torch.arange(n)[None])
+        return pairs.cpu().expand(*mask.shape[:2], n, n).any(1)
     if not isinstance(mask, Tensor) or mask.ndim < 3:
         return None
     if mask.shape[-2:] != (n, n):
-        raise ValueError(f"{name} must end in [{n}, {n}], got {tuple(mask.shape)}")
+        raise ValueError(f"attention_mask must end in [{n}, {n}], got {tuple(mask.shape)}")
     mask = mask.detach().cpu()
     zero_one = not mask.is_floating_point() or bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any())
     allow = mask != 0 if zero_one else mask == 0
     return allow.any(1) if mask.ndim == 4 else allow
 
 
-def _encoder_decoder(model: nn.Module, inputs: Inputs) -> Relation:
+def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
     """Joint positions, encoder first: encoder layers read the encoder, decoder layers are causal and read both."""
-    n = inputs.size
-    decoder = inputs.slots[-1]
-    encoder = inputs.slots[0] if len(inputs.slots) > 1 else None
-    split = decoder.offset
-    identity = torch.eye(n, dtype=torch.bool)
-    source, target = identity.clone(), identity.clone()
-    source[:split, :split] = True
-    q = torch.arange(n)
-    target[split:] = (q[None, :] <= q[split:, None]) | (q[None, :] < split)
-    real: list[Tensor] = []
-    for slot, name in ((encoder, "attention_mask"), (decoder, "decoder_attention_mask")):
-        if slot is not None:
-            keep = padding(inputs, name, slot.length)
-            every = torch.ones(inputs.batch, slot.length, dtype=torch.bool)
-            real.append(every if keep is None else keep.expand(inputs.batch, -1))
-    keep = torch.cat(real, dim=-1)
-    mask = None if keep.all() else keep
-    counts = _encoder_decoder_layers(model)
-    layers = (_without_padding(source[None], mask),) * counts[0] + (_without_padding(target[None], mask),) * counts[1]
-    words = f"encoder-decoder ({counts[0]} bidirectional layers, then {counts[1]} causal ones that read the encoder)"
-    return Relation(layers, False, words + ("" if mask is None else ", padding"))
+    inputs, config = seen.inputs, config_of(model)
+    if any(inputs.kwargs.get(name) is not None for name in DOCUMENT_ARGUMENTS):
+        raise _unknown(model, "documents packed into an encoder-decoder are not read")
+    n, *_, decoder = inputs.size, *inputs.slots
+    stacks: dict[int, _Stack] = {}
+    for slot in inputs.slots:
+        own = getattr(config, "decoder" if slot is decoder else "encoder", None)
+        own = own if hasattr(own, "num_hidden_layers") else None
+        stacks[slot.offset] = _Stack(model, own, inputs, slot, causal=slot is decoder)
+    real = [padding(inputs, slot) for slot in inputs.slots]
+    every = [torch.ones(inputs.batch, slot.length, dtype=torch.bool) for slot in inputs.slots]
+    keep = torch.cat([e if r is None else r.expand(inputs.batch, -1) for r, e in zip(real, every, strict=True)], -1)
+    keep = None if keep.all() else keep
+    layers: list[Tensor] = []
+    for call in seen.calls:
+        slot = seen.slot_of(call)
+        own = stacks[slot.offset].relation(call)
+        allow = torch.eye(n, dtype=torch.bool).repeat(len(own), 1, 1)
+        rows = slice(slot.offset, slot.offset + slot.length)
+        allow[:, rows, rows] = own
+        if slot is decoder:
+            allow[:, rows, : slot.offset] = True
+        layers.append(_without_padding(allow, keep))
+    above = sum(seen.slot_of(call) is decoder for call in seen.calls)
+    words = (
+        f"encoder-decoder ({len(layers) - above} bidirectional layers, then {above} causal ones that read the encoder)"
+    )
+    return Relation(tuple(_of_one_batch(layers)), False, words + ("" if keep is None else "; padding"))
 
 
-def _encoder_decoder_layers(model: nn.Module) -> tuple[int, int]:
-    stacks = [name.split(".") for name in layer_names(model)]
-    encoder, decoder = (sum(part in path for path in stacks) for part in ("encoder", "decoder"))
-    if not decoder:
-        raise _unknown(model, "no stack of layers is named decoder")
-    return encoder, decoder
+def _of_one_batch(layers: list[Tensor]) -> list[Tensor]:
+    """The relations with one row each if no sequence differs from the first, with one per sequence otherwise."""
+    if all(bool((layer == layer[:1]).all()) for layer in layers):
+        return [layer[:1] for layer in layers]
+    rows = max(len(layer) for layer in layers)
+    return [layer.expand(rows, -1, -1) for layer in layers]
 
 
 def _names(kinds: Sequence[str]) -> str:
@@ -272,6 +343,6 @@ def _names(kinds: Sequence[str]) -> str:
 
 def _unknown(model: nn.Module, why: str) -> UnsupportedArchitecture:
     return UnsupportedArchitecture(
-        f"cannot tell which order {type(model).__name__} declares: {why}. Pass order=, e.g. af.masks.causal(n), or "
-        "one mask per layer"
+        f"declared order of {type(model).__name__}: unknown; {why}. Pass order=, e.g. af.masks.causal(n), or one mask "
+        "per layer"
     )

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
-Kind = Literal["order", "batch", "cache", "state"]
+Kind = Literal["order", "batch", "cache", "state", "missing"]
+Verdict = Literal["clean", "leak", "nothing tested"]
 
 _MEANING: dict[Kind, str] = {
     "order": "the target moves with a source that the declared order forbids",
     "batch": "the target moves with another sequence of the batch",
-    "cache": "prefill and decoding with the cache differ from one full forward",
+    "cache": "this way of decoding differs from one full forward",
     "state": "the output depends on earlier calls of the model",
+    "missing": "the order lets the target read the source, and nothing of the source arrives in this layer",
 }
 
 
@@ -31,7 +33,8 @@ class Violation:
 
     Attributes:
         kind: "order", "batch" (across sequences of the batch), "cache" (cached decoding differs from the full
-            forward) or "state" (an earlier call of the model leaves a trace).
+            forward), "state" (an earlier call of the model leaves a trace) or "missing" (a pair that the order allows
+            and nothing passes; `check(both_sides=True)`).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
         module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order.
         source: the position that is changed; None for kinds "cache" and "state".
@@ -39,7 +42,7 @@ class Violation:
         change: largest absolute change of the target's vector there (VJP: largest absolute entry of the gradient).
         source_row: row of the batch that is changed.
         target_row: row of the batch that moves.
-        path: "forward", or "cached" when found while prefilling and decoding with a cache.
+        path: "forward", or the way of decoding: "cached", "chunks", "drafts", "crop", "left padding", "static cache".
         confirmed: whether the change kept its size in the other floating-point precision, as a leak does and
             rounding does not; None if that run failed or was not needed.
     """
@@ -52,10 +55,12 @@ class Violation:
     change: float
     source_row: int | None = 0
     target_row: int = 0
-    path: Literal["forward", "cached"] = "forward"
+    path: str = "forward"
     confirmed: bool | None = None
 
     def __str__(self) -> str:
+        if self.kind == "missing":
+            return f"missing: {self.module} (layer {self.layer}): position {self.target} never moves with {self.source}"
         where = self.module if self.layer is None else f"{self.module} (layer {self.layer})"
         rows = "" if self.source_row == self.target_row or self.source_row is None else f" of row {self.source_row}"
         row = f" of row {self.target_row}" if self.kind == "batch" else ""
@@ -77,10 +82,11 @@ class AuditReport(Result):
     """Whether anything flows in a model that its order forbids, and where it starts.
 
     Attributes:
-        ok: nothing moved that must not.
+        verdict: "clean", "leak", or "nothing tested" where the order forbids no pair of what was seen.
+        ok: the verdict is "clean": forbidden pairs were tested and nothing moved that must not.
         violations: the places where the flow breaks the order, first in the order of execution first.
         order: the order that was tested, in words.
-        mode: "perturb" or "vjp".
+        mode: "perturb", "vjp" or "quick".
         layers: number of layer calls in one forward.
         positions: number of positions (encoder and decoder together).
         batch: number of sequences.
@@ -98,7 +104,7 @@ class AuditReport(Result):
 
     violations: tuple[Violation, ...]
     order: str
-    mode: Literal["perturb", "vjp"]
+    mode: Literal["perturb", "vjp", "quick"]
     layers: int
     positions: int
     batch: int
@@ -113,12 +119,17 @@ class AuditReport(Result):
     seconds: float = 0.0
 
     @property
+    def verdict(self) -> Verdict:
+        """What the audit says: never "clean" of an order that forbids nothing."""
+        return "leak" if self.violations else "clean" if self.forbidden and self.coverage else "nothing tested"
+
+    @property
     def ok(self) -> bool:
-        """Whether no violation was found."""
-        return not self.violations
+        """Whether forbidden pairs were tested and no violation was found."""
+        return self.verdict == "clean"
 
     def raise_if_leaks(self) -> None:
-        """Raise `LeakFound` with the first violation, if there is any."""
+        """Raise `LeakFound` with the first violation, if there is any; not where nothing was tested (see `ok`)."""
         if self.violations:
             first = self.violations[0]
             raise LeakFound(str(first), () if first.source is None else (first.source, first.target))
@@ -130,8 +141,8 @@ class AuditReport(Result):
     def __repr__(self) -> str:
         """One line; of a leak a small table, short enough that pytest shows `assert report.ok, report` uncut."""
         size = f"{self.batch} x {self.positions} positions"
-        if self.ok:
-            return f"<AuditReport clean; {self.order}; {size}>"
+        if not self.violations:
+            return f"<AuditReport {self.verdict}; {self.order}; {size}>"
         cells = [("layer", "module", "sequence", "source", "target", "change"), *map(_brief, self.violations)]
         widths = [max(map(len, column)) for column in zip(*cells[:4], strict=True)]
         lines = [f"<AuditReport LEAK; {_cut(self.order, 40)}; {size}"]
@@ -154,16 +165,20 @@ class AuditReport(Result):
         from rich.console import Group
         from rich.text import Text
 
-        verdict = Text("clean", style="bold green") if self.ok else Text("LEAK", style="bold red")
+        styles = {"clean": "bold green", "leak": "bold red", "nothing tested": "bold yellow"}
+        verdict = Text("LEAK" if self.violations else self.verdict, style=styles[self.verdict])
         head = Text.assemble(
             verdict, f": {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers"
         )
         passes = f"{self.forward_passes} forward" + (
             f", {self.backward_passes} backward" if self.backward_passes else ""
         )
+        tested = f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested"
+        if not self.forbidden:
+            tested = "this order forbids no pair" + ("; sequences were kept apart" if self.batch > 1 else "")
         work = Text(
             f"mode {self.mode}: {passes} passes in {self.seconds:.1f} s; {len(self.modules)} module outputs watched; "
-            f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested; noise {self.noise:.2g}"
+            f"{tested}; noise {self.noise:.2g}"
         )
         parts: list[Text | Table] = [head, work]
         if self.violations:

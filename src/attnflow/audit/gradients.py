@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
 from attnflow.audit.findings import Violation
-from attnflow.audit.inputs import Inputs, embedding_modules
+from attnflow.audit.inputs import Call, embedding_modules
 from attnflow.audit.passes import Runner
 from attnflow.audit.trace import Event, Key
 
@@ -24,16 +24,17 @@ class Graph:
 
     Attributes:
         events: in order of execution; `values` are copies that later in-place changes do not touch.
-        leaves: {joint position of the first one: embeddings [batch, n, d]}.
+        leaves: (joint position of the first one, vectors [batch, n, d]) each: embeddings, and what is added to them
+            where they enter the layers.
     """
 
     events: list[Event]
-    leaves: dict[int, Tensor]
+    leaves: list[tuple[int, Tensor]]
 
     def pull(self, cotangents: Sequence[tuple[Event, Tensor]], size: int) -> Tensor:
         """Largest absolute gradient at each position [batch, n] of the sum of <cotangent, event>."""
         outputs = [event.values for event, _ in cotangents]
-        leaves = list(self.leaves.values())
+        leaves = [leaf for _, leaf in self.leaves]
         try:
             gradients = torch.autograd.grad(
                 outputs, leaves, [c for _, c in cotangents], retain_graph=True, allow_unused=True
@@ -42,13 +43,15 @@ class Graph:
             raise UnsupportedArchitecture(
                 f"the model cannot be differentiated ({error}): use mode='perturb'"
             ) from error
-        batch = next(iter(self.leaves.values())).shape[0]
-        result = torch.zeros(batch, size, dtype=torch.float64)
-        for offset, gradient in zip(self.leaves, cast(tuple[Tensor | None, ...], gradients), strict=True):
+        result = torch.zeros(leaves[0].shape[0], size, dtype=torch.float64)
+        for (offset, _), gradient in zip(self.leaves, cast(tuple[Tensor | None, ...], gradients), strict=True):
             if gradient is not None:
                 if gradient.isnan().any():
                     raise UnsupportedArchitecture("the model's gradient holds NaN: use mode='perturb'")
-                result[:, offset : offset + gradient.shape[1]] = gradient.detach().double().abs().amax(-1).cpu()
+                size_of = gradient.detach().double().abs().amax(-1).cpu()
+                result[:, offset : offset + gradient.shape[1]] = result[:, offset : offset + gradient.shape[1]].maximum(
+                    size_of
+                )
         return result
 
 
@@ -131,41 +134,51 @@ class Puller:
 
 def record_graph(runner: Runner) -> Graph:
     """One forward pass from detached embeddings, with its graph."""
-    with torch.enable_grad(), _leaves(runner.model, runner.inputs) as (kwargs, leaves):
-        events = [event for event in runner.distinct(kwargs, copy=True)[0].values() if event.values.requires_grad]
+    with torch.enable_grad(), _leaves(runner) as (call, leaves):
+        events = [event for event in runner.distinct(call, copy=True)[0].values() if event.values.requires_grad]
     if not events or not leaves:
         raise UnsupportedArchitecture(
             f"no output of {type(runner.model).__name__} depends differentiably on its input embeddings: use "
             "mode='perturb'"
         )
-    return Graph(events, dict(sorted(leaves.items())))
+    return Graph(events, leaves)
 
 
 @contextmanager
-def _leaves(model: nn.Module, inputs: Inputs) -> Generator[tuple[Mapping[str, Any], dict[int, Tensor]], None, None]:
-    """(keyword arguments, leaves), the leaves filled in during the pass where they come from an embedding module."""
-    leaves: dict[int, Tensor] = {}
+def _leaves(runner: Runner) -> Generator[tuple[Call, list[tuple[int, Tensor]]]]:
+    """(call, leaves), some of the leaves filled in during the pass, where they come from an embedding module."""
+    inputs = runner.inputs
+    embedded: dict[int, Tensor] = {}
     kwargs = dict(inputs.kwargs)
+    noise = {
+        slot.offset: torch.zeros(inputs.batch, slot.length, slot.entry.width, dtype=runner.dtype, requires_grad=True)
+        for slot in inputs.slots
+        if slot.entry is not None
+    }
     lengths = {slot.length: slot.offset for slot in inputs.slots}
+    leaves: list[tuple[int, Tensor]] = list(noise.items())
     handles: list[Any] = []
-    for slot in inputs.slots:
+    named = [slot for slot in inputs.slots if slot.name is not None]
+    for slot in named:
         values = inputs.values(slot)
         if values.is_floating_point():
-            leaves[slot.offset] = values.detach().clone().requires_grad_()
-            kwargs[slot.name] = leaves[slot.offset] if inputs.batched else leaves[slot.offset][0]
+            embedded[slot.offset] = values.detach().clone().requires_grad_()
+            kwargs[cast(str, slot.name)] = embedded[slot.offset] if inputs.batched else embedded[slot.offset][0]
+            leaves.append((slot.offset, embedded[slot.offset]))
 
     def cut(module: nn.Module, args: object, output: Tensor) -> Tensor:
         leaf = (output if inputs.batched else output[None]).detach().requires_grad_()
         offset = lengths.get(leaf.shape[1])
-        if offset is None or offset in leaves:
+        if offset is None or offset in embedded:
             return output
-        leaves[offset] = leaf
+        embedded[offset] = leaf
+        leaves.append((offset, leaf))
         return leaf if inputs.batched else leaf[0]
 
-    if len(leaves) < len(inputs.slots):
-        handles += [module.register_forward_hook(cut) for module in embedding_modules(model)]
+    if len(embedded) < len(named):
+        handles += [module.register_forward_hook(cut) for module in embedding_modules(runner.model)]
     try:
-        yield kwargs, leaves
+        yield Call(kwargs, noise), leaves
     finally:
         for handle in handles:
             handle.remove()

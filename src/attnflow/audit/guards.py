@@ -56,7 +56,7 @@ class Guard(Handle):
     @property
     def ok(self) -> bool:
         """Whether calls were audited, every one that was to be, and none leaks."""
-        return bool(self.reports) and not self.refusals and all(report.ok for report in self.reports)
+        return bool(self.reports) and not self.refusals and not any(report.violations for report in self.reports)
 
     @property
     def seconds(self) -> float:
@@ -82,8 +82,9 @@ class Guard(Handle):
             self._busy = False
         self.reports.append(report)
         cost = f"{report.forward_passes} passes in {report.seconds:.1f} s"
-        if report.ok:
-            _LOG.info("call %d: no leak (%s; %s)", call, report.order, cost)
+        if not report.violations:
+            said = "no leak" if report.ok else report.verdict
+            _LOG.info("call %d: %s (%s; %s)", call, said, report.order, cost)
         elif self._on_leak == "log":
             _LOG.warning("call %d leaks (%s): %s", call, cost, report.violations[0])
         else:
@@ -96,7 +97,8 @@ class Guard(Handle):
                 call |= call.pop(name, {})
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         with torch.autocast(device, enabled=False):
-            return check(model, without_loss(model, call, self._sequences), self._order, passes=self._passes)
+            batch = without_loss(model, call, self._sequences)
+            return check(model, batch, self._order, both_sides=False, passes=self._passes)
 
     def _restore(self) -> None:
         self._hook.remove()
@@ -105,7 +107,7 @@ class Guard(Handle):
         name = type(self.model).__name__
         if not self._calls:
             return f"guard of {name}: no call yet"
-        leaks = [report for report in self.reports if not report.ok]
+        leaks = [report for report in self.reports if report.violations]
         refused = f"{plural(len(self.refusals), 'call')} could not be audited"
         parts = [f"LEAK: {leaks[0].violations[0]}" if leaks else "no leak" if self.reports else "NOTHING AUDITED"]
         if self.reports:

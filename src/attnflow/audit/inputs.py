@@ -1,35 +1,83 @@
-"""What a model is called with: which inputs can be perturbed, and the same call with some of them changed."""
+"""What a model is called with, checked: which arguments hold a value per position, and ids that may replace others."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.loaded import tokenized
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One input that holds a value per position: token ids [B, n] or vectors [B, n, d].
+class Entry:
+    """Where vectors enter a stack of layers, so that they can be changed there, whatever they were made of.
 
     Attributes:
-        name: keyword of the model's forward.
-        length: number of positions n.
-        offset: number of its first position when all slots are counted through (encoder, then decoder).
+        layer: the path of the layer that is called first.
+        width: numbers per position.
+        scale: their standard deviation.
+        axis: the axis of the batch in the layer's first argument; that of positions follows it, or precedes it.
+        positions_first: whether positions come before the batch.
     """
 
-    name: str
+    layer: str
+    width: int
+    scale: float
+    axis: int
+    positions_first: bool
+
+    def arranged(self, rows: Tensor) -> Tensor:
+        """Rows [batch, positions, width] as the layer has them; further axes in front are broadcast."""
+        return rows.transpose(0, 1) if self.positions_first else rows
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A run of positions: those of an input, or those that enter a stack of layers.
+
+    Attributes:
+        name: the argument that holds token ids [B, n] or vectors [B, n, d] of these positions; None where none does
+            (pixels, audio).
+        length: number of positions n.
+        offset: number of its first position when all slots are counted through (encoder, then decoder).
+        entry: where these positions enter a stack of layers; None of a model without one.
+        layers: paths of the layers of the stack.
+    """
+
+    name: str | None
     length: int
     offset: int
+    entry: Entry | None = None
+    layers: frozenset[str] = frozenset()
+
+    @property
+    def title(self) -> str:
+        """A name for messages."""
+        return self.name or f"what enters {self.entry.layer if self.entry else 'the model'}"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Other values for every position: of the inputs by name, and noise for what enters each stack, by its offset."""
+
+    values: Mapping[str, Tensor]
+    noise: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model: its keyword arguments, and what is added where vectors enter stacks of layers."""
+
+    kwargs: Mapping[str, Any]
+    noise: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,37 +103,58 @@ class Inputs:
         """Number of positions of all slots together."""
         return sum(slot.length for slot in self.slots)
 
+    @property
+    def base(self) -> Call:
+        """The call as it is."""
+        return Call(self.kwargs, {})
+
     def values(self, slot: Slot) -> Tensor:
-        """The slot's tensor with a batch axis."""
-        tensor = cast(Tensor, self.kwargs[slot.name])
+        """The slot's argument with a batch axis."""
+        tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
         return tensor if self.batched else tensor[None]
 
-    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Other values for every position: another token id, or a vector moved by noise of the input's own scale."""
+    def draw(self, generator: torch.Generator) -> Draw:
+        """Another token id, or a vector moved by noise of its own scale, for every position.
+
+        Special tokens (padding, image placeholders) stay where their vectors can be moved: others in their place
+        would change what the model does with its inputs.
+        """
         drawn: dict[str, Tensor] = {}
+        noise: dict[int, Tensor] = {}
         for slot in self.slots:
+            if slot.entry is not None:
+                shape = self.batch, slot.length, slot.entry.width
+                noise[slot.offset] = torch.randn(shape, generator=generator, dtype=torch.float64) * slot.entry.scale
+            if slot.name is None:
+                continue
             values = self.values(slot)
             if values.is_floating_point():
-                noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+                moved = torch.randn(values.shape, generator=generator, dtype=torch.float64)
                 scale = float(values.detach().double().std(correction=0)) or 1.0
-                drawn[slot.name] = values + (noise * scale).to(values)
+                drawn[slot.name] = values + (moved * scale).to(values)
                 continue
             index = torch.randint(len(self.pool), values.shape, generator=generator)
             pool = self.pool.to(values)
             fresh, following = pool[index.to(values.device)], pool[(index.to(values.device) + 1) % len(pool)]
-            drawn[slot.name] = torch.where(fresh == values, following, fresh)
-        return drawn
+            fresh = torch.where(fresh == values, following, fresh)
+            drawn[slot.name] = fresh if slot.entry is None else torch.where(torch.isin(values, pool), fresh, values)
+        return Draw(drawn, noise)
 
-    def changed(self, selected: Tensor, drawn: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The keyword arguments with the `selected` positions (bool [B, n] over all slots) replaced by `drawn` ones."""
+    def changed(self, selected: Tensor, draw: Draw) -> Call:
+        """The call with the `selected` positions (bool [B, n] over all slots) as drawn."""
         kwargs = dict(self.kwargs)
+        noise: dict[int, Tensor] = {}
         for slot in self.slots:
+            chosen = selected[:, slot.offset : slot.offset + slot.length]
+            if slot.offset in draw.noise:
+                noise[slot.offset] = torch.where(chosen[:, :, None], draw.noise[slot.offset], 0.0)
+            if slot.name is None:
+                continue
             values = self.values(slot)
-            choose = selected[:, slot.offset : slot.offset + slot.length].to(values.device)
-            choose = choose.reshape(choose.shape + (1,) * (values.ndim - 2))
-            new = torch.where(choose, drawn[slot.name].to(values), values)
+            choose = chosen.to(values.device).reshape(chosen.shape + (1,) * (values.ndim - 2))
+            new = torch.where(choose, draw.values[slot.name].to(values), values)
             kwargs[slot.name] = new if self.batched else new[0]
-        return kwargs
+        return Call(kwargs, noise)
 
     def in_precision(self, dtype: torch.dtype | None) -> Inputs:
         """The same call with floating-point tensors in `dtype`."""
@@ -95,22 +164,38 @@ class Inputs:
             name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in self.kwargs.items()
         }
-        return Inputs(cast_kwargs, self.slots, self.batch, self.batched, self.pool)
+        return replace(self, kwargs=cast_kwargs)
+
+    def without_cache(self, model: nn.Module) -> Inputs:
+        """The same call that makes no cache, unless it says so itself."""
+        named = inspect.signature(model.forward).parameters.values()
+        passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
+        if (accepts(model.forward, "use_cache") or passes_on) and "use_cache" not in self.kwargs:
+            return replace(self, kwargs={**self.kwargs, "use_cache": False})
+        return self
 
 
 def read(
     model: nn.Module, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], tokenizer: Any | None = None
 ) -> Inputs:
-    """`inputs` as keyword arguments with their slots.
+    """`inputs` as keyword arguments, with a slot for each argument that holds a value per position.
 
     Raises:
-        TypeError: neither a mapping, nor token ids, nor a text; or a slot is no tensor.
-        ValueError: a text without a tokenizer, no slot, an empty sequence, an empty batch, or sequences of different
-            batch sizes.
+        TypeError: neither a mapping, nor token ids, nor a text; or a slot is no tensor of ids or vectors.
+        ValueError: a text without a tokenizer, an empty sequence or batch, sequences of different lengths or batch
+            sizes, ids outside of the vocabulary, or a model without weights.
     """
-    inputs = cast("Sequence[int] | Tensor | Mapping[str, Any]", tokenized(inputs, tokenizer))
-    if isinstance(inputs, Sequence):
-        inputs = torch.atleast_2d(torch.as_tensor(inputs))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device: load its weights before an audit")
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError(
+                "a text needs a tokenizer: pass what af.load_model returned in place of the model, or token ids in "
+                "place of the text"
+            )
+        inputs = cast(Mapping[str, Any], tokenizer(inputs, return_tensors="pt"))
+    elif isinstance(inputs, Sequence):
+        inputs = _ids(inputs)
     if isinstance(inputs, Tensor):
         kwargs: dict[str, Any] = {_first_name(model, inputs): inputs}
     elif isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -122,7 +207,9 @@ def read(
         )
     names = _slot_names(model, kwargs)
     tensors = [_checked(name, kwargs[name]) for name in names]
-    batched = tensors[0].ndim - int(tensors[0].is_floating_point()) > 1
+    for name, tensor in zip(names, tensors, strict=True):
+        _fits(model, name, tensor)
+    batched = not tensors or tensors[0].ndim - int(tensors[0].is_floating_point()) > 1
     sizes = {name: len(tensor) if batched else 1 for name, tensor in zip(names, tensors, strict=True)}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"expected inputs of one batch size, got {sizes}")
@@ -134,19 +221,32 @@ def read(
                 f"{name} is empty: expected at least one sequence of one position, got {tuple(tensor.shape)}"
             )
         slots.append(Slot(name, length, sum(slot.length for slot in slots)))
-    if len({slot.length for slot in slots}) < len(slots):
-        raise ValueError(
-            f"encoder and decoder sequences both have length {slots[0].length}; pass different lengths, so that the "
-            "audit can tell which of them an output of the model belongs to"
-        )
     pool = torch.arange(0) if all(t.is_floating_point() for t in tensors) else _pool(model, tensors)
-    return Inputs(kwargs, tuple(slots), sizes[names[0]], batched, pool)
+    return Inputs(kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
 
 
 def config_of(model: nn.Module) -> Any:
     """The configuration that describes the text model; None if there is none."""
     config = getattr(model, "config", None)
     return getattr(config, "text_config", None) or config
+
+
+def accepts(function: Callable[..., object], name: str) -> bool:
+    """Whether `function` has a parameter of that name."""
+    return name in inspect.signature(function).parameters
+
+
+def _ids(inputs: Sequence[Any]) -> Tensor:
+    lengths = [len(cast(Sequence[object], row)) for row in inputs if isinstance(row, Sequence | Tensor)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"expected sequences of one length, got lengths {', '.join(map(str, lengths[:8]))}: pad them and pass "
+            "attention_mask with them, or audit each alone"
+        )
+    tensor = torch.atleast_2d(torch.as_tensor(inputs))
+    if tensor.is_floating_point() and tensor.numel():
+        raise TypeError("token ids must be integers, got a list of floats; pass torch.tensor(rows) if they are vectors")
+    return tensor.long() if tensor.is_floating_point() else tensor
 
 
 def _first_name(model: nn.Module, tensor: Tensor) -> str:
@@ -162,11 +262,6 @@ def _parameters(model: nn.Module) -> list[str]:
     return [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
 
 
-def accepts(function: Callable[..., object], name: str) -> bool:
-    """Whether `function` has a parameter of that name."""
-    return name in inspect.signature(function).parameters
-
-
 def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     encoder = [name for name in _ENCODER if kwargs.get(name) is not None]
     decoder = [name for name in _DECODER if kwargs.get(name) is not None]
@@ -179,10 +274,10 @@ def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
         raise ValueError(f"pass either ids or embeddings, got {encoder + decoder}")
     if encoder or decoder:
         return encoder + decoder
-    for name in (*_parameters(model), *kwargs):
-        if isinstance(kwargs.get(name), Tensor):
-            return [name]
-    raise ValueError(f"expected a tensor of token ids or embeddings among the inputs, got {sorted(kwargs)}")
+    tensors = [name for name in (*_parameters(model), *kwargs) if isinstance(kwargs.get(name), Tensor)]
+    if not tensors:
+        raise ValueError(f"expected a tensor of token ids or embeddings among the inputs, got {sorted(kwargs)}")
+    return [] if config is not None else tensors[:1]  # pixels or audio: positions are those of the layers
 
 
 def _checked(name: str, value: object) -> Tensor:
@@ -190,11 +285,29 @@ def _checked(name: str, value: object) -> Tensor:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.tensor(...)")
     if value.dtype == torch.bool or value.is_complex():
         raise TypeError(f"{name} must hold token ids or floating-point vectors, got {value.dtype}")
+    if value.is_floating_point() and name.endswith("_ids"):
+        raise TypeError(f"{name} must hold integers, got {value.dtype}; pass {name}.long()")
     lowest = 2 if value.is_floating_point() else 1
     if not lowest <= value.ndim <= lowest + 1:
         what = "[batch, n, width]" if value.is_floating_point() else "[batch, n]"
         raise ValueError(f"{name} must have shape {what}, got {tuple(value.shape)}")
     return value
+
+
+def _fits(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Check ids against the vocabulary, vectors against the width of the embeddings."""
+    table = _embedding(model)
+    if table is None or tensor.numel() == 0 or name not in (*_ENCODER, *_DECODER):
+        return
+    if not tensor.is_floating_point():
+        low, high = int(tensor.min()), int(tensor.max())
+        if low < 0 or high >= table.num_embeddings:
+            raise ValueError(f"{name} must lie in [0, {table.num_embeddings}), the vocabulary; got {low} to {high}")
+    elif tensor.shape[-1] != table.embedding_dim:
+        raise ValueError(
+            f"{name} must hold vectors of width {table.embedding_dim}, got shape {tuple(tensor.shape)} of "
+            f"{tensor.dtype}; token ids must be integers: pass tensor.long()"
+        )
 
 
 def _pool(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
@@ -226,10 +339,9 @@ def _embedding(model: nn.Module) -> nn.Embedding | None:
     if callable(getter):
         try:
             module = getter()
-        except NotImplementedError:
+        except (NotImplementedError, AttributeError):
             module = None
-        if isinstance(module, nn.Embedding):
-            return module
+        return module if isinstance(module, nn.Embedding) else None
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit.gradients import Graph, record_graph
-from attnflow.audit.inputs import Inputs, accepts, read
+from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.nan import refuse_nan
 from attnflow.audit.passes import Runner
 from attnflow.audit.perturb import is_leak, other_precision, row_change
 from attnflow.audit.replay import Replay, layer_calls
+from attnflow.audit.survey import survey
 from attnflow.audit.trace import Event
 from attnflow.masks.build import from_dense
 from attnflow.models.evaluation import evaluating, precision
@@ -48,7 +49,7 @@ def measure(
     by: Literal["layer", "output"] = "layer",
     seed: int = 0,
     progress: Progress | None = None,
-) -> Flow:
+) -> Flow | list[Flow]:
     """The order of a model that has no mask to read it from (recurrent, hybrid), by asking the model.
 
     Args:
@@ -61,6 +62,10 @@ def measure(
         seed: of the replaced tokens or vectors.
         progress: called as `progress(done, total, what)`.
 
+    Returns:
+        One flow where all sequences of the batch agree; a list with one for each where they differ (padding, documents,
+        images).
+
     Raises:
         UnsupportedArchitecture: by="layer" without layers, or with flow that bypasses them.
 
@@ -72,39 +77,50 @@ def measure(
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     model, tokenizer = split(model)
     with evaluating(model):
-        return _measured(model, read(model, inputs, tokenizer), mode, by, seed, progress)
+        call = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
+        return _measured(model, call, mode, by, seed, progress)
 
 
 def _measured(
     model: nn.Module, inputs: Inputs, mode: str, by: Literal["layer", "output"], seed: int, progress: Progress | None
-) -> Flow:
-    if accepts(model.forward, "use_cache") and "use_cache" not in inputs.kwargs:
-        kwargs = {**inputs.kwargs, "use_cache": False}
-        inputs = Inputs(kwargs, inputs.slots, inputs.batch, inputs.batched, inputs.pool)
+) -> Flow | list[Flow]:
     end_to_end = _whole(model, inputs, mode, seed, progress)
     if by == "output":
-        return analyze(from_dense(end_to_end, "measured"))
+        flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
+        return _one(flows)
     calls = layer_calls(model, inputs)
     if not calls:
         raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
-    masks: list[Tensor] = []
+    layers: list[Tensor] = []
     generator = torch.Generator().manual_seed(seed)
     for number, call in enumerate(calls):
         if progress is not None:
             progress(number, len(calls), "measure layers")
         replay = Replay(inputs, call, generator)
-        masks.append(torch.eye(inputs.size, dtype=torch.bool))
+        layers.append(_diagonal(inputs))
         for part in replay.parts():
-            masks[-1] |= _by_gradient(part.graph(), inputs.size) if mode == "vjp" else _by_change(part, inputs.size)
-    flow = analyze([from_dense(mask, f"measured layer {index}") for index, mask in enumerate(masks)])
-    outside = end_to_end & ~flow.reachability()
-    if outside.any():
-        target, source = outside.nonzero()[0].tolist()
-        raise UnsupportedArchitecture(
-            f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: something "
-            "flows outside of the layers. Measure it with by='output'"
-        )
-    return flow
+            layers[-1] |= _by_gradient(part.graph(), inputs) if mode == "vjp" else _by_change(part, inputs)
+    named = list(enumerate(layers))
+    flows = [
+        analyze([from_dense(layer[row], f"measured layer {i}") for i, layer in named]) for row in range(inputs.batch)
+    ]
+    for row, flow in enumerate(flows):
+        outside = end_to_end[row] & ~flow.reachability()
+        if outside.any():
+            target, source = outside.nonzero()[0].tolist()
+            raise UnsupportedArchitecture(
+                f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: something "
+                "flows outside of the layers. Measure it with by='output'"
+            )
+    return _one(flows)
+
+
+def _one(flows: list[Flow]) -> Flow | list[Flow]:
+    return flows[0] if all(flow.masks == flows[0].masks for flow in flows) else flows
+
+
+def _diagonal(inputs: Inputs) -> Tensor:
+    return torch.eye(inputs.size, dtype=torch.bool).repeat(inputs.batch, 1, 1)
 
 
 def _whole(model: nn.Module, inputs: Inputs, mode: str, seed: int, progress: Progress | None) -> Tensor:
@@ -115,8 +131,8 @@ def _whole(model: nn.Module, inputs: Inputs, mode: str, seed: int, progress: Pro
     if mode == "vjp":
         graph = record_graph(Runner(model, inputs, "layers", seed))
         last = {event.offset: event for event in graph.events if event.key.side == "out"}
-        return _by_gradient(Graph(list(last.values()), graph.leaves), inputs.size, say)
-    return _by_change(_Whole(model, inputs, seed), inputs.size, say)
+        return _by_gradient(Graph(list(last.values()), graph.leaves), inputs, say)
+    return _by_change(_Whole(model, inputs, seed), inputs, say)
 
 
 class _Whole:
@@ -152,12 +168,12 @@ class _Whole:
         return outputs
 
 
-def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = None) -> Tensor:
-    """bool [n, n]: the output at i moves when the input at j changes.
+def _by_change(subject: Subject, inputs: Inputs, say: Callable[[int], None] | None = None) -> Tensor:
+    """bool [batch, n, n]: the output at i moves when the input at j changes.
 
     Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
     """
-    relation = torch.eye(size, dtype=torch.bool)
+    relation = _diagonal(inputs)
     base = subject.outputs(None)
     doubtful: dict[tuple[int, int], dict[int, Tensor]] = {}
     small = math.sqrt(torch.finfo(subject.dtype).eps)
@@ -169,9 +185,9 @@ def _by_change(subject: Subject, size: int, say: Callable[[int], None] | None = 
             for offset, values in base.items():
                 change = row_change(after[offset], values)
                 border = small * values.double().abs().amax(-1).cpu()
-                relation[offset : offset + change.shape[1], column] |= (change > border).any(0)
-                unsure = torch.where(change <= border, change, 0.0)
-                unsure[:, relation[offset : offset + change.shape[1], column]] = 0.0
+                moved = relation[:, offset : offset + change.shape[1], column]
+                moved |= change > border
+                unsure = torch.where((change > border) | moved, 0.0, change)
                 if unsure.any():
                     doubtful.setdefault((column, sample), {})[offset] = unsure
     if doubtful:
@@ -188,12 +204,12 @@ def _settle(
         with precision(subject.module, other):
             base = subject.outputs(other)
             for (column, sample), unsure in doubtful.items():
-                if all(relation[o : o + u.shape[1], column][(u > 0).any(0)].all() for o, u in unsure.items()):
+                if all(relation[:, o : o + u.shape[1], column][u > 0].all() for o, u in unsure.items()):
                     continue
                 after = subject.outputs(other, column, sample)
                 for offset, change in unsure.items():
                     leak = is_leak(change, own[offset], base[offset], after[offset], subject.dtype)
-                    relation[offset : offset + change.shape[1], column] |= (leak & (change > 0)).any(0)
+                    relation[:, offset : offset + change.shape[1], column] |= leak & (change > 0)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedArchitecture(
             f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "
@@ -201,15 +217,15 @@ def _settle(
         ) from error
 
 
-def _by_gradient(graph: Graph, size: int, say: Callable[[int], None] | None = None) -> Tensor:
-    """bool [n, n]: the Jacobian block of output i and input j is not zero; one backward pass for each output."""
+def _by_gradient(graph: Graph, inputs: Inputs, say: Callable[[int], None] | None = None) -> Tensor:
+    """bool [batch, n, n]: the Jacobian block of output i and input j is not zero; one backward pass for each output."""
     generator = torch.Generator().manual_seed(0)
-    relation = torch.eye(size, dtype=torch.bool)
+    relation = _diagonal(inputs)
     for event in graph.events:
         for position in range(event.values.shape[1]):
             if say is not None:
                 say(event.offset + position)
             cotangent = torch.zeros_like(event.values)
             cotangent[:, position] = torch.randn(cotangent[:, position].shape, generator=generator).to(cotangent)
-            relation[event.offset + position] |= (graph.pull([(event, cotangent)], size) != 0).any(0)
+            relation[:, event.offset + position] |= graph.pull([(event, cotangent)], inputs.size) != 0
     return relation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnflow.audit.declared import padding
 from attnflow.audit.inputs import Inputs
+from attnflow.audit.packing import padding
 
 
 def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None:
@@ -21,8 +21,7 @@ def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None
         return
     bad = values.isnan().any(-1).cpu()
     for slot in inputs.slots:
-        name = "decoder_attention_mask" if slot.name.startswith("decoder") else "attention_mask"
-        real = padding(inputs, name, slot.length)
+        real = padding(inputs, slot)
         if slot.offset <= offset < slot.offset + slot.length and real is not None:
             bad = bad & real[:, offset - slot.offset : offset - slot.offset + bad.shape[1]]
     if bad.any():

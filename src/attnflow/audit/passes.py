@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Inputs, accepts
+from attnflow.audit.inputs import Call, Inputs, Slot, accepts
+from attnflow.audit.survey import entering
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
 from attnflow.models.evaluation import seed_all
 
-Path = Literal["forward", "cached"]
+
+@dataclass(frozen=True)
+class Way:
+    """How a call is run.
+
+    Attributes:
+        path: its name in a report.
+        chunks: lengths of prefill and decoding steps; empty for one full forward.
+        drafts: tokens that are fed and rejected after the prefill: the cache is cropped again.
+        pads: padding put before every sequence.
+        cache: makes the cache that the first step is given; None for the model's own.
+    """
+
+    path: str
+    chunks: tuple[int, ...] = ()
+    drafts: int = 0
+    pads: int = 0
+    cache: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,7 @@ class Runner:
     """Runs the model on variations of one call, counting passes; every pass sees the same random numbers.
 
     Attributes:
-        chunks: lengths of prefill and decoding steps; empty for one full forward.
+        way: how the model is run: one full forward, or steps.
         passes: forward passes so far (a cached run counts each step).
         layer_calls: layer calls of the last pass.
         skipped: {module: reason} for what could not be watched.
@@ -41,48 +61,55 @@ class Runner:
         dtype: of the model's parameters.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watch, seed: int, chunks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        watch: Watch,
+        seed: int,
+        chunks: Sequence[int] = (),
+        way: Way | None = None,
+    ) -> None:
         self.model = model
         self.inputs = inputs
         self.watch: Watch = watch
         self.seed = seed
-        self.chunks = tuple(chunks)
+        self.way = way or Way("cached" if chunks else "forward", tuple(chunks))
         self.passes = 0
         self.layer_calls = 0
         self.skipped: dict[str, str] = {}
-        self.layer_names = layer_names(model)
+        every, ours = layer_names(model), frozenset[str]().union(*(slot.layers for slot in inputs.slots))
+        self.layer_names = {name: index for name, index in every.items() if name in ours}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     @property
-    def path(self) -> Path:
-        """Which way the model is run."""
-        return "cached" if self.chunks else "forward"
+    def chunks(self) -> tuple[int, ...]:
+        """Lengths of prefill and decoding steps; empty for one full forward."""
+        return self.way.chunks
 
-    def run(self, kwargs: Mapping[str, Any], visit: Callable[[Event], None]) -> None:
+    def run(self, call: Call, visit: Callable[[Event], None]) -> None:
         """One pass (or one cached run); `visit` sees every event in order of execution."""
-        frame = Frame(self.inputs.batch, self.inputs.batched, {s.length: s.offset for s in self.inputs.slots})
+        frame = frame_of(self.inputs)
         tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch)
         seed_all(self.seed)
-        with tracer.attached():
+        with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments), tracer.attached():
             if self.chunks:
-                self._cached(tracer, kwargs)
+                self._cached(tracer, call.kwargs)
             else:
-                self.model(**kwargs)
+                self.model(**call.kwargs)
                 self.passes += 1
         self.layer_calls = tracer.depth
         self.skipped |= tracer.skipped
 
-    def record(self, kwargs: Mapping[str, Any]) -> Recording:
+    def record(self, call: Call) -> Recording:
         """One pass with all its events kept; tensors that are changed in place later are copied."""
         with torch.no_grad():
-            events, raw = self.distinct(kwargs)
+            events, raw = self.distinct(call)
             if any(tensor._version != version for tensor, version in raw.values()):
-                events, _ = self.distinct(kwargs, copy=True)
+                events, _ = self.distinct(call, copy=True)
             return Recording(events)
 
-    def distinct(
-        self, kwargs: Mapping[str, Any], copy: bool = False
-    ) -> tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]:
+    def distinct(self, call: Call, copy: bool = False) -> tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]:
         """The events of one pass, without inputs that an earlier event has shown already, and (tensor, version)s."""
         events: dict[Key, Event] = {}
         seen: dict[int, tuple[Tensor, int]] = {}  # holds the tensors, so that no id is used twice
@@ -94,7 +121,7 @@ class Runner:
             seen[id(event.raw)] = (event.raw, event.raw._version)
             events[event.key] = copied(event) if copy else event
 
-        self.run(kwargs, keep)
+        self.run(call, keep)
         return events, seen
 
     def _cached(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
@@ -104,16 +131,13 @@ class Runner:
                 f"{type(self.model).__name__}.forward takes no cache: audit it with cache=False"
             )
         *encoder, decoder = self.inputs.slots
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {} if self.way.cache is None else {name: self.way.cache()}
         start = encoded = 0
         for step, length in enumerate(self.chunks):
             end = start + length
             tracer.begin(step, encoded)
-            tracer.frame = Frame(
-                self.inputs.batch,
-                self.inputs.batched,
-                {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start},
-            )
+            segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
+            tracer.frame = replace(tracer.frame, segments=segments)
             part = sliced(self.inputs, kwargs, start, end) | state
             output = self.model(**part, use_cache=True)
             self.passes += 1
@@ -123,10 +147,74 @@ class Runner:
                     f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
                 )
             if encoder:
-                state |= {encoder[0].name: None, "encoder_outputs": (_entry(output, "encoder_last_hidden_state"),)}
+                state["encoder_outputs"] = (_entry(output, "encoder_last_hidden_state"),)
+                state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
-                    encoded = sum(n for path, n in tracer.layer_calls.items() if "encoder" in path.split("."))
+                    encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
             start = end
+            if step == 0 and self.way.drafts:
+                with tracer.paused():
+                    self._reject(kwargs, state, name, start)
+
+    def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
+        """Feed tokens that are none of the sequence's, then crop the cache, as speculative decoding does."""
+        wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).values
+        part = sliced(self.inputs, {**kwargs, **wrong}, start, start + self.way.drafts) | state
+        if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
+            state[name].activate_past_recording()
+        cache = _entry(self.model(**part, use_cache=True), name)
+        self.passes += 1
+        cache.crop(-self.way.drafts)
+        state[name] = cache
+
+
+def frame_of(inputs: Inputs) -> Frame:
+    """What sequence axes look like in one full forward."""
+    streams = any(slot.entry is not None and slot.entry.axis > 0 for slot in inputs.slots)
+    return Frame(inputs.batch, inputs.batched, {slot.length: slot.offset for slot in inputs.slots}, streams)
+
+
+@contextmanager
+def moved(
+    model: nn.Module, inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Mapping[int, int]]
+) -> Generator[None]:
+    """Add noise [batch, n, width] to what enters each stack, once in every step.
+
+    Args:
+        model: the model.
+        inputs: its call.
+        noise: by the offset of the slot; nothing happens without.
+        segments: {length: joint position of the first one} of the step that runs.
+    """
+    entered: dict[int, int] = {}
+
+    def hook(slot: Slot, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert slot.entry is not None
+        vectors = entering(args, kwargs)
+        if vectors is None:
+            return None
+        axis = slot.entry.axis if slot.entry.positions_first else slot.entry.axis + 1
+        start = segments().get(vectors.shape[axis])
+        if start is None or entered.get(slot.offset) == start:  # a layer that runs again, in the same step
+            return None
+        entered[slot.offset] = start
+        rows = noise[slot.offset][:, start - slot.offset : start - slot.offset + vectors.shape[axis]]
+        changed = vectors + slot.entry.arranged(rows).to(vectors)
+        return (
+            tuple(changed if value is vectors else value for value in args),
+            {name: changed if value is vectors else value for name, value in kwargs.items()},
+        )
+
+    modules = dict(model.named_modules())
+    entries = [(slot, slot.entry) for slot in inputs.slots if slot.offset in noise and slot.entry is not None]
+    handles = [
+        modules[entry.layer].register_forward_pre_hook(partial(hook, slot), with_kwargs=True) for slot, entry in entries
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:

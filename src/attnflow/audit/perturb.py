@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnflow.audit.fields import Fields
 from attnflow.audit.findings import Kind, Violation
+from attnflow.audit.inputs import Call, Draw
 from attnflow.audit.nan import refuse_nan
 from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.trace import Event, Key
@@ -41,7 +41,7 @@ class Hit:
     """A perturbation and the first event that it moved."""
 
     selected: Tensor
-    drawn: Mapping[str, Tensor]
+    drawn: Draw
     moved: Moved
     confirmed: bool | None
 
@@ -67,7 +67,7 @@ class Prober:
         self.rounding = 0.0
         self.dirty: set[str] = set()
         self.stateful: Moved | None = None
-        self.base = runner.record(runner.inputs.kwargs)
+        self.base = runner.record(runner.inputs.base)
         for event in self.base.events.values():
             if event.key.side == "out":
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
@@ -85,10 +85,10 @@ class Prober:
     def settle(self) -> None:
         """Repeat the base pass, after itself and after a perturbed one: noise differs always, state only the latter."""
         inputs = self.runner.inputs
-        first = self._differences(inputs.kwargs)
+        first = self._differences(inputs.base)
         if first:
-            self.base = self.runner.record(inputs.kwargs)
-            again = self._differences(inputs.kwargs)
+            self.base = self.runner.record(inputs.base)
+            again = self._differences(inputs.base)
             if not again:
                 self.stateful = first[0]
                 return
@@ -98,7 +98,7 @@ class Prober:
         everything = torch.ones(inputs.batch, inputs.size, dtype=torch.bool)
         with torch.no_grad():
             self.runner.run(inputs.changed(everything, inputs.draw(self.generator)), lambda event: None)
-        after = self._differences(inputs.kwargs)
+        after = self._differences(inputs.base)
         self.stateful = after[0] if after else None
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
@@ -135,7 +135,7 @@ class Prober:
         change = self._change(ranked[low:], hit, row, target)
         kind: Kind = "order" if source_row == row else "batch"
         return Violation(
-            kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed
+            kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.way.path, hit.confirmed
         )
 
     def state_violation(self) -> Violation:
@@ -143,16 +143,16 @@ class Prober:
         assert self.stateful is not None
         event, (row, target) = self.stateful.event, self.stateful.largest()
         change = float(self.stateful.change.max())
-        return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.path)
+        return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.way.path)
 
-    def _differences(self, kwargs: Mapping[str, Any]) -> list[Moved]:
+    def _differences(self, call: Call) -> list[Moved]:
         everything = torch.ones(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
         moves: list[Moved] = []
         with torch.no_grad():
-            self.runner.run(kwargs, lambda event: self._compare(event, everything, moves))
+            self.runner.run(call, lambda event: self._compare(event, everything, moves))
         return moves
 
-    def _against_order(self, selected: Tensor, drawn: Mapping[str, Tensor], rows: Sequence[int] | None) -> list[Moved]:
+    def _against_order(self, selected: Tensor, drawn: Draw, rows: Sequence[int] | None) -> list[Moved]:
         clean: dict[int, Tensor] = {}
         moves: list[Moved] = []
 
@@ -183,9 +183,7 @@ class Prober:
         if change.any():
             moves.append(Moved(before, change))
 
-    def _confirmed(
-        self, moves: list[Moved], selected: Tensor, drawn: Mapping[str, Tensor]
-    ) -> tuple[list[Moved], bool | None]:
+    def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Draw) -> tuple[list[Moved], bool | None]:
         """What of `moves` is no rounding, and whether that could be told."""
         other = other_precision(self.runner.dtype)
         if self._other_fails:
@@ -194,7 +192,7 @@ class Prober:
         try:
             with precision(self.runner.model, other):
                 if self._other is None:
-                    self._other = self.runner.record(inputs.kwargs)
+                    self._other = self.runner.record(inputs.base)
                 second = self.runner.record(inputs.changed(selected, drawn))
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             self._other_fails = True  # the model insists on its precision: what moved stands, unconfirmed
@@ -244,7 +242,7 @@ def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: T
 
     In float32 or below: a leak keeps its size in float64, rounding shrinks with the precision; the border is the
     geometric mean of the two. In float64 there is nothing finer: the rounding error is estimated as that of float32
-    against float64, scaled, and what exceeds four times that and one unit in the last place is a leak: the two runs
+    against float64, scaled, and what exceeds eight times that and one unit in the last place is a leak: the two runs
     that are compared have each an error of their own, of which only a sample was seen.
 
     Args:
@@ -258,4 +256,4 @@ def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: T
     if other < eps:
         return row_change(other_moved, other_values) >= change * math.sqrt(other / eps)
     error = float(row_change(values, other_values).max()) * eps / other
-    return change > 4 * (error + eps * float(values.abs().nan_to_num(nan=0.0).max()))
+    return change > 8 * (error + eps * float(values.abs().nan_to_num(nan=0.0).max()))

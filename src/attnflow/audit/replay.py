@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.gradients import Graph
 from attnflow.audit.inputs import Inputs
-from attnflow.audit.trace import Event, Frame, Key, canonical, layer_names
+from attnflow.audit.passes import frame_of
+from attnflow.audit.trace import Event, Key, canonical, layer_names
 
 _CARRIERS = ("hidden_states", "encoder_hidden_states")
 
@@ -33,7 +34,8 @@ def layer_calls(model: nn.Module, inputs: Inputs) -> list[LayerCall]:
         calls.append(LayerCall(module, dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)))
 
     modules = dict(model.named_modules())
-    handles = [modules[name].register_forward_pre_hook(hook, with_kwargs=True) for name in layer_names(model)]
+    names = [name for name in layer_names(model) if any(name in slot.layers for slot in inputs.slots)]
+    handles = [modules[name].register_forward_pre_hook(hook, with_kwargs=True) for name in names]
     try:
         with torch.no_grad():
             model(**inputs.kwargs)
@@ -50,7 +52,7 @@ class Replay:
         self.inputs = inputs
         self.call = call
         self.generator = generator
-        self.frame = Frame(inputs.batch, inputs.batched, {slot.length: slot.offset for slot in inputs.slots})
+        self.frame = frame_of(inputs)
 
     def parts(self) -> Iterator[Part]:
         """One subject for each of these inputs."""
@@ -124,7 +126,7 @@ class Part:
                 whole = whole.transpose(0, 1)  # the layer wants its sequence axis first
             values, offset = self._replay.run({self._name: whole}, None)
         event = Event(Key(0, "", 0, "out", ""), "", None, 0, offset, values, values)
-        return Graph([event] if values.requires_grad else [], {self._offset: rows})
+        return Graph([event] if values.requires_grad else [], [(self._offset, rows)])
 
 
 def _isolated(value: Any, dtype: torch.dtype | None) -> Any:

@@ -49,11 +49,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Frame:
-    """What sequence axes look like: number of sequences, and {length: joint position of the first one}."""
+    """What sequence axes look like: number of sequences, and {length: joint position of the first one}.
+
+    `streams`: whether the layers are called with several streams, [streams, batch, positions, width].
+    """
 
     batch: int
     batched: bool
     segments: Mapping[int, int]
+    streams: bool = False
 
 
 def layer_names(model: nn.Module) -> dict[str, int]:
@@ -80,19 +84,24 @@ def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tens
     """
     if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
         return None
-    sizes = list(tensor.shape)
     if not frame.batched:
-        tensor, sizes = tensor[None], [1, *sizes]
-    if sizes[0] not in (1, frame.batch):
-        seq_first = tensor.ndim >= 3 and sizes[0] in frame.segments and sizes[1] == frame.batch
-        if not seq_first:
-            return None
-        tensor, sizes = tensor.transpose(0, 1), [sizes[1], sizes[0], *sizes[2:]]
-        axes = [1]
-    else:
+        tensor = tensor[None]
+    sizes = list(tensor.shape)
+    pairs = [p for p in range(len(sizes) - 1) if sizes[p] == frame.batch and sizes[p + 1] in frame.segments]
+    streams = len(sizes) > 3 and pairs == [1] and (sizes[0] not in (1, frame.batch) or frame.streams)
+    if streams and sizes[0] == frame.batch and not layered:
+        return f"shape {tuple(tensor.shape)} has two axes as long as the batch"
+    if streams:
+        tensor, axes = tensor.movedim(1, 0), [2]
+    elif sizes[0] in (1, frame.batch):
         axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
+    elif len(sizes) >= 3 and sizes[0] in frame.segments and sizes[1] == frame.batch:
+        tensor, axes = tensor.transpose(0, 1), [1]
+    else:
+        return None
     if not axes:
         return None
+    sizes = list(tensor.shape)
     scores = len(sizes) > 3 and axes == [len(sizes) - 2, len(sizes) - 1]  # [batch, heads, queries, keys]: of queries
     if len(axes) > 1 and not scores and not (layered and len(sizes) == 3):
         return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
@@ -104,6 +113,7 @@ class Tracer:
     """Watches one or several forward passes of a model.
 
     Attributes:
+        layers: {path: index} of the layers that count, those of the stacks whose positions are audited.
         frame: set anew for every step of a cached run.
         depth: layers begun in this pass.
         skipped: {module: reason} of the modules that could not be watched.
@@ -118,6 +128,7 @@ class Tracer:
         self.frame = frame
         self.visit = visit
         self.watch = watch
+        self._off = False
         self.skipped: dict[str, str] = {}
         self.begin(0)
 
@@ -145,11 +156,22 @@ class Tracer:
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Runs inside are not watched."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
+
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._off:
+            return
         caller = self._stack[-1][0] if self._stack else name
         call = self._calls[name] = self._calls.get(name, -1) + 1
         if self._stack:  # the inputs of the model itself are what is perturbed
-            for leaf, tensor in _leaves((args, kwargs)):
+            for leaf, tensor in leaves((args, kwargs)):
                 self._emit(Key(self.step, name, call, "in", leaf), caller, tensor)
         self._stack.append((name, call))
         if name in self.layers:
@@ -158,8 +180,10 @@ class Tracer:
             self._current.append(self.depth - 1 if self.layer_calls[name] > 1 else self.layers[name])
 
     def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if self._off:
+            return
         call = self._stack[-1][1]
-        for leaf, tensor in _leaves(output):
+        for leaf, tensor in leaves(output):
             self._emit(Key(self.step, name, call, "out", leaf), name, tensor)
         self._stack.pop()
         if name in self.layers:
@@ -174,17 +198,17 @@ class Tracer:
             self.visit(Event(key, label, self._current[-1], self.depth, rows[1], rows[0], tensor))
 
 
-def _leaves(root: object) -> list[tuple[str, Tensor]]:
+def leaves(root: object) -> list[tuple[str, Tensor]]:
     """All tensors in nested tuples, lists and mappings, each with its path; caches and other objects are left out."""
-    leaves: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     left: list[tuple[str, object]] = [("", root)]
     while left:  # a loop: it runs for every module of every pass
         path, value = left.pop()
         if isinstance(value, Tensor):
-            leaves.append((path, value))
+            tensors.append((path, value))
         elif isinstance(value, Mapping):
             items = cast(Mapping[Any, object], value).items()
             left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
         elif isinstance(value, tuple | list):
             left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
-    return leaves
+    return tensors

@@ -1,0 +1,20 @@
+"""Caches of transformers that a model does not make by itself."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+
+def static_cache(model: nn.Module, length: int) -> StaticCache:
+    """A static cache for `length` tokens.
+
+    Raises:
+        ValueError: the model is none of transformers, or does not compile with one.
+    """
+    if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
+        raise ValueError(f"{type(model).__name__} takes no static cache")
+    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)

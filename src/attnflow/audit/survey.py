@@ -1,0 +1,245 @@
+"""One forward pass that shows a model's stacks of layers, what enters them, and the masks that they ask for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit.inputs import Entry, Inputs, Slot
+from attnflow.audit.trace import layer_names, leaves
+from attnflow.models.evaluation import seed_all
+
+if TYPE_CHECKING:
+    from attnflow.models.asked import Asked
+    from attnflow.models.mask_request import MaskRequest
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer.
+
+    Attributes:
+        name: its path.
+        index: its number in its list.
+        shape: of the first tensor that it is called with.
+        spread: standard deviation of that tensor.
+        asked: what the model asked transformers for when it made the mask that reaches the layer; None if it made
+            none that way.
+        masked: whether any mask reaches it.
+    """
+
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    spread: float
+    asked: MaskRequest | None = None
+    masked: bool = False
+
+    @property
+    def stack(self) -> str:
+        """The path of the module that holds its list of layers: lists side by side are one stack."""
+        return self.name.rpartition(".")[0].rpartition(".")[0]
+
+
+@dataclass
+class Survey:
+    """What one forward pass shows.
+
+    Attributes:
+        inputs: the call, with slots for the positions that enter stacks of layers.
+        calls: the layer calls of these stacks, in order of execution.
+        unused: arguments that hold a mask of pairs which no module received.
+    """
+
+    inputs: Inputs
+    calls: list[LayerCall]
+    unused: list[str] = field(default_factory=list[str])
+
+    def slot_of(self, call: LayerCall) -> Slot:
+        """The slot whose positions a layer call works on."""
+        return next(slot for slot in self.inputs.slots if call.name in slot.layers)
+
+
+def survey(model: nn.Module, inputs: Inputs) -> Survey:
+    """Run the model once, and read off what it does with its inputs.
+
+    Raises:
+        UnsupportedArchitecture: an encoder-decoder without a stack of layers named decoder, or a call from which no
+            positions can be read.
+        ValueError: encoder and decoder sequences of one length.
+    """
+    layers = layer_names(model)
+    calls: list[LayerCall] = []
+    seen: list[_Arrival] = []
+    seed_all(0)
+    with _asking() as asked, torch.no_grad(), _hooks(model, layers, calls, seen):
+        model(**inputs.kwargs)
+    inputs = _positions(model, inputs, calls)
+    ours = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
+    result = Survey(inputs, [call for call in calls if call.name in ours])
+    if asked is not None:
+        _assign(result, calls, asked, seen)
+    passed = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
+    result.unused = [n for n, mask in passed.items() if not any(_shares(mask, a.mask) for a in seen)]
+    return result
+
+
+class _Arrival(NamedTuple):
+    """A tensor that may be a mask, at a module inside of a layer call (number of the call, or -1)."""
+
+    call: int
+    depth: int
+    mask: Any
+
+
+class _hooks:
+    """Hooks that note layer calls, and the masks that reach the modules inside."""
+
+    def __init__(self, model: nn.Module, layers: dict[str, int], calls: list[LayerCall], seen: list[_Arrival]) -> None:
+        self.layers, self.calls, self.seen = layers, calls, seen
+        self.inside: list[int] = []
+        self.handles: list[Any] = []
+        for name, module in model.named_modules():
+            if name in layers or any(name.startswith(f"{layer}.") for layer in layers):
+                self.handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            if name in layers:
+                self.handles.append(module.register_forward_hook(self._leave))
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in self.layers:
+            first = entering(args, kwargs)
+            shape, spread = ((), 0.0) if first is None else (tuple(first.shape), float(first.double().std()))
+            self.calls.append(LayerCall(name, self.layers[name], shape, spread))
+            self.inside.append(len(self.calls) - 1)
+        call = self.inside[-1] if self.inside else -1
+        tensors = [tensor for _, tensor in leaves((args, kwargs)) if tensor.ndim == 4]
+        blocks = [value for value in (*args, *kwargs.values()) if type(value).__name__ == "BlockMask"]
+        self.seen += [_Arrival(call, name.count("."), mask) for mask in (*tensors, *blocks)]
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        self.inside.pop()
+
+
+def entering(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The first tensor of vectors that a layer is called with."""
+    values = (*args, *kwargs.values())
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 3), None)
+
+
+def _asking() -> AbstractContextManager[Asked | None]:
+    if "transformers" not in sys.modules:  # then the model is none of its own
+        return nullcontext()
+    from attnflow.models.asked import asking
+
+    return asking()
+
+
+def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
+    """The inputs with slots for the stacks that are audited: those that their positions enter, else the last to run."""
+    named = list(inputs.slots)
+    source = next((slot for slot in named if not (slot.name or "").startswith("decoder_")), None)
+    target = next((slot for slot in named if (slot.name or "").startswith("decoder_")), None)
+    parts = [(source, list(calls))]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and target is not None:
+        above = [call for call in calls if "decoder" in call.stack.split(".")]
+        if not above:
+            raise UnsupportedArchitecture(
+                f"cannot tell which order {type(model).__name__} declares: no stack of layers is named decoder"
+            )
+        parts = [(source, [call for call in calls if call not in above]), (target, above)]
+    slots: list[Slot] = []
+    for slot, own in parts:
+        entered = _entered(inputs, slot, own)
+        if entered is not None:
+            inputs = replace(inputs, batch=entered[1])
+            slots.append(replace(entered[0], offset=sum(each.length for each in slots)))
+    if not slots:
+        raise UnsupportedArchitecture(
+            f"no stack of layers in {type(model).__name__} takes vectors [batch, positions, width], and no input holds "
+            "a value per position: pass input_ids or inputs_embeds"
+        )
+    if len({slot.length for slot in slots}) < len(slots):
+        raise ValueError(
+            f"encoder and decoder sequences both have length {slots[0].length}; pass different lengths, so that the "
+            "audit can tell which of them an output of the model belongs to"
+        )
+    return replace(inputs, slots=tuple(slots))
+
+
+def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
+    """(slot, batch) of the stack that positions of an input enter, or of the last stack that runs."""
+    held = [(call, axes) for call in calls if (axes := _axes(call.shape, inputs, named)) is not None]
+    held = [(c, axes) for c, axes in held if named is not None and axes.length == named.length] or held
+    if not held or not inputs.batched:
+        return None if named is None else (replace(named, layers=frozenset(call.name for call in calls)), inputs.batch)
+    stack, length = held[-1][0].stack, held[-1][1].length
+    held = [(call, axes) for call, axes in held if (call.stack, axes.length) == (stack, length)]
+    first, axes = held[0]
+    entry = Entry(first.name, first.shape[-1], first.spread or 1.0, axes.axis, axes.positions_first)
+    name = named.name if named is not None and named.length == length else None
+    return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), axes.batch
+
+
+class _Axes(NamedTuple):
+    """How a layer's first argument holds positions: [..., batch, n, width] or [n, batch, width]."""
+
+    batch: int
+    length: int
+    axis: int
+    positions_first: bool
+
+
+def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> _Axes | None:
+    if named is not None:
+        size = inputs.batch, named.length
+        places = [p for p in range(len(shape) - 2) if shape[p : p + 2] == size]
+        if places:
+            return _Axes(*size, places[-1], False)
+        if shape[:2] == size[::-1] and len(shape) == 3:
+            return _Axes(*size, 0, True)
+    if len(shape) != 3 or (inputs.slots and shape[0] != inputs.batch):
+        return None
+    return _Axes(shape[0], shape[1], 0, False)
+
+
+def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
+    """Note at each layer call what was asked for when the mask that reaches it was made."""
+    for number, call in enumerate(calls):
+        if call not in result.calls:
+            continue
+        length = result.slot_of(call).length
+        arrivals = [arrival for arrival in seen if arrival.call == number]
+        call.masked = any(tuple(arrival.mask.shape[-2:]) == (length, length) for arrival in arrivals)
+        for depth in sorted({arrival.depth for arrival in arrivals}, reverse=True):  # the attention itself knows best
+            requests = [asked.request(arrival.mask) for arrival in arrivals if arrival.depth == depth]
+            own = {id(r): r for r in requests if r is not None and (r.num_queries, r.num_keys) == (length, length)}
+            if len(own) == 1:
+                call.asked = next(iter(own.values()))
+                break
+        else:
+            unmasked = [r for r in asked.without_mask() if (r.num_queries, r.num_keys) == (length, length)]
+            if not call.masked and unmasked:
+                call.asked = unmasked[-1]
+
+
+def _shares(mask: object, other: object) -> bool:
+    if mask is other:
+        return True
+    if not isinstance(mask, Tensor) or not isinstance(other, Tensor):
+        return False
+    return mask.shape[-2:] == other.shape[-2:]
