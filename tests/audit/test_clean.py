@@ -46,17 +46,29 @@ def test_clean_models_raise_no_alarm_by_gradients(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Llama", "Mistral", "GPT2", "Gemma3", "Llama4", "BertDecoder", "T5", "Mamba2", "Jamba", "Qwen3Next"]
+    "name", ["Llama", "Mistral", "GPT2", "Gemma3", "Llama4", "BertDecoder", "T5", "Mamba2", "Qwen3Next"]
 )
 def test_clean_caches_raise_no_alarm(name):
     report = check(tiny(name), inputs(name, batch=1), cache=True, passes=2)
     assert report.ok, str(report)
 
 
+def test_a_state_that_takes_no_chunks():
+    """Jamba of transformers 5.23 begins its scan anew with every call of several tokens: brute force says so, too."""
+    model, ids = tiny("Jamba"), tokens(1)
+    with torch.no_grad():
+        first = model(ids[:, :6], use_cache=True)
+        second = model(ids[:, 6:], use_cache=True, past_key_values=first.past_key_values).logits
+        wrong = (second - model(ids).logits[:, 6:]).abs().max() > 1e-3
+    report = check(model, ids, cache=[6, 7], passes=1, watch="layers", both_sides=False)
+    assert [v.layer for v in report.violations] == ([0] if wrong else [])
+    assert check(model, ids, cache=[9, 1, 1, 1, 1], passes=1, watch="layers", both_sides=False).ok
+
+
 @pytest.mark.parametrize("name", ["Bamba", "MiniMax"])
 def test_caches_that_need_position_ids_are_clean_with_them(name):
     given = {**inputs(name, batch=1), "position_ids": torch.arange(LENGTH)[None]}
-    report = check(tiny(name), given, cache=True, passes=2)
+    report = check(tiny(name), given, cache=[9, 1, 1, 1, 1], passes=2)
     assert report.ok, str(report)
 
 

@@ -185,7 +185,7 @@ def test_who_wants_a_log_gets_a_log_of_what_cannot_be_audited(caplog):
         assert not watching.ok
         assert "no call yet" in str(watching)
         assert model(ids).shape == (1, 6, 16)
-    assert "call 0 could not be audited: cannot tell which order Plain declares" in caplog.text
+    assert "call 0 could not be audited: declared order of Plain: unknown" in caplog.text
     assert "Pass order=" in watching.refusals[0]
     assert not watching.ok
     assert "NOTHING AUDITED; 1 call could not be audited" in str(watching)

@@ -237,7 +237,7 @@ class Auditor:
             different = comparison.of(way)
             if isinstance(different, str):
                 self.notes.append(f"{way.path} not compared: {different}")
-            elif different is not None:
+            elif different is not None and different.module not in {v.module for v in self.violations}:
                 self.violations.append(different)
         self.forward_passes += comparison.passes
 

@@ -76,7 +76,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Mask | Sequence[Mask] | F
         if allow is None or len(inputs.slots) > 1:
             raise ValueError("order='mask' needs an attention_mask of pairs, [batch, heads, n, n], among the inputs")
         return Relation((allow,), True, "the pairs that attention_mask allows")
-    repeat, masks = _masks_of(order)
+    repeat, masks = _masks_of(cast(object, order))
     for mask in masks:
         if mask.shape != (inputs.size, inputs.size):
             parts = " + ".join(f"{slot.length} of {slot.title}" for slot in inputs.slots)
@@ -93,9 +93,10 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask, ...]]:
         return True, (order,)
     if isinstance(order, Flow):
         return order.num_layers is None, order.masks
-    several = isinstance(order, Sequence) and not isinstance(order, str) and order
-    if several and all(isinstance(mask, Mask) for mask in cast(Sequence[object], order)):
-        return False, tuple(cast(Sequence[Mask], order))
+    if isinstance(order, Sequence) and not isinstance(order, str):
+        masks = tuple(cast(Sequence[object], order))
+        if masks and all(isinstance(mask, Mask) for mask in masks):
+            return False, cast(tuple[Mask, ...], masks)
     raise TypeError(
         "order must be a Mask, a list with one Mask per layer, a Flow, or 'mask' for the pairs of attention_mask, got "
         f"{order!r}"[:200]
@@ -173,7 +174,7 @@ class _Stack:
             self.labels.append(self._narrowed(kind, within, real))
             allow = within
         else:
-            allow = self._configured(kind)
+            allow = self._configured(kind if kind in _LOCAL or kind == "chunked_attention" else None)
         later = asked & ~self.direction & real[:, :, None]
         if later.any() and asks_causal(call.asked):  # image tokens that see one another; a causal head that asks for
             later = later if self.apart is None else later & self.apart  # all pairs is not believed
@@ -279,7 +280,8 @@ def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
         UnsupportedArchitecture: a dict of masks.
         ValueError: a mask of another size.
     """
-    n, mask = slot.length, inputs.kwargs.get("attention_mask")
+    n = slot.length
+    mask: Any = inputs.kwargs.get("attention_mask")
     if isinstance(mask, Mapping):
         raise UnsupportedArchitecture("attention_mask is a dict of masks: say what it means with order=")
     if type(mask).__name__ == "BlockMask":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from attnflow.models.evaluation import precision
 
 _COLUMNS: Final = 4  # positions that are tried where missing pairs are only noted
 _SAMPLES: Final = 3
-_ATTENTION = ("attention", "attn")
+_MIXERS: Final = ["mamba", "deltanet", "recurrent", "shortconv", "ssm", "linearattention", "lightning", "rwkv", "lstm"]
 
 
 @dataclass
@@ -54,7 +54,7 @@ def missing_pairs(model: nn.Module, seen: Survey, relation: Relation, seed: int,
         result.notes.append(f"missing pairs were not looked for: {error}")
         return result
     for number, (call, layer) in enumerate(zip(seen.calls, calls, strict=False)):
-        if call.asked is None and not holds_attention(model, call):
+        if not holds_attention(model, call):
             continue
         allow = relation.layers[0 if relation.repeat else number]
         try:
@@ -106,8 +106,8 @@ def _lacking(part: Part, allow: Tensor, thorough: bool) -> Tensor:
 
 def holds_attention(model: nn.Module, call: LayerCall) -> bool:
     """Whether a layer has attention among its modules, and no mixer of another kind beside it."""
-    layer: Any = model.get_submodule(call.name)
-    names = [type(module).__name__.lower() for module in layer.modules()]
-    others = ("mamba", "delta", "recurrent", "conv", "ssm", "linearattention", "lightning", "rwkv", "lstm")
-    attends = any(word in name for name in names for word in _ATTENTION)
-    return attends and not any(word in name for name in names for word in others)
+    modules = list(model.get_submodule(call.name).modules())
+    names = [type(module).__name__.lower() for module in modules]
+    if any(isinstance(module, nn.Conv1d) for module in modules) or any(w in name for name in names for w in _MIXERS):
+        return False
+    return any(word in name for name in names for word in ("attention", "attn"))

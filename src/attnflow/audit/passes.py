@@ -220,7 +220,7 @@ def moved(
 def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
     """The keyword arguments of the step that feeds positions [start, end) to a model that has seen those before."""
     decoder = inputs.slots[-1]
-    prefix = "decoder_" if decoder.name.startswith("decoder_") else ""
+    prefix = "decoder_" if (decoder.name or "").startswith("decoder_") else ""
     part: dict[str, Any] = {}
     for name, value in kwargs.items():
         if name in {"labels", "use_cache"}:

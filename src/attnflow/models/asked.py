@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnflow.models.mask_request import AttentionMask, MaskRequest
 
-_RUN_ALONE = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+_ALWAYS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Asked:
 def asking() -> Generator[Asked, None, None]:
     """Note what any model asks transformers for inside; what it gets is as without us."""
     asked = Asked()
-    mapping: dict[str, Callable[..., AttentionMask]] = AttentionMaskInterface._global_mapping
+    mapping = cast(dict[str, Callable[..., AttentionMask]], AttentionMaskInterface._global_mapping)
     before = dict(mapping)
 
     def noting(function: Callable[..., AttentionMask]) -> Callable[..., AttentionMask]:
@@ -66,7 +66,8 @@ def asking() -> Generator[Asked, None, None]:
 def pairs_asked(request: MaskRequest) -> Tensor:
     """bool [batch, queries, keys]: the pairs that a request is for; padding and all heads included."""
     with torch.no_grad():
-        mask = sdpa_mask(**{**request.arguments, **_RUN_ALONE})
+        arguments: dict[str, Any] = {**request.arguments, **_ALWAYS}
+        mask = sdpa_mask(**arguments)
     assert mask is not None
     return mask.any(1).cpu()
 

@@ -57,7 +57,8 @@ def audit_chart(report: AuditReport, *, title: str | None = None) -> Figure:
     panels = figure.subplots(len(strips), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, strip in zip(panels, strips, strict=True):
         _strip(axes, strip, widest)
-    verdict = "no flow against the order" if report.ok else f"{plural(len(report.violations), 'violation')}"
+    count = plural(len(report.violations), "violation")
+    verdict = count if report.violations else "no flow against the order" if report.ok else report.verdict
     tested = percent(report.coverage).replace("\xa0", " ")
     heading = f"{verdict}: {report.order}; {tested} of the forbidden pairs tested"
     figure.suptitle(literal(title or shorten(heading, 110)))

@@ -50,7 +50,7 @@ def assert_no_leak(
     __tracebackhide__ = True
     call = without_loss(split(model)[0], batch) if isinstance(batch, Mapping) else batch
     report = audit.check(model, call, order, cache=cache, passes=passes)
-    if not report.ok:
+    if report.violations:
         raise AssertionError(f"information flows against the order\n{report}")
     if report.forbidden == 0 and report.batch == 1:
         raise AssertionError(

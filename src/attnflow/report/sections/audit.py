@@ -23,6 +23,9 @@ def audit_part(report: AuditReport, _: Context) -> Part:
             f" The audit found no flow against its order ({tested} of the forbidden pairs tested)."
         ]
         verdict = html.note("good", html.paragraph(f"No output moved against the order: {report.order}."))
+    elif not report.violations:
+        reading = [" The audit tested nothing: the order forbids no pair of these inputs."]
+        verdict = html.note("neutral", html.paragraph(f"Nothing was tested: {report.order}."))
     else:
         first = report.violations[0]
         reading = ["The audit found flow against its order, first in ", code(first.module), "."]
@@ -41,9 +44,10 @@ def audit_part(report: AuditReport, _: Context) -> Part:
         body += tag("h3", watched) + charts.in_page(lambda: audit_chart(report, title=" "), watched)
     for remark in report.notes:
         body += html.note("neutral", html.paragraph(remark))
-    verdict_ = tag("span", plural(count, "violation") if count else "clean", class_="bad-ink" if count else "good-ink")
+    ink = "bad-ink" if count else "good-ink" if report.ok else ""
+    verdict_ = tag("span", plural(count, "violation") if count else report.verdict, class_=ink)
     sections = [Section("audit", "Audit of the model", body)]
-    return Part("Audit", sections, reading, [("Audit", verdict_)], failed=not report.ok)
+    return Part("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
 
 
 def _effort(report: AuditReport) -> list[tuple[str, Content]]:

@@ -1,0 +1,256 @@
+"""What a call declares, against brute force: one token changed, whole outputs compared, in float64."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import attnflow as af
+from attnflow.audit import check, declared_order, measure
+from tests.audit.common import LENGTH, inputs, open_attention, tiny, tokens, wrapped
+from tests.audit.hybrids import HYBRIDS, hybrid
+from tests.audit.pictured import PICTURED, call, pictured
+from tests.models.table import in_double
+
+PACKED = [5, 7]
+RESTARTS = torch.cat([torch.arange(n) for n in PACKED])[None]
+# In transformers 5.23 none of these mixers takes notice of position ids that restart.
+LEAKING = dict.fromkeys(("Qwen3Next", "Qwen3_5", "OlmoHybrid"), "linear_attn")
+LEAKING |= {"Jamba": "mamba", "Bamba": "mamba", "Zamba2": "mamba", "FalconH1": "mamba", "GraniteHybrid": "mamba"}
+LEAKING |= {"NemotronH": "mixer", "Lfm2": "conv"}
+
+
+def moved(model, given, position):
+    """Positions of the logits that another token at `position` moves, in float64; shares nothing with the audit."""
+    model = in_double(model)
+    given = {n: v.double() if v.is_floating_point() else v for n, v in given.items()}
+    with torch.no_grad():
+        before = model(**given, use_cache=False)[0]
+        other = given["input_ids"].clone()
+        other[:, position] = (other[:, position] - 10 + 7) % 50 + 10
+        after = model(**{**given, "input_ids": other}, use_cache=False)[0]
+    return ((after - before).abs().amax(-1) > 1e-9).nonzero()[:, 1].tolist()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_documents_are_declared_whatever_mixes_them(name):
+    given = {"input_ids": tokens(1, 12).clamp(min=10), "position_ids": RESTARTS}
+    crosses = any(position >= 5 for position in moved(hybrid(name), given, 4))
+    report = check(hybrid(name), {**given, "use_cache": False}, both_sides=False)
+    assert report.order.startswith("causal within 2 packed documents, 5 + 7 tokens")
+    assert report.verdict == ("leak" if crosses else "clean")
+    assert crosses == (name in LEAKING)
+    if crosses:
+        first = report.violations[0]
+        assert first.module.endswith(LEAKING[name])
+        assert first.layer == 0
+        assert first.source < 5 <= first.target
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_pictures_raise_no_alarm(name):
+    report = check(pictured(name), call(name), both_sides=False)
+    assert report.verdict == "clean", str(report)
+    assert report.coverage == 1.0
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_a_leak_among_pictures_is_found(name):
+    """Also one that starts at an image token, whose id is never changed."""
+    model = pictured(name)
+    (layers,) = [m for n, m in model.named_modules() if n.endswith("layers") and "language_model" in n]
+
+    target, source = (9, 10) if name == "PaliGemma" else (2, 6)  # its prefix sees itself, images and text
+
+    def read_ahead(out, hidden, *args, **kwargs):
+        ahead = torch.nn.functional.pad(hidden[:, source : source + 1], (0, 0, target, hidden.shape[1] - target - 1))
+        return out + 0.1 * ahead
+
+    block = layers[1].feed_forward if name == "Llama4" else layers[1].mlp
+    if name == "Llama4":  # its block also returns what its router chose
+        block = layers[1].post_attention_layernorm
+    with wrapped(block, read_ahead):  # a position before the image reads the last of its four tokens
+        report = check(model, call(name), both_sides=False)
+    first = report.violations[0]
+    assert (first.kind, first.layer, first.source, first.target) == ("order", 1, source, target)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "PaliGemma"])
+def test_image_tokens_see_one_another_as_the_model_asks(name):
+    """The declared order is what brute force sees of the vectors that enter the layers: later ones inside the image."""
+    flow = declared_order(pictured(name), call(name)).reachability()
+    assert flow[3, 6]
+    assert not flow[2, 6] or name == "PaliGemma"
+    assert not flow[3, 10]
+
+
+def test_a_causal_head_that_asks_for_everything_is_not_believed():
+    """Asking for all pairs is a leak of a model that declares itself causal, whatever its token types are."""
+    order = check(tiny("RoFormer"), {**inputs("RoFormer"), "token_type_ids": torch.zeros(2, LENGTH).long()}).order
+    assert order == "causal"
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"seq_idx": torch.tensor([[0] * 5 + [1] * 7])},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "cu_seq_lens_k": torch.tensor([0, 5, 12])},
+        {"attention_mask": torch.tensor([[1] * 5 + [2] * 7])},
+        {"position_ids": RESTARTS},
+        {"position_ids": RESTARTS[:, None].expand(1, 3, 12).transpose(0, 1)},
+    ],
+)
+def test_everything_that_speaks_of_documents_is_read(packing):
+    model = tiny("Llama") if packing.get("position_ids", RESTARTS).ndim == 2 else None
+    if model is None:
+        pytest.importorskip("transformers")
+        model, packing = tiny("Qwen2VLText", initializer_range=0.2), {**packing}
+    order = declared_order(model, {"input_ids": tokens(1, 12), **packing})
+    assert order.masks[0] == af.masks.document(PACKED)
+
+
+def test_boundaries_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="must rise from 0 to the 12 positions of one flattened sequence"):
+        check(tiny("Llama"), {"input_ids": tokens(1, 12), "cu_seq_lens_q": torch.tensor([0, 5, 9])})
+    with pytest.raises(ValueError, match="seq_idx must number the 12 positions"):
+        check(tiny("Llama"), {"input_ids": tokens(1, 12), "seq_idx": torch.zeros(1, 7)})
+
+
+def test_positions_of_padding_and_of_images_are_no_documents():
+    left = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    positions = (left.cumsum(-1) - 1).clamp(min=0)
+    report = check(tiny("Llama"), {"input_ids": tokens(1, 12), "attention_mask": left, "position_ids": positions})
+    assert report.verdict == "clean", str(report)
+
+
+def test_a_hole_between_documents_is_found_in_the_mask_that_is_passed():
+    hole = af.masks.document(PACKED).dense().clone()
+    hole[8, 2] = True
+    given = {"input_ids": tokens(1, 12), "position_ids": RESTARTS, "attention_mask": hole[None, None]}
+    first = check(tiny("Llama"), given, both_sides=False).violations[0]
+    assert (first.module, first.source, first.target) == ("model.layers.0.self_attn", 2, 8)
+    hole[8, 2] = False
+    assert check(tiny("Llama"), given, both_sides=False).ok
+
+
+def test_a_block_mask_of_batch_and_head_is_read_whole():
+    """The pairs of any head, sequence by sequence: not those of sequence 0 and head 0."""
+
+    def mask_mod(b, h, q, k):
+        return (k <= q) & ((q - k < 3 + b) | (h == 1))
+
+    mask = create_block_mask(mask_mod, 2, 4, 12, 12, device="cpu", BLOCK_SIZE=16)
+    from attnflow.audit.declared import pairs_passed
+    from attnflow.audit.inputs import read
+
+    seen = read(tiny("Llama"), {"input_ids": tokens(2, 12), "attention_mask": mask})
+    allow = pairs_passed(seen, seen.slots[0])
+    assert torch.equal(allow, torch.ones(2, 12, 12).bool().tril())  # head 1 sees all
+
+
+def test_a_mask_that_nothing_uses_is_said_at_once():
+    class Deaf(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def forward(self, input_ids, attention_mask=None):
+            return self.inner(input_ids)
+
+    mask = af.masks.document(PACKED).dense()[None, None]
+    report = check(Deaf(tiny("Llama")), {"input_ids": tokens(1, 12), "attention_mask": mask}, order="mask")
+    assert report.verdict == "leak"
+    assert any("attention_mask reaches no layer of Deaf" in note for note in report.notes)
+
+
+def test_what_cannot_be_read_is_not_guessed(monkeypatch):
+    model = tiny("Llama")
+    model.config.layer_types = ["full_attention", "something_new", "full_attention"]
+    assert (
+        check(model, {"input_ids": tokens(), "use_cache": False}).order == "causal"
+    )  # it asks for a mask in that layer, which says what it means
+    model = tiny("Mamba2")
+    monkeypatch.setattr(type(model.config), "layer_types", ["something_new"] * 2)
+    with pytest.raises(af.UnsupportedArchitecture, match=r"unknown; its layer type 'something_new'.*Pass order="):
+        check(model, {"input_ids": tokens(), "use_cache": False})
+
+
+def test_a_window_that_the_model_forgets_to_ask_for():
+    """Its configuration says four back; it asks transformers for plain causal attention."""
+    model = tiny("Llama")
+    model.config.layer_types = ["sliding_attention"] * 3
+    model.config.sliding_window = 4
+    report = check(model, tokens())
+    assert report.order == "causal; window 4 in 3 of 3 layers"
+    assert report.violations[0].module == "model.layers.0.self_attn"
+
+
+def test_samples_that_differ_are_measured_one_by_one():
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, :3] = 0
+    one, two = measure(tiny("Llama"), {"input_ids": tokens(2, 8), "attention_mask": mask})
+    assert one.masks[0] == af.masks.causal(8)
+    assert not two.reachability()[5, :3].any()
+    assert two.reachability()[5, 3:6].all()
+
+
+def test_pictures_are_measured():
+    flow = measure(pictured("Gemma3"), call("Gemma3"))
+    assert torch.equal(flow.masks[1].dense(), declared_order(pictured("Gemma3"), call("Gemma3")).masks[1].dense())
+
+
+def test_streams_and_batches_of_one_size_are_told_apart():
+    """Layers that are called with [streams, batch, positions, width], as Gemma 3n's are."""
+
+    class Streams(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(40, 8)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+        def forward(self, input_ids):
+            hidden = self.embed(input_ids).expand(4, -1, -1, -1)
+            for layer in self.layers:
+                hidden = hidden + layer(hidden).cumsum(-2)
+            return hidden.mean(0)
+
+    ids = torch.randint(40, (4, 6), generator=torch.Generator().manual_seed(0))
+    assert check(Streams(), {"input_ids": ids}, order=af.masks.causal(6)).ok
+    leaky = Streams()
+    with wrapped(leaky.layers[1], lambda out, hidden: out + 0.1 * hidden.flip(-2)):
+        assert check(leaky, {"input_ids": ids}, order=af.masks.causal(6)).violations[0].module == "layers.1"
+
+
+def test_a_pair_that_attention_lacks():
+    """A note by default, a finding when both sides are asked for; with the first layer that lacks it."""
+    narrow = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+    def cut(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        allowed = narrow.clone()
+        if module.layer_idx >= 1:
+            allowed[8:, 0] = False
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    model = tiny("Llama")
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("cut", cut)
+    AttentionMaskInterface.register("cut", sdpa_mask)
+    model.config._attn_implementation = "cut"
+    noted = check(model, tokens(1))
+    assert noted.ok
+    assert any("2 layers lack pairs that the order allows, first model.layers.1" in note for note in noted.notes)
+    report = check(model, tokens(1), both_sides=True)
+    assert [(v.kind, v.layer, v.source, v.target) for v in report.violations] == [
+        ("missing", 1, 0, 8),
+        ("missing", 2, 0, 8),
+    ]
+    assert check(tiny("Llama"), tokens(1), both_sides=True).ok
+    assert check(tiny("Mistral"), tokens(1), both_sides=True).ok
+    with open_attention(tiny("Llama", attn_implementation="eager"), 1, narrow) as whole:
+        assert check(whole, tokens(1), both_sides=True).ok
