@@ -115,9 +115,9 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
     config = config_of(model)
     if config is None:
         raise _unknown(model, "it has no configuration")
-    if len(inputs.slots) > 1 or (inputs.slots[0].name or "").startswith("decoder_"):
+    slot, *others = inputs.slots
+    if others or (slot.name or "").startswith("decoder_"):
         return _encoder_decoder(model, seen)
-    slot = inputs.slots[0]
     stack = _Stack(model, config, inputs, slot, _causal(model, config))
     keep = padding(inputs, slot)
     layers = [_without_padding(stack.relation(call), keep) for call in seen.calls] or [

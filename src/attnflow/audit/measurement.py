@@ -63,8 +63,8 @@ def measure(
         progress: called as `progress(done, total, what)`.
 
     Returns:
-        One flow where all sequences of the batch agree; a list with one for each where they differ (padding, documents,
-        images).
+        One flow of the whole batch; a list with one for each sequence where the inputs say that they differ (padding,
+        positions, documents, places of images).
 
     Raises:
         UnsupportedArchitecture: by="layer" without layers, or with flow that bypasses them.
@@ -84,10 +84,10 @@ def measure(
 def _measured(
     model: nn.Module, inputs: Inputs, mode: str, by: Literal["layer", "output"], seed: int, progress: Progress | None
 ) -> Flow | list[Flow]:
-    end_to_end = _whole(model, inputs, mode, seed, progress)
+    end_to_end = _of_samples(_whole(model, inputs, mode, seed, progress), inputs)
     if by == "output":
         flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
-        return _one(flows)
+        return flows if len(flows) > 1 else flows[0]
     calls = layer_calls(model, inputs)
     if not calls:
         raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
@@ -100,9 +100,9 @@ def _measured(
         layers.append(_diagonal(inputs))
         for part in replay.parts():
             layers[-1] |= _by_gradient(part.graph(), inputs) if mode == "vjp" else _by_change(part, inputs)
-    named = list(enumerate(layers))
+    named = [(number, _of_samples(layer, inputs)) for number, layer in enumerate(layers)]
     flows = [
-        analyze([from_dense(layer[row], f"measured layer {i}") for i, layer in named]) for row in range(inputs.batch)
+        analyze([from_dense(layer[row], f"measured layer {i}") for i, layer in named]) for row in range(len(end_to_end))
     ]
     for row, flow in enumerate(flows):
         outside = end_to_end[row] & ~flow.reachability()
@@ -112,11 +112,18 @@ def _measured(
                 f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: something "
                 "flows outside of the layers. Measure it with by='output'"
             )
-    return _one(flows)
+    return flows if len(flows) > 1 else flows[0]
 
 
-def _one(flows: list[Flow]) -> Flow | list[Flow]:
-    return flows[0] if all(flow.masks == flows[0].masks for flow in flows) else flows
+def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
+    """A relation per sample, or their union where nothing tells the samples apart: what one shows holds for all."""
+    slots = {slot.name for slot in inputs.slots}
+    marks = [value for name, value in inputs.kwargs.items() if isinstance(value, Tensor) and name not in slots]
+    marks = [mark for mark in marks if not mark.is_floating_point() and mark.ndim > 1 and len(mark) == inputs.batch]
+    ids = [inputs.values(slot) for slot in inputs.slots if slot.name is not None and len(inputs.pool)]
+    marks += [torch.isin(each, inputs.pool.to(each)) for each in ids if not each.is_floating_point()]
+    alike = all(bool((mark == mark[:1]).all()) for mark in marks)
+    return relation.any(0, keepdim=True) if alike else relation
 
 
 def _diagonal(inputs: Inputs) -> Tensor:

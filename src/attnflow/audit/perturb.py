@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from attnflow.audit.nan import refuse_nan
 from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.trace import Event, Key
 from attnflow.models.evaluation import precision
+
+_NOISE: Final = 4.0  # noise is known from a few runs only
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class Prober:
         watched = watched[:, event.offset : event.offset + change.shape[1]]
         if len(change) < len(watched):  # one for all sequences: it must hold still where it must for each of them
             watched = watched.all(0, keepdim=True)
-        change = torch.where(watched & (change > self._noise.get(event.key, 0.0)), change, 0.0)
+        change = torch.where(watched & (change > _NOISE * self._noise.get(event.key, 0.0)), change, 0.0)
         if change.any():
             moves.append(Moved(before, change))
 
@@ -211,7 +214,7 @@ class Prober:
 
     def _floor(self, key: Key, reach: float) -> float:
         """What a change must exceed to count while the changed set is halved."""
-        noise = max(self.rounding, self._noise.get(key, 0.0))
+        noise = max(self.rounding, _NOISE * self._noise.get(key, 0.0))
         return math.sqrt(noise * reach) if self.rounding else noise
 
     def _change(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> float:

@@ -41,7 +41,7 @@ def audit(
     """Audit a model for leaks.
 
     Changes inputs and watches the output of every module: what moves although the order keeps it apart is a leak,
-    shown with the layer and module where it starts. Exits with 1 if there is one.
+    shown with the layer and module where it starts. Exits with 1 if there is one, or if the order forbids nothing.
     """
     if text is not None and ids is not None:
         raise BadUsage("give --text or --ids, not both")
