@@ -54,7 +54,7 @@ def test_noise_is_noted():
 
 @pytest.mark.filterwarnings("ignore")  # of the quantisation that torch itself brings
 def test_a_quantised_model():
-    """Torch's dynamic quantisation scales by the largest activation of the whole batch: later tokens show in earlier."""
+    """Torch's dynamic quantisation scales by the largest activation of the batch: later tokens show in earlier ones."""
     model = tiny("Llama")
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in torch.backends.quantized.supported_engines else "qnnpack"
     packed = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
