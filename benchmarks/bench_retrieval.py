@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import attnflow as af
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
-from attnflow.knowledge.hf.readers import readers
+from attnflow.knowledge.layered import readers
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader
 from attnflow.knowledge.memory_layer.source import IndexedEntries
 from benchmarks.harness import OURS, RESULTS, Case, main

@@ -21,10 +21,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
 from attnflow.knowledge.hf.trace import trace
-from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, known_facts, last_logits, text_losses, token_of
 from experiments.records import describe, write

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase
-from attnflow.knowledge.activations import ACTIVATIONS, sparsemax
+from attnflow.knowledge.attention import ACTIVATIONS, sparsemax
 
 ORDERS = ("naive", "folded", "query_side")
 
@@ -152,7 +152,7 @@ def test_bad_shapes_and_entries():
         layer(hidden, entries[:, :5])
     with pytest.raises(ValueError, match="hidden must have width 8"):
         layer(hidden[..., :7], entries)
-    with pytest.raises(ValueError, match="order must be one of 'naive'"):
+    with pytest.raises(ValueError, match="order must be one of 'query_side'"):
         layer(hidden, entries, "sideways")
     with pytest.raises(ValueError, match="this layer has thresholds for 11 entries, got 10"):
         layer_and_inputs(threshold="per_entry")[0](hidden, entries[:10])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnflow.knowledge import GeneralizedCrossAttention, conditions
-from attnflow.knowledge.activations import named
+from attnflow.knowledge.attention import named
 
 
 def low_rank(rows, columns, rank):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
-from attnflow.knowledge.activations import ACTIVATIONS
+from attnflow.knowledge.attention import ACTIVATIONS
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader
 from attnflow.knowledge.memory_layer.source import IndexedEntries
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnflow.knowledge.encoder import Encoder
-from attnflow.knowledge.monitor.reembedding import Reembedded, drift, reembed
+from attnflow.knowledge.monitor.reembedding import Encoder, Reembedded, drift, reembed
 from attnflow.knowledge.store import Store
 
 TEXTS = [f"line {number} of the text" for number in range(40)]

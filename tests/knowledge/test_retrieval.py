@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attnflow.knowledge import Retrieval
-from attnflow.knowledge.layered import EntryLayout, EntryValues, LayeredKnowledge
+from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
+from attnflow.knowledge.layered import EntryValues
 from attnflow.knowledge.memory_layer.retrieval import (
     best,
     certify,
@@ -189,7 +190,7 @@ def test_a_converted_layer_reads_its_largest_weights(retrieval, bias):
 @pytest.mark.parametrize("retrieval", RETRIEVALS, ids=str)
 def test_gradients_of_a_converted_layer(retrieval):
     layer, weights = converted(retrieval)
-    base, direction = layer.__dict__["base"], torch.randn(2, 5, 3, dtype=torch.float64)
+    base, direction = layer.base, torch.randn(2, 5, 3, dtype=torch.float64)
     mask = chosen(weights.abs(), retrieval).double()
     for training in (False, True):
         base.entries.grad, given = None, weights.clone().requires_grad_()

@@ -56,7 +56,7 @@ def knowledge_trace(
     _models.require(model)
     from attnflow.cli.knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
-    from attnflow.knowledge.hf.readers import reads_entries
+    from attnflow.knowledge.layered import reads_entries
 
     inputs = _inputs(text, ids)
     path = None if output is None else output_path(output, _SUFFIXES, "a trace as a figure")

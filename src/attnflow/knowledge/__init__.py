@@ -1,9 +1,9 @@
 """From which store a model reads: feed-forward layers as cross-attention to an explicit knowledge base.
 
-The function itself is in `base`, `attention`, `layered` (feed-forward layers as entries) and `conditions`;
-`memory_layer/` is what a model reads and by which search, `index/` searches, `certificate` says what that promises,
-`store/` keeps entries; `provenance` holds what fired, `monitor/` says how a base ages. What needs a transformers model
-is in `hf/`, and reachable from here.
+The function itself is in `attention`, its entries are in `base`, `layered` has the layers that read them, `conditions`
+says when feed-forward layers are of this form; `memory_layer/` is what a model reads and by which search, `index/`
+searches, `certificate` says what that promises, `store/` keeps entries; `provenance` holds what fired, `monitor/` says
+how a base ages. What needs a transformers model is in `hf/`, and reachable from here.
 """
 
 from typing import TYPE_CHECKING
@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING
 from attnflow._core.lazy import on_demand
 from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
-from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.index import Neighbours
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.provenance import Trace
 from attnflow.knowledge.store import Store, StoreError
 
 if TYPE_CHECKING:
     from attnflow.knowledge.hf import texts
-    from attnflow.knowledge.hf.activity import activity
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
     from attnflow.knowledge.hf.encoder import TextEncoder
@@ -28,16 +25,15 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.modular.model import ModularForCausalLM
     from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
+    from attnflow.knowledge.monitor.activity import activity
     from attnflow.knowledge.monitor.duplication import duplicates
     from attnflow.knowledge.monitor.reembedding import drift, reembed
 
 __all__ = [
-    "Certificate",
     "GeneralizedCrossAttention",
     "KnowledgeBase",
     "ModularConfig",
     "ModularForCausalLM",
-    "Neighbours",
     "Retrieval",
     "Store",
     "StoreError",
@@ -58,7 +54,7 @@ __all__ = [
 
 
 def _home(name: str) -> object:
-    if name in ("drift", "duplicates", "reembed"):  # with SciPy
+    if name in ("activity", "drift", "duplicates", "reembed"):  # with SciPy
         from attnflow.knowledge import monitor as home
     else:
         from attnflow.knowledge import hf as home

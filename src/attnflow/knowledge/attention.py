@@ -1,10 +1,11 @@
-"""Generalized cross-attention from a layer's tokens to the knowledge base, in three orders of evaluation."""
+"""Generalized cross-attention from a layer's tokens to the knowledge base: activations, orders of evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -13,12 +14,57 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow._core.checks import integer
-from attnflow.knowledge.activations import Activation, named
 
 THRESHOLDS: Final = ("mlp", "coordinate", "per_entry")
-
+ORDERS: Final = ("query_side", "folded", "naive")
 HIDDEN: Final = 64  # width of the threshold network
 _CACHED: Final = 1 << 20  # bytes of entries in a block: what a core's L2 cache holds
+
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
+    """The point of the probability simplex that is nearest to the scores (Martins and Astudillo, 2016).
+
+    weights = max(score - tau, 0) with tau such that they sum to 1; exact zeros for all but the highest scores.
+
+    Args:
+        scores: of all entries; the last dimension is normalised.
+
+    Returns:
+        Weights of the same shape. Gradients flow to the entries with weight.
+
+    Cost: a sort, O(entries log entries) for each token.
+
+    >>> sparsemax(torch.tensor([1.0, 0.8, -1.0]))
+    tensor([0.6000, 0.4000, 0.0000])
+    """
+    if not scores.shape[-1]:
+        return scores
+    # Differences to the highest score, in float32 at least: large scores and half precision would swallow the 1.
+    kind = torch.promote_types(scores.dtype, torch.float32)
+    shifted = scores.to(kind) - scores.detach().amax(dim=-1, keepdim=True).to(kind)
+    ordered = shifted.sort(dim=-1, descending=True).values
+    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=kind)
+    total = ordered.cumsum(dim=-1)
+    support = (1 + count * ordered > total).sum(dim=-1, keepdim=True)
+    tau = (total.gather(-1, support - 1) - 1) / support
+    return (shifted - tau).clamp(min=0).to(scores.dtype)
+
+
+ACTIVATIONS: Final = MappingProxyType(
+    {"relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu, "sparsemax": sparsemax}
+)
+
+
+def named(name: str | Activation) -> Activation:
+    """The function of a name, or the function itself; a ValueError for an unknown name."""
+    if callable(name):
+        return name
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))} or a function, got {name!r}")
+    return ACTIVATIONS[name]
 
 
 class ThresholdHidden(nn.Linear):
@@ -63,8 +109,7 @@ class Folded:
         """The layer's output for tokens. Cost: O(tokens * heads * entries * model_dim)."""
         scores = torch.einsum("...d,phde->p...he", hidden, self.scores) + _spread(self.thresholds, hidden.ndim)
         weights = weigh(scores, self.activation)
-        written = torch.einsum("...he,hed->...d", weights, self.values)
-        return written if self.output_bias is None else written + self.output_bias
+        return _plus(torch.einsum("...he,hed->...d", weights, self.values), self.output_bias)
 
 
 class GeneralizedCrossAttention(nn.Module):
@@ -179,10 +224,9 @@ class GeneralizedCrossAttention(nn.Module):
 
     def fold(self, entries: Float[Tensor, "entries entry_dim"]) -> Folded:
         """This layer with the entries multiplied in. Cost: O(entries * heads * d_k * (d_E + d)), once."""
-        self._check(entries)
-        key = torch.einsum("ne,phek->phnk", entries, self.key)
+        self.check(None, entries)
+        key, values = self._project(entries)
         scores = torch.einsum("hdk,phnk->phdn", self.query, key) / math.sqrt(self.key_dim)
-        values = torch.einsum("ne,hed->hnd", entries, self.value)
         return Folded(scores, self.thresholds(entries), values, self.output_bias, self.activation)
 
     def forward(
@@ -202,22 +246,22 @@ class GeneralizedCrossAttention(nn.Module):
             ValueError: widths that do not fit, or an unknown order.
         """
         self.check(hidden, entries)
-        orders: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-            "naive": self._naive,
-            "folded": lambda tokens, rows: self.fold(rows)(tokens),
-            "query_side": lambda tokens, rows: self.read_all(tokens, rows, self.thresholds(rows)),
-        }
-        if order not in orders:
-            raise ValueError(f"order must be one of {', '.join(map(repr, orders))}, got {order!r}")
-        return orders[order](hidden, entries)
-
-    def _naive(self, hidden: Tensor, entries: Tensor) -> Tensor:
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
+        if order == "folded":
+            return self.fold(entries)(hidden)
+        thresholds = self.thresholds(entries)
+        if order == "query_side":
+            return self.read_all(hidden, entries, thresholds)
         query = torch.einsum("...d,hdk->...hk", hidden, self.query)
-        key = torch.einsum("ne,phek->phnk", entries, self.key)
+        key, values = self._project(entries)
         scores = torch.einsum("...hk,phnk->p...hn", query, key) / math.sqrt(self.key_dim)
-        weights = weigh(scores + _spread(self.thresholds(entries), hidden.ndim), self.activation)
-        written = torch.einsum("...hn,hnd->...d", weights, torch.einsum("ne,hed->hnd", entries, self.value))
-        return written if self.output_bias is None else written + self.output_bias
+        weights = weigh(scores + _spread(thresholds, hidden.ndim), self.activation)
+        return _plus(torch.einsum("...hn,hnd->...d", weights, values), self.output_bias)
+
+    def _project(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [parts, heads, entries, key_dim] and values [heads, entries, model_dim] of entries."""
+        return torch.einsum("ne,phek->phnk", entries, self.key), torch.einsum("ne,hed->hnd", entries, self.value)
 
     def score(
         self,
@@ -236,8 +280,7 @@ class GeneralizedCrossAttention(nn.Module):
 
     def write(self, read: Float[Tensor, "*tokens heads entry_dim"]) -> Float[Tensor, "*tokens model_dim"]:
         """What sums of weighted entries, one for each head, add to the tokens: times W_V, plus b2."""
-        written = torch.einsum("...he,hed->...d", read, self.value)
-        return written if self.output_bias is None else written + self.output_bias
+        return _plus(torch.einsum("...he,hed->...d", read, self.value), self.output_bias)
 
     def read_all(
         self,
@@ -263,14 +306,12 @@ class GeneralizedCrossAttention(nn.Module):
             read.addmm_(weigh(scores, self.activation).flatten(0, 1), block)
         return read.view(queries.shape[1:])
 
-    def check(self, hidden: Float[Tensor, "..."], entries: Float[Tensor, "..."] | None = None) -> None:
+    def check(self, hidden: Float[Tensor, "..."] | None, entries: Float[Tensor, "..."] | None = None) -> None:
         """Raise a ValueError for tokens or entries that do not fit this layer."""
-        if entries is not None:
-            self._check(entries)
-        if hidden.ndim == 0 or hidden.shape[-1] != self.model_dim:
+        if hidden is not None and (hidden.ndim == 0 or hidden.shape[-1] != self.model_dim):
             raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
-
-    def _check(self, entries: Tensor) -> None:
+        if entries is None:
+            return
         if entries.ndim != 2 or entries.shape[1] != self.entry_dim:
             raise ValueError(f"entries must be [entries, {self.entry_dim}], got shape {tuple(entries.shape)}")
         if self.threshold == "per_entry" and entries.shape[0] != self.entry_thresholds.shape[2]:
@@ -289,3 +330,7 @@ def _spread(thresholds: Tensor, ndim: int) -> Tensor:
     """Thresholds [parts, heads, entries] with the axes of scores [parts, *tokens, heads, entries]."""
     parts, heads, count = thresholds.shape
     return thresholds.reshape(parts, *[1] * (ndim - 1), heads, count)
+
+
+def _plus(written: Tensor, bias: Tensor | None) -> Tensor:
+    return written if bias is None else written + bias

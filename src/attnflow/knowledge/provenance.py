@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, cast
+from operator import attrgetter
+from typing import Any, Literal, cast
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,8 +37,7 @@ class Fired:
         norm: Euclidean norm of its contribution, |weight| * |value|.
         effect: direct effect on the logit of the target, or None.
         text: of the entry, "" if none is known.
-        promotes: the tokens whose logits its value raises most, where they were asked for; with a negative weight, it
-            lowers them.
+        promotes: the tokens whose logits its value raises most; with a negative weight, it lowers them.
     """
 
     layer: int
@@ -61,17 +61,12 @@ class Fired:
 class LayerTrace:
     """One layer. Of all entries the kept ones, those with the largest contributions first; ids are -1 after the last.
 
+    Scores, thresholds, weights, norms and effects are as in `Fired`, scores of each part: "up", or "gate" and "up".
+
     Attributes:
         layer: its number.
         name: path of the module that reads the entries.
         num_entries: entries that it could read, counted once for each head.
-        ids: of the kept entries.
-        heads: that read them.
-        scores: with thresholds; of each part, "up", or "gate" and "up".
-        thresholds: likewise; NaN where they are not known.
-        weights: with which values are added.
-        norms: of contributions, |weight| * |value|.
-        effects: direct effects on the logits of the targets, or None.
         active: entries with a positive score (of gated layers: gate score), kept or not; of those read.
         output_norm: of what all entries together write, without b2.
         explained: 1 - |rest| / |all|, with what all entries write and what is left of it without the kept ones.
@@ -98,14 +93,7 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class Promoted:
-    """The tokens whose logits an entry's value raises most.
-
-    Attributes:
-        layer: number of the layer.
-        entry: id of the entry.
-        head: that read it.
-        tokens: the first raised most.
-    """
+    """The tokens whose logits an entry's value raises most, the first raised most of all."""
 
     layer: int
     entry: int
@@ -224,14 +212,9 @@ class Trace(Result):
             )
         rows = range(len(self.positions)) if position is None else [self.row(position)]
         chosen = self.layers if layer is None else (self.layer(layer),)
-        places: list[tuple[float, int, int, int]] = []
-        for index, one in enumerate(chosen):
-            size = cast(Tensor, one.effects).abs() if order == "effect" else one.norms
-            for row in rows:
-                fired = int((one.ids[row] >= 0).sum())
-                places += [(-value, row, index, place) for place, value in enumerate(size[row, :fired].tolist())]
-        places.sort()
-        return [self._fired(chosen[index], row, place) for _, row, index, place in places[:count]]
+        fired = [entry for row in rows for one in chosen for entry in self._fired(one, row)]
+        size = attrgetter("effect" if order == "effect" else "norm")
+        return sorted(fired, key=lambda entry: -abs(size(entry)))[:count]
 
     def summary(self, position: int = -1) -> str:
         """The prompt, and a token and its target in a few lines."""
@@ -268,37 +251,34 @@ class Trace(Result):
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each kept entry of each token and layer."""
         return [
-            {name: _cell(value) for name, value in asdict(self._fired(one, row, place)).items()}
+            {name: _cell(value) for name, value in vars(entry).items()}
             for one in self.layers
             for row in range(len(self.positions))
-            for place in range(int((one.ids[row] >= 0).sum()))
+            for entry in self._fired(one, row)
         ]
 
     @cached_property
     def _words(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
         return {(one.layer, one.entry, one.head): one.tokens for one in self.promoted}
 
-    def _fired(self, one: LayerTrace, row: int, place: int) -> Fired:
-        entry, head = int(one.ids[row, place]), int(one.heads[row, place])
-        scores = [None if part is None else float(part[row, place]) for part in (*one.scores, None)]
-        thresholds = [None if part is None else float(part[row, place]) for part in (*one.thresholds, None)]
-        return Fired(
-            layer=one.layer,
-            position=self.positions[row],
-            token=self.tokens[self.positions[row]],
-            target=self.targets[row] if self.targets else "",
-            entry=entry,
-            head=head,
-            score=cast(float, scores[0]),
-            threshold=cast(float, thresholds[0]),
-            up_score=scores[1],
-            up_threshold=thresholds[1],
-            weight=float(one.weights[row, place]),
-            norm=float(one.norms[row, place]),
-            effect=None if one.effects is None else float(one.effects[row, place]),
-            text=self.texts.get(entry, ""),
-            promotes=self._words.get((one.layer, entry, head), ()),
-        )
+    def _fired(self, one: LayerTrace, row: int) -> list[Fired]:
+        """What was kept of a layer for one token, in that order."""
+        position, target = self.positions[row], self.targets[row] if self.targets else ""
+        count = int((one.ids[row] >= 0).sum())
+
+        def column(table: Tensor | None) -> list[Any]:
+            return [None] * count if table is None else table[row, :count].tolist()
+
+        up, up_thresholds = (one.scores[1], one.thresholds[1]) if len(one.scores) > 1 else (None, None)
+        numbers = (one.scores[0], one.thresholds[0], up, up_thresholds, one.weights, one.norms, one.effects)
+        return [
+            Fired(
+                *(one.layer, position, self.tokens[position], target, entry, head, *rest),
+                text=self.texts.get(entry, ""),
+                promotes=self._words.get((one.layer, entry, head), ()),
+            )
+            for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers)), strict=True)
+        ]
 
     def __repr__(self) -> str:
         about = f"{plural(len(self.positions), 'position')} of {plural(len(self.tokens), 'token')}"

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow.knowledge import ModularConfig, ModularForCausalLM, Retrieval, Store, save_entries
-from attnflow.knowledge.hf.readers import readers
+from attnflow.knowledge.layered import readers
 from tests.models import outputs, tiny, tokens
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]])
@@ -26,7 +26,7 @@ def modular(**settings):
 def move(model):
     """Away from the initial values, thresholds too."""
     for layer in readers(model):
-        for parameter in layer._reader.attention.parameters():
+        for parameter in layer.attention.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
 
 

@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.hf.encoder import TextEncoder, TruncatedText
+from attnflow.knowledge.monitor.reembedding import Encoder
 from attnflow.models.packages import MODELS
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "on", "the", "mat"]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
 from attnflow.knowledge import ModularConfig, Retrieval
-from attnflow.knowledge.activations import named
+from attnflow.knowledge.attention import named
 from attnflow.knowledge.memory_layer.source import IndexedEntries
 from tests.models import MODULAR, modular, tokens
 

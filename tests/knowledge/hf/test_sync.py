@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnflow.knowledge.hf.convert import from_ffn, to_ffn
-from attnflow.knowledge.hf.readers import readers
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries, save_entries
+from attnflow.knowledge.layered import readers
 from attnflow.knowledge.store import Store
 from attnflow.models import MODELS, load_model
 from tests.models import outputs, tiny, tokens

@@ -18,8 +18,8 @@ import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.hf.modular.config import ModularConfig
 from attnflow.knowledge.hf.modular.model import ModularForCausalLM
-from attnflow.knowledge.hf.readers import readers
 from attnflow.knowledge.hf.trace import trace
+from attnflow.knowledge.layered import readers
 from attnflow.models.loaded import Loaded
 from attnflow.models.packages import MODELS
 from tests.memory import PEAK
@@ -54,11 +54,9 @@ def made(name):
 def watched(model, ids):
     """(what each layer's entries write, logits), from hooks of our own."""
     paths = {reader.layer: None for reader in readers(model)}
-    kinds = ("EntryValues", "KnowledgeReader")
-    modules = {m.layer: m for m in model.modules() if type(m).__name__ in kinds}
     handles = [
-        modules[layer].register_forward_hook(lambda _, __, out, layer=layer: paths.update({layer: out}))
-        for layer in paths
+        reader.register_forward_hook(lambda _, __, out, layer=reader.layer: paths.update({layer: out}))
+        for reader in readers(model)
     ]
     with torch.no_grad():
         logits = model(input_ids=ids).logits

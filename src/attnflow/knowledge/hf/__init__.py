@@ -8,7 +8,6 @@ if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
 
 from attnflow.knowledge.hf import texts
-from attnflow.knowledge.hf.activity import activity
 from attnflow.knowledge.hf.attach import attach
 from attnflow.knowledge.hf.convert import from_ffn, to_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
@@ -20,7 +19,6 @@ __all__ = [
     "ModularConfig",
     "ModularForCausalLM",
     "TextEncoder",
-    "activity",
     "attach",
     "from_ffn",
     "save_entries",

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from attnflow._core.checks import Indices
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
-from attnflow.knowledge.hf.modular.model import ModularModel
-from attnflow.knowledge.hf.readers import LayerReader, readers
+from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.hf.modular.model import ModularModel, ModularReader
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries
 from attnflow.knowledge.index.arguments import Vectors
-from attnflow.knowledge.layered import LayeredKnowledge
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.layered import readers
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.store import Store
@@ -61,10 +60,10 @@ def attach(
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
     readers(module)  # refuses a model without entries
     source: _Searched | _Copied | None = None
-    modular = next((m for m in module.modules() if isinstance(m, ModularModel)), None)
     if store is not None:
+        modular = _modular(module)
         source = _Copied(module, store) if modular is None else _Searched(modular, store, write_thresholds)
-    return Attached(module, store, source, retrieval)
+    return Attached(module, source, retrieval)
 
 
 class Attached(Handle):
@@ -75,59 +74,36 @@ class Attached(Handle):
         readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
     """
 
-    def __init__(
-        self, model: nn.Module, store: Store | None, source: _Searched | _Copied | None, retrieval: Retrieval | None
-    ) -> None:
+    def __init__(self, model: nn.Module, source: _Searched | _Copied | None, retrieval: Retrieval | None) -> None:
         super().__init__(model)
-        self.store, self._source = store, source
-        self.readers: list[LayerReader] = readers(model)
+        self._source, self.store = source, None if source is None else source.store
+        self.readers = readers(model)
         self._before = [reader.retrieval for reader in self.readers]
         for reader in self.readers if retrieval is not None else ():
             reader.retrieval = retrieval
 
     def insert(
-        self,
-        *,
-        embeddings: Vectors,
-        layers: Sequence[int] | None = None,
-        ids: Indices | None = None,
-        texts: Sequence[str | None] | None = None,
-        sources: Sequence[str | None] | None = None,
-        encoder: str | None = None,
+        self, *, embeddings: Vectors, layers: Sequence[int] | None = None, **columns: Any
     ) -> Int64[Tensor, " n"]:
         """`Store.insert` with the thresholds that the model's layers give the entries.
 
         Args:
             embeddings: [n, dim], finite.
             layers: of a converted model, the layer that each entry belongs to.
-            ids: new ones; by default the next integers above all that the store has held.
-            texts: one for each entry.
-            sources: likewise.
-            encoder: name and version of what made the embeddings.
+            **columns: what else `Store.insert` takes: ids, texts, sources, encoder.
 
         Raises:
             ValueError: layers missing or out of place, no store, or as `Store.insert`.
         """
-        source = self._stored()
-        columns: dict[str, Any] = {"ids": ids, "texts": texts, "sources": sources, "encoder": encoder}
-        return source.insert(embeddings, layers, columns)
+        return self._stored().insert(embeddings, layers=layers, **columns)
 
-    def upsert(
-        self,
-        *,
-        ids: Indices,
-        embeddings: Vectors,
-        texts: Sequence[str | None] | None = None,
-        sources: Sequence[str | None] | None = None,
-        encoder: str | None = None,
-    ) -> None:
-        """`Store.upsert` with the thresholds that the model's layers give the entries.
+    def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        """`Store.upsert`, likewise; entries of a converted model stay in their layers.
 
         Raises:
             ValueError: no store, or as `Store.upsert`.
         """
-        columns: dict[str, Any] = {"ids": ids, "texts": texts, "sources": sources, "encoder": encoder}
-        self._stored().upsert(embeddings, columns)
+        self._stored().upsert(ids, embeddings, **columns)
 
     def stale(self) -> Int64[Tensor, " n"]:
         """Ids of entries whose stored thresholds are not those of a modular model, as after training it."""
@@ -144,6 +120,8 @@ class Attached(Handle):
 
     def _restore(self) -> None:
         if self._source is not None:
+            if not self._source.latest:
+                raise RuntimeError("another store was attached to this model later: remove that one first")
             self._source.put_back()
         for reader, retrieval in zip(self.readers, self._before, strict=True):
             reader.retrieval = retrieval
@@ -156,60 +134,53 @@ class Attached(Handle):
 
 def attached_store(model: nn.Module) -> Store | None:
     """The store that a model reads now, if any."""
-    modular = next((m for m in model.modules() if isinstance(m, ModularModel)), None)
+    modular = _modular(model)
     if modular is not None:
         return modular.source.store if isinstance(modular.source, StoredKnowledge) else None
     base = getattr(model, "knowledge", None)
-    copies = cast("list[_Copied]", base.__dict__.get("copies", [])) if isinstance(base, LayeredKnowledge) else []
+    copies = _copies(base) if isinstance(base, LayeredKnowledge) else []
     return copies[-1].store if copies else None
 
 
-class _Searched:
+class _Searched(StoredKnowledge):
     """A store that a modular model searches."""
 
     def __init__(self, modular: ModularModel, store: Store, write_thresholds: bool) -> None:
+        width = modular.config.entry_dim
         if modular.config.threshold == "per_entry":
             raise ValueError(
                 "threshold='per_entry' belongs to rows of the model's own base: entries of a store need 'mlp' or "
                 "'coordinate'"
             )
-        if store.dim != modular.config.entry_dim:
-            width = modular.config.entry_dim
+        if store.dim != width:
             raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
-        layers = [module for module in modular.modules() if isinstance(module, KnowledgeReader)]
+        layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
 
         def thresholds(entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
             moved = entries.to(modular.knowledge.entries)
             return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
 
-        source = StoredKnowledge(store, thresholds)
+        super().__init__(store, thresholds)
         if write_thresholds:
-            source.write_thresholds()
-        elif len(stale := source.stale()):
+            self.write_thresholds()
+        elif len(stale := self.stale()):
             raise ValueError(
                 f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
                 "attach(model, store, write_thresholds=True) computes them anew"
             )
-        self.store, self._modular, self._source, self._before = store, modular, source, modular.source
-        modular.source = source
+        self._modular, self._before = modular, modular.source
+        modular.source = self
 
-    def insert(self, embeddings: Vectors, layers: Sequence[int] | None, columns: dict[str, Any]) -> Tensor:
+    def insert(self, embeddings: Vectors, *, layers: Sequence[int] | None = None, **columns: Any) -> Tensor:
         if layers is not None:
             raise ValueError("all layers of a modular model read all entries: leave layers out")
-        return self._source.insert(embeddings=embeddings, **columns)
+        return super().insert(embeddings, **columns)
 
-    def upsert(self, embeddings: Vectors, columns: dict[str, Any]) -> None:
-        self._source.upsert(embeddings=embeddings, **columns)
-
-    def stale(self) -> Tensor:
-        return self._source.stale()
-
-    def write_thresholds(self) -> int:
-        return self._source.write_thresholds()
+    @property
+    def latest(self) -> bool:
+        return self._modular.source is self
 
     def put_back(self) -> None:
-        if self._modular.source is not self._source:
-            raise RuntimeError("another store was attached to this model later: remove that one first")
         self._modular.source = self._before
 
 
@@ -226,21 +197,17 @@ class _Copied:
         except BaseException:
             base.put(*self._before)
             raise
-        self._copies.append(self)
+        _copies(base).append(self)
         self._hook = model.register_forward_pre_hook(self._follow)
 
-    @property
-    def _copies(self) -> list[_Copied]:
-        return cast("list[_Copied]", self._base.__dict__.setdefault("copies", []))
-
-    def insert(self, embeddings: Vectors, layers: Sequence[int] | None, columns: dict[str, Any]) -> Tensor:
+    def insert(self, embeddings: Vectors, *, layers: Sequence[int] | None = None, **columns: Any) -> Tensor:
         if layers is None:
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
         thresholds = layer_thresholds(layers, self._base.num_layers)
         return self.store.insert(embeddings=embeddings, thresholds=thresholds, **columns)
 
-    def upsert(self, embeddings: Vectors, columns: dict[str, Any]) -> None:
-        self.store.upsert(embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
+    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        self.store.upsert(ids=ids, embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
 
     def stale(self) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)
@@ -248,11 +215,12 @@ class _Copied:
     def write_thresholds(self) -> int:
         return 0
 
+    @property
+    def latest(self) -> bool:
+        return _copies(self._base)[-1] is self
+
     def put_back(self) -> None:
-        if self._copies[-1] is not self:
-            raise RuntimeError("another store was attached to this model later: remove that one first")
-        self._copies.pop()
-        self.stop()
+        _copies(self._base).pop().stop()
         self._base.put(*self._before)
 
     def stop(self) -> None:
@@ -264,5 +232,14 @@ class _Copied:
         load_entries(self._model, self.store)
 
     def _follow(self, _: nn.Module, __: object) -> None:
-        if self._copies[-1] is self and self._revision != self.store.revision:
+        if self.latest and self._revision != self.store.revision:
             self._load()
+
+
+def _copies(base: LayeredKnowledge) -> list[_Copied]:
+    """The stores that a base was copied from, the one that it follows last."""
+    return cast("list[_Copied]", base.__dict__.setdefault("copies", []))
+
+
+def _modular(model: nn.Module) -> ModularModel | None:
+    return next((module for module in model.modules() if isinstance(module, ModularModel)), None)

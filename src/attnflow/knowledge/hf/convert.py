@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.layered import PARTS, EntryLayout, EntryScores, EntryValues, LayeredKnowledge
+from attnflow.knowledge.layered import EntryScores, EntryValues
 from attnflow.models.families.table import FeedForward
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import find_feed_forward, stored
@@ -21,8 +22,8 @@ KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
 
 Model = TypeVar("Model", bound=nn.Module)
-# A layer as it was: where, which maps had a bias, whether its weights were stored (in, out), how many neurons.
-_Converted = tuple[FeedForward, tuple[bool, ...], bool, int]
+# A layer as it was: where, which maps into its neurons had a bias, whether weights were (in, out), how many neurons.
+_Converted = tuple[FeedForward, list[bool], bool, int]
 
 
 def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: int | None = None) -> Model:
@@ -69,19 +70,18 @@ def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: in
     with torch.no_grad():
         blocks = [_entries(opened, site, layout) for site in sites]
         base = LayeredKnowledge(torch.cat(blocks), [len(block) for block in blocks], layout)
-    biased: list[tuple[bool, ...]] = []
+    converted: list[_Converted] = []
     for index, site in enumerate(sites):
         parent = opened.get_submodule(site.name)
-        out = parent.get_submodule(site.last)
-        biased.append(tuple(getattr(parent.get_submodule(path), "bias", None) is not None for path in site.first))
+        out, biased = parent.get_submodule(site.last), [_bias(parent.get_submodule(p)) is not None for p in site.first]
+        bias = _bias(out)
+        values = EntryValues(base, index, None if bias is None else bias.detach())
+        converted.append((site, biased, isinstance(out, Conv1D), len(blocks[index])))
         for path, parts in _maps(site):
-            _put(parent, path, EntryScores(base, index, parts))
-        bias = cast("Tensor | None", getattr(out, "bias", None))
-        _put(parent, site.last, EntryValues(base, index, None if bias is None else bias.detach()))
+            parent.set_submodule(path, EntryScores(values, parts))
+        parent.set_submodule(site.last, values)
     opened.add_module(KNOWLEDGE, base)
-    kinds = [isinstance(model.get_submodule(f"{s.name}.{s.last}".strip(".")), Conv1D) for s in sites]
-    counts = [len(block) for block in blocks]
-    setattr(opened, _SITES, list(zip(sites, biased, kinds, counts, strict=True)))
+    setattr(opened, _SITES, converted)
     opened.train(model.training)
     return opened
 
@@ -118,12 +118,12 @@ def to_ffn(model: Model | Loaded) -> Model:
             bias = torch.cat([entries[:, base.layout.threshold(part)] for part in parts])
             if not has_bias and bool(bias.any()):
                 raise ValueError(f"{site.name}.{path} has no bias, but its entries were given thresholds")
-            _put(parent, path, _linear(weight, bias if has_bias else None, transposed))
-        out = cast(EntryValues, parent.get_submodule(site.last))
-        bias = None if out.bias is None else out.bias.detach()
-        _put(parent, site.last, _linear(entries[:, base.layout.value].T, bias, transposed))
-    for one in base.__dict__.get("copies", []):
-        one.stop()  # a store that is attached to the converted model
+            parent.set_submodule(path, _linear(weight, bias if has_bias else None, transposed))
+        bias = _bias(parent.get_submodule(site.last))
+        out = _linear(entries[:, base.layout.value].T, None if bias is None else bias.detach(), transposed)
+        parent.set_submodule(site.last, out)
+    for copied in base.__dict__.get("copies", []):
+        copied.stop()  # a store that is attached to the converted model
     delattr(plain, KNOWLEDGE)
     delattr(plain, _SITES)
     config = getattr(plain, "config", None)
@@ -169,7 +169,7 @@ def _entries(model: nn.Module, site: FeedForward, layout: EntryLayout) -> Tensor
     entries = out.new_zeros(out.shape[1], layout.entry_dim)
     for path, parts in _maps(site):
         module = parent.get_submodule(path)
-        bias = cast("Tensor | None", getattr(module, "bias", None))
+        bias = _bias(module)
         for position, part in enumerate(parts):
             rows = slice(position * len(entries), (position + 1) * len(entries))
             entries[:, layout.key(part)] = stored(module)[rows]
@@ -194,6 +194,5 @@ def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
     return linear
 
 
-def _put(parent: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(parent.get_submodule(owner), name, module)
+def _bias(module: nn.Module) -> Tensor | None:
+    return cast("Tensor | None", getattr(module, "bias", None))

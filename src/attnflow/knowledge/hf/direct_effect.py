@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from attnflow.knowledge.layered import EntryValues
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.layered import LayerReader
 
 Kind = Literal["embedding", "attention", "entries"]
-Add = Callable[[Kind, int, Tensor], None]
+Add = Callable[[Kind, int, Tensor], object]
 
 _SUM: Final = 32  # units of rounding by which a sum over all layers may differ from the model's own
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
@@ -24,76 +23,56 @@ _LARGE: Final = 1e2  # of what a norm is probed with: the constant beside the va
 
 
 class Stream:
-    """What a model adds to its residual stream for some positions of one sequence.
+    """What a model, converted or modular, adds to its residual stream for some positions of one of `batch` sequences.
 
-    Args:
-        model: converted by `from_ffn`, or modular.
-        batch: number of sequences.
-        sequence: which one of them.
-        positions: of the tokens.
+    Attributes:
+        paths: of the modules that read entries, by layer.
     """
 
     def __init__(self, model: nn.Module, batch: int, sequence: int, positions: Sequence[int]) -> None:
         self.model, self.batch, self.sequence, self.positions = model, batch, sequence, list(positions)
-        self.paths = {
-            module.layer: name
-            for name, module in model.named_modules()
-            if isinstance(module, EntryValues | KnowledgeReader)
-        }
+        self.paths = {part.layer: name for name, part in model.named_modules() if isinstance(part, LayerReader)}
 
     @contextmanager
     def watching(self, add: Add) -> Generator[None]:
         """Call `add(kind, layer, [positions, model_dim])` for whatever is added, as it comes; the embedding once."""
-        handles: list[Any] = []
+
+        def adding(kind: Kind, layer: int) -> Callable[..., None]:
+            def hook(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+                add(kind, layer, self.pick(output[0] if isinstance(output, tuple) else output))
+
+            return hook
+
         blocks = {layer: block for layer, path in self.paths.items() if (block := _block(self.model, path)) is not None}
-        for layer, block in blocks.items():
-            handles.append(self.model.get_submodule(self.paths[layer]).register_forward_hook(self._on(add, layer)))
-            attentions = [child for child in block.children() if "Attention" in type(child).__name__]
-            handles += [child.register_forward_hook(self._on(add, layer, "attention")) for child in attentions]
-        if blocks:
-            first = min(blocks)
+        with ExitStack() as hooks:
+            for layer, block in blocks.items():
+                reader = self.model.get_submodule(self.paths[layer])
+                hooks.enter_context(reader.register_forward_hook(adding("entries", layer)))
+                for child in block.children():
+                    if "Attention" in type(child).__name__:
+                        hooks.enter_context(child.register_forward_hook(adding("attention", layer)))
+            if blocks:
+                first = min(blocks)
 
-            def entering(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-                add("embedding", first, self.pick(args[0] if args else kwargs["hidden_states"]))
+                def entering(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+                    add("embedding", first, self.pick(args[0] if args else kwargs["hidden_states"]))
 
-            handles.append(blocks[first].register_forward_pre_hook(entering, with_kwargs=True))
-        try:
+                hooks.enter_context(blocks[first].register_forward_pre_hook(entering, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def pick(self, hidden: Tensor) -> Tensor:
         """The positions of the sequence, in the precision of sums."""
         rows = hidden.reshape(self.batch, -1, hidden.shape[-1])  # some families flatten the tokens of a batch
         return rows[self.sequence, self.positions].to(wide(hidden.dtype))
 
-    def _on(self, add: Add, layer: int, kind: Kind = "entries") -> Callable[..., None]:
-        def hook(_: nn.Module, __: object, output: object) -> None:
-            add(kind, layer, self.pick(cast(Any, output)[0] if isinstance(output, tuple) else cast(Tensor, output)))
 
-        return hook
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A layer norm or RMS norm as it was for some tokens: gain * centred(x) / scale + shift.
-
-    Attributes:
-        gain: [model_dim].
-        shift: [model_dim].
-        centred: whether the mean is subtracted.
-        scale: of each token, [positions, 1].
-    """
+class _Norm(NamedTuple):
+    """A layer norm or RMS norm as it was for some tokens: gain * centred(x) / scale [positions, 1] + shift."""
 
     gain: Tensor
     shift: Tensor
     centred: bool
     scale: Tensor
-
-    def back(self, rows: Tensor) -> Tensor:
-        """The gradient of row . norm(x) with respect to x, with the scale held still."""
-        return _centred(rows * self.gain, self.centred) / self.scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +92,7 @@ class Directions:
     targets: Tensor
     logits: Tensor
     constant: Tensor
-    norm: Norm
+    norm: _Norm
     unembedding: Tensor
 
     def promoted(self, values: Tensor, count: int) -> list[list[int]]:
@@ -143,8 +122,14 @@ def directions(
     if head is None or not isinstance(weight, Tensor):
         return "the model has no unembedding, so that no token has a logit"
     added: list[Tensor] = []
-    outside = [m for name, m in stream.model.named_modules() if not _ELEMENT.search(name) and _is_norm(m)]
-    with stream.watching(lambda _kind, _layer, value: added.append(value)), _calls([*outside, head]) as calls:
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []  # (module, input, output) of the unembedding and outer norms
+    with ExitStack() as hooks:
+        for name, part in stream.model.named_modules():
+            if part is head or (not _ELEMENT.search(name) and _NORM.search(type(part).__name__)):
+                hooks.enter_context(
+                    part.register_forward_hook(lambda *call: calls.append((call[0], call[1][0], call[2])))
+                )
+        hooks.enter_context(stream.watching(lambda _kind, _layer, value: added.append(value)))
         said = getattr(run(), "logits", None)
     _, entered, logits = next(one for one in calls if one[0] is head)
     last = entered[stream.sequence, -1]
@@ -170,7 +155,8 @@ def directions(
     bias = cast("Tensor | None", getattr(head, "bias", None))
     rows, biases = factor * _towards(weight, ids), factor * _towards(bias, ids)
     constant = (rows @ norm.shift + biases).expand(len(ids))
-    return Directions(norm.back(rows), ids, (rows * y).sum(dim=-1) + biases, constant, norm, weight)
+    back = _centred(rows * norm.gain, norm.centred) / norm.scale  # the gradient of row . norm(x), the scale held still
+    return Directions(back, ids, (rows * y).sum(dim=-1) + biases, constant, norm, weight)
 
 
 def _factor(read: Tensor, said: object) -> float | None:
@@ -182,22 +168,6 @@ def _factor(read: Tensor, said: object) -> float | None:
     factor = float((one * other).sum() / one.square().sum())
     off = (other - factor * one).norm() / other.norm()
     return factor if bool(off < 8 * torch.finfo(read.dtype).eps) else None
-
-
-@contextmanager
-def _calls(modules: Sequence[nn.Module]) -> Generator[list[tuple[nn.Module, Tensor, Tensor]]]:
-    """(module, input, output) of each call."""
-    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
-
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        calls.append((module, inputs[0], output))
-
-    handles = [module.register_forward_hook(cast(Any, hook)) for module in modules]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -218,7 +188,7 @@ def _towards(table: Tensor | None, targets: Tensor) -> Tensor:
     return table.detach()[targets].to(dtype) - table.detach().mean(dim=0, dtype=dtype)
 
 
-def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> Norm | None:
+def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> _Norm | None:
     """Gain, shift and scale of a norm from what it does to a few vectors: classes differ, this does not."""
     signs = torch.ones_like(like[0, 0])
     signs[1::2] = -1
@@ -231,15 +201,11 @@ def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> Norm | Non
     straight = gain * _centred(x, centred)
     scale = straight.square().sum(dim=-1, keepdim=True) / (straight * (y - zero)).sum(dim=-1, keepdim=True)
     off = (straight / scale + zero - y).norm(dim=-1) / y.norm(dim=-1)
-    return Norm(gain, zero, centred, scale) if bool((off < 8 * _rounding(like.dtype)).all()) else None
+    return _Norm(gain, zero, centred, scale) if bool((off < 8 * _rounding(like.dtype)).all()) else None
 
 
 def _centred(rows: Tensor, centred: bool) -> Tensor:
     return rows - rows.mean(dim=-1, keepdim=True) if centred else rows
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return _NORM.search(type(module).__name__) is not None
 
 
 def _block(model: nn.Module, path: str) -> nn.Module | None:

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
@@ -43,12 +44,7 @@ class TruncatedText(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """Embeddings of texts.
-
-    Attributes:
-        embeddings: one row for each text, float32.
-        truncated: positions of the texts that were longer than the encoder reads, whose ends are not embedded.
-    """
+    """Embeddings of texts, float32, and the positions of those that were too long, whose ends are not embedded."""
 
     embeddings: Float[Tensor, "texts dim"]
     truncated: tuple[int, ...]
@@ -58,20 +54,16 @@ class TextEncoder:
     """Embeddings of texts: the last hidden states of a transformers model, pooled over tokens and normalised.
 
     What sentence-transformers wrote beside a model (pooling, longest text) is respected: all-MiniLM-L6-v2 takes means
-    over at most 256 tokens. Embeddings of length 1 make inner products cosines.
-
-    Attributes:
-        name: of the model; for one of `af.models.MODELS`, a folder or the hub it loads the same encoder again.
-        pooling: "mean" over the tokens of a text, or its "first" token.
-        max_length: tokens of a text that are read.
-        separator: ends what is embedded of a text, or None.
+    over at most 256 tokens. Embeddings of length 1 make inner products cosines. The arguments are attributes, too.
 
     Args:
         model: a short name of `af.models.MODELS`, a folder or a hub id; or a loaded (model, tokenizer).
-        name: what the version calls it; default as the model was named.
-        pooling: default as the model's folder says, else "mean".
+        name: what the version calls it; default as the model was named, by which the same encoder is loaded again.
+        pooling: "mean" over the tokens of a text, or its "first" token; default as the model's folder says, else
+            "mean".
         normalise: to length 1.
-        max_length: default as the model's folder says, else as its tokenizer and positions allow.
+        max_length: tokens of a text that are read; default as the model's folder says, else as its tokenizer and
+            positions allow.
         separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
         batch_size: texts of a forward pass.
 
@@ -96,18 +88,13 @@ class TextEncoder:
         separator: str | None = None,
         batch_size: int = 32,
     ) -> None:
-        if isinstance(model, tuple):
-            self.model, self.tokenizer = model
-            source = str(getattr(self.model.config, "name_or_path", "") or "")
-            self.name = name or source or type(self.model).__name__
-        else:
-            named = os.fspath(model)
-            self.model, tokenizer = load_model(named)
-            self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
-            folder = Path(named).expanduser()
-            local = named not in MODELS and folder.exists()
-            self.name = name or (str(folder.resolve()) if local else named)
-            source = str(getattr(self.model.config, "name_or_path", "") or "")
+        named = "" if isinstance(model, tuple) else os.fspath(model)
+        self.model, tokenizer = model if isinstance(model, tuple) else load_model(named)
+        self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
+        source = str(getattr(self.model.config, "name_or_path", "") or "")
+        if named and named not in MODELS and (folder := Path(named).expanduser()).exists():
+            named = str(folder.resolve())
+        self.name = name or named or source or type(self.model).__name__
         if "decoder_input_ids" in inspect.signature(self.model.forward).parameters:
             raise ValueError(f"{self.name} has an encoder and a decoder; pass (model.get_encoder(), tokenizer)")
         if pooling is None and _writes_texts(self.model) and not _beside(source, _POOLING):
@@ -118,20 +105,16 @@ class TextEncoder:
         self.pooling: Pooling = _pooling(source) if pooling is None else pooling
         if self.pooling not in _POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
-        self.normalise = normalise
-        self.separator = separator
+        self.normalise, self.separator = normalise, separator
         self.batch_size = integer("batch_size", batch_size, 1)
         self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
         integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
 
     @classmethod
     def of(cls, store: Store, name: str | None = None, *, current: bool = False) -> TextEncoder:
-        """The encoder that made the entries of a store, found by the version that is stored with them; or another.
+        """The encoder that made the entries of a store, by the version that is stored with them; or the one named.
 
-        Args:
-            store: with entries of texts.
-            name: of the encoder to take instead.
-            current: take it as it is now, even if it has changed since, as for embedding the entries anew.
+        `current` takes it as it is now, even if it has changed since, as for embedding the entries anew.
 
         Raises:
             ValueError: entries that no encoder of texts made, or that do not say which did, or one that has changed.
@@ -150,7 +133,8 @@ class TextEncoder:
         if not version or encoder.version == version:
             return encoder
         keyed = cls((encoder.model, encoder.tokenizer), name=encoder.name, separator=SEPARATOR)
-        if keyed.version == version or (current and _has_keys(store)):  # versions do not say it, but these are the two
+        # Where it has changed, versions do not say which of the two it was, but entries do.
+        if keyed.version == version or (current and SEPARATOR in (store.get(store.ids()[:1])[0].text or "")):
             return keyed
         if not current and name is None:
             raise ValueError(
@@ -196,11 +180,7 @@ class TextEncoder:
         return encoded.embeddings
 
     def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Encoded:
-        """Embeddings, with the texts that were cut. Batches hold texts of similar length.
-
-        Args:
-            texts: n of them.
-            progress: called as progress(done, total, what) after each batch.
+        """Embeddings, with the texts that were cut; progress is called as progress(done, total, what).
 
         Raises:
             TypeError: not a sequence of strings.
@@ -210,12 +190,12 @@ class TextEncoder:
             raise TypeError("texts must be a sequence of strings")
         if self.separator is not None:
             texts = [text.partition(self.separator)[0] for text in texts]
-        embeddings = torch.empty(len(texts), self.dim)
-        truncated: list[int] = []
+        embeddings, truncated = torch.empty(len(texts), self.dim), list[int]()
         window = _WINDOW * self.batch_size
         with evaluating(self.model):
             for start in range(0, len(texts), window):
                 tokens = self._tokens(texts[start : start + window], start, truncated)
+                # Batches hold texts of similar length.
                 order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]), reverse=True)
                 for first in range(0, len(order), self.batch_size):
                     rows = order[first : first + self.batch_size]
@@ -242,12 +222,11 @@ class TextEncoder:
 
     @torch.inference_mode()
     def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        longest = max(map(len, tokens))
         padding = getattr(self.tokenizer, "pad_token_id", None) or 0
-        device = self.model.device
-        ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in tokens], device=device)
-        lengths = torch.tensor([len(row) for row in tokens], device=device)
-        mask = torch.arange(longest, device=device) < lengths[:, None]
+        rows = [torch.tensor(row, device=self.model.device) for row in tokens]
+        ids = pad_sequence(rows, batch_first=True, padding_value=padding)
+        lengths = torch.tensor([len(row) for row in tokens], device=ids.device)
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         inner = cast(nn.Module, getattr(self.model, "base_model", self.model))  # without a language model's head
         out: Any = inner(input_ids=ids, attention_mask=mask.long())
         hidden = cast(Tensor, out.last_hidden_state).float()
@@ -257,14 +236,8 @@ class TextEncoder:
 
 def _writes_texts(model: PreTrainedModel) -> bool:
     """Whether a model is a decoder with a language model's head."""
-    config = model.config
-    names = [type(model).__name__, *(getattr(config, "architectures", None) or [])]
+    names = [type(model).__name__, *(getattr(model.config, "architectures", None) or [])]
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-
-
-def _has_keys(store: Store) -> bool:
-    """Whether entries have keys and values."""
-    return any(SEPARATOR in (entry.text or "") for entry in store.get(store.ids()[:1]))
 
 
 def _pooling(source: str) -> Pooling:
@@ -286,10 +259,8 @@ def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) 
 
 def _beside(source: str, name: str) -> dict[str, Any]:
     """A file of sentence-transformers beside a model, {} if there is none."""
-    if not source:
-        return {}
     try:
-        path = cached_file(source, name)
+        path = cached_file(source, name) if source else None
     except OSError:
-        return {}
+        path = None
     return {} if path is None else cast("dict[str, Any]", json.loads(Path(path).read_text(encoding="utf-8")))

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.checks import IntArray, index_array, integer, preview
+from attnflow._core.checks import integer, preview
 from attnflow._core.progress import Progress
-from attnflow.knowledge.layered import LayeredKnowledge
+from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.store import Store
 
 MADE_BY: Final = "from_ffn"  # where an entry of a store says which encoder made it
@@ -93,21 +93,20 @@ def save_entries(
     if foreign:
         raise ValueError(f"the store holds entries made by {preview(foreign)}, which would be lost: use another one")
     encoder = f"{MADE_BY}:{name or getattr(getattr(model, 'config', None), 'name_or_path', '') or type(model).__name__}"
-    ids, held = base.ids.cpu().numpy(), index_array("ids", store.ids())
-    layers = np.repeat(np.arange(base.num_layers), base.counts.cpu().numpy())
+    ids, held, layers = base.ids.cpu(), store.ids(), _layers_of(base)
     inserted = updated = 0
     for start in range(0, len(ids), _BATCH):
         batch, rows = ids[start : start + _BATCH], base.entries.detach()[start : start + _BATCH].float().cpu()
-        present = np.isin(batch, held)
+        present = torch.isin(batch, held)
         changed = ~present
-        changed[present] = store.vectors(batch[present]).ne(rows[torch.from_numpy(present)]).any(dim=1).numpy()
-        place = np.flatnonzero(changed)
-        if len(place):
-            where: list[int] = layers[start + place].tolist()
+        changed[present] = store.vectors(batch[present]).ne(rows[present]).any(dim=1)
+        if bool(changed.any()):
+            keys: list[int] = batch[changed].tolist()
+            where: list[int] = layers[start : start + _BATCH][changed].tolist()
             store.upsert(
-                ids=batch[place],
-                embeddings=rows[torch.from_numpy(place)],
-                texts=[None if texts is None else texts.get(key) for key in batch[place].tolist()],
+                ids=keys,
+                embeddings=rows[changed],
+                texts=[None if texts is None else texts.get(key) for key in keys],
                 sources=[f"layer {layer}" for layer in where],
                 thresholds=layer_thresholds(where, base.num_layers),
                 encoder=encoder,
@@ -115,7 +114,7 @@ def save_entries(
         inserted, updated = inserted + int((~present).sum()), updated + int((changed & present).sum())
         if progress is not None:
             progress(start + len(batch), len(ids), "entries")
-    gone = np.setdiff1d(held, ids)
+    gone = held[~torch.isin(held, ids)]
     store.delete(gone)
     return EntryChanges(inserted, updated, len(gone))
 
@@ -138,25 +137,28 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     """
     base = _base(model)
     _check_widths(base, store)
-    ids = index_array("ids", store.ids())
-    layers = _layers(store, ids)
-    counts = np.bincount(layers, minlength=base.num_layers)
-    if not counts.all():
+    ids = store.ids()
+    layers = _stored_layers(store, ids)
+    counts = torch.bincount(layers, minlength=base.num_layers)
+    if not bool(counts.all()):
         raise ValueError(f"layer {int(counts.argmin())} would be left without entries")
-    before: IntArray = base.ids.cpu().numpy()
-    old_layers = np.repeat(np.arange(base.num_layers), base.counts.cpu().numpy())
-    order, at = np.argsort(before), np.full(len(ids), len(before))
-    stays = np.isin(ids, before)
-    at[stays] = order[np.searchsorted(before, ids[stays], sorter=order)]
-    moved = stays & (old_layers[at.clip(max=len(before) - 1)] != layers)
-    at[moved] = len(before)
-    ids = ids[(rank := np.lexsort((ids, at, layers)))]
+    before = len(base.ids)
+    places = {key: row for row, key in enumerate(base.ids.tolist())}
+    at = torch.tensor([places.get(key, before) for key in ids.tolist()])
+    at[torch.cat([_layers_of(base), torch.tensor([-1])])[at] != layers] = before  # moved to another layer
+    order = np.lexsort((ids, at, layers))
+    ids, at = ids[order], at[order]
     rows = torch.as_tensor(store.vectors(ids)).to(base.entries)
-    at = at[rank]
-    remaining = at < len(before)
-    same = rows[torch.from_numpy(remaining)].eq(base.entries.detach()[torch.from_numpy(at[remaining])]).all(dim=1)
-    changes = EntryChanges(int((~remaining).sum()), int((~same).sum()), len(before) - int(remaining.sum()))
-    _replace(base, rows, ids, counts)
+    remaining = at < before
+    same = rows[remaining].eq(base.entries.detach()[at[remaining]]).all(dim=1)
+    changes = EntryChanges(int((~remaining).sum()), int((~same).sum()), before - int(remaining.sum()))
+    parameter = base.entries
+    if rows.shape == parameter.shape:  # in place: then the parameter, which optimisers hold, stays the same
+        with torch.no_grad():
+            parameter.copy_(rows)
+    else:
+        parameter = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    base.put(parameter, ids.to(base.ids.device), counts.to(base.counts))
     return changes
 
 
@@ -175,25 +177,19 @@ def _check_widths(base: LayeredKnowledge, store: Store) -> None:
         )
 
 
-def _layers(store: Store, ids: IntArray) -> IntArray:
+def _layers_of(base: LayeredKnowledge) -> Tensor:
+    """The layer of each row."""
+    return torch.arange(base.num_layers).repeat_interleave(base.counts.cpu())
+
+
+def _stored_layers(store: Store, ids: Tensor) -> Tensor:
     """The layer of each entry, from its threshold columns."""
     columns = store.thresholds(ids)
     own = columns == 0
     bad = (own.sum(dim=1) != 1) | (columns.masked_fill(own, OTHER_LAYER) != OTHER_LAYER).any(dim=1)
     if bool(bad.any()):
         raise ValueError(
-            f"entry {ids[int(bad.nonzero()[0])]} does not say which one layer it belongs to: its thresholds must be "
-            "those of af.knowledge.layer_thresholds"
+            f"entry {int(ids[bad][0])} does not say which one layer it belongs to: its thresholds must be those of "
+            "attnflow.knowledge.hf.sync.layer_thresholds"
         )
-    return own.int().argmax(dim=1).numpy()
-
-
-def _replace(base: LayeredKnowledge, rows: Tensor, ids: IntArray, counts: IntArray) -> None:
-    """In place where the shape allows it: then the parameter, which optimisers hold, stays the same."""
-    parameter = base.entries
-    if rows.shape == parameter.shape:
-        with torch.no_grad():
-            parameter.copy_(rows)
-    else:
-        parameter = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-    base.put(parameter, torch.from_numpy(ids).to(base.ids.device), torch.from_numpy(counts).to(base.counts))
+    return own.int().argmax(dim=1)

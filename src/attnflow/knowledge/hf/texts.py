@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -52,17 +53,20 @@ def build(
     separator = SEPARATOR if any(SEPARATOR in record.text for record in new) else None
     maker = TextEncoder(encoder, separator=separator)
     with Store.open(uri, dim=maker.dim, search="exact") as store:
-        done = _begun(store, new, maker)
+        done, version = len(store), maker.version
+        if done:  # of an interrupted build, the first records
+            ids = store.ids().tolist()
+            held = store.get(ids) if done < len(new) and ids == list(range(done)) else []
+            same = [(record.text, record.source, version, 1) for record in new[:done]]
+            if [(entry.text, entry.source, entry.encoder, entry.version) for entry in held] != same:
+                raise ValueError(_taken(uri, done))
         return _write(store, maker, new[done:], began, ids=range(done, len(new)), progress=progress)
 
 
 def build_from_model(uri: str, model: str, *, progress: Progress | None = None) -> Written:
-    """A new store of the feed-forward entries of a model. If it was interrupted, the same call goes on where it was.
+    """A new store of the feed-forward entries of a model: a short name, a folder, a GGUF file or a hub id.
 
-    Args:
-        uri: of the store, see `Store.open`.
-        model: a short name, a folder, a GGUF file or a hub id.
-        progress: called as progress(done, total, what).
+    If it was interrupted, the same call goes on where it was.
 
     Raises:
         FileNotFoundError: no such model.
@@ -103,11 +107,9 @@ def insert(
         ValueError: ids that exist, values in a store of whole texts, or as `TextEncoder.of`.
     """
     began = time.monotonic()
-    if ids is not None:
-        _one_id_each(ids, new)
-        taken = [key for key in cast(Sequence[int], ids) if key in store]
-        if taken:
-            raise ValueError(f"entries {preview(taken)} exist already: correct them, or choose other ids")
+    taken = [] if ids is None else [key for key in _one_id_each(ids, new) if key in store]
+    if taken:
+        raise ValueError(f"entries {preview(taken)} exist already: correct them, or choose other ids")
     return _write(store, _encoder(store, new, encoder), new, began, ids=ids, progress=progress)
 
 
@@ -119,21 +121,13 @@ def correct(
     encoder: str | None = None,
     progress: Progress | None = None,
 ) -> Written:
-    """Replace the texts of entries; each keeps its id and gets the next version.
-
-    Args:
-        store: of texts.
-        ids: of entries that exist, one for each text.
-        new: what `records` or `read_records` returns.
-        encoder: its name; by default the one that made the entries.
-        progress: called as progress(done, total, what).
+    """Replace the texts of entries that exist, one for each id; each keeps its id and gets the next version.
 
     Raises:
         ValueError: unknown ids, values in a store of whole texts, or as `TextEncoder.of`. Nothing is written.
     """
     began = time.monotonic()
-    _one_id_each(ids, new)
-    unknown = [key for key in ids if key not in store]
+    unknown = [key for key in _one_id_each(ids, new) if key not in store]
     if unknown:
         raise ValueError(
             f"{store.uri} has no entries with ids {preview(unknown)} to correct; a new entry gets its id by itself"
@@ -150,7 +144,7 @@ def search(
     mode: Mode | None = None,
     encoder: str | None = None,
 ) -> Matches:
-    """The entries of a store that are nearest to a text.
+    """The k entries of a store that are nearest to a text.
 
     Args:
         store: of texts.
@@ -219,28 +213,26 @@ def _write(
     version, written, cut = maker.version, list[int](), list[str]()
     for start in range(0, len(new), _WINDOW):
         batch = new[start : start + _WINDOW]
-
-        def step(done: int, _: int, what: str, start: int = start) -> None:
-            if progress is not None:
-                progress(start + done, len(new), what)
-
         texts = [record.text for record in batch]
-        encoded = maker.encode(texts, step)
+        encoded = maker.encode(texts, None if progress is None else partial(_shifted, progress, start, len(new)))
         cut += [batch[place].place for place in encoded.truncated]
-        chosen = None if ids is None else np.asarray(ids)[start : start + _WINDOW]
+        chosen: Any = None if ids is None else np.asarray(ids)[start : start + _WINDOW]
         columns: dict[str, Any] = {
+            "ids": chosen,
             "embeddings": encoded.embeddings,
             "texts": texts,
             "sources": [record.source for record in batch],
             "encoder": version,
         }
         if replace:
-            store.upsert(ids=cast(Indices, chosen), **columns)
-            written += cast("list[int]", cast(Any, chosen).tolist())
-        else:
-            written += cast("list[int]", store.insert(ids=chosen, **columns).tolist())
+            store.upsert(**columns)
+        written += (chosen if replace else store.insert(**columns)).tolist()
     seconds = time.monotonic() - began
     return Written(store.uri, store.backend, len(store), store.dim, tuple(written), version, tuple(cut), seconds)
+
+
+def _shifted(progress: Progress, start: int, total: int, done: int, _: int, what: str) -> None:
+    progress(start + done, total, what)
 
 
 def _encoder(store: Store, new: Sequence[Record], name: str | None) -> TextEncoder:
@@ -256,25 +248,11 @@ def _encoder(store: Store, new: Sequence[Record], name: str | None) -> TextEncod
     return maker
 
 
-def _one_id_each(ids: Indices, new: Sequence[Record]) -> None:
-    count = len(np.asarray(ids))
-    if count != len(new):
-        raise ValueError(f"give one id for each text: got {count} and {plural(len(new), 'text')}")
-
-
-def _begun(store: Store, new: Sequence[Record], maker: TextEncoder) -> int:
-    """How many of the entries an interrupted build has written."""
-    done = len(store)
-    if not done:
-        return 0
-    ids = store.ids().tolist()
-    held = store.get(ids) if done <= len(new) and ids == list(range(done)) else []
-    same = [(e.text, e.source, e.encoder, e.version) for e in held] == [
-        (record.text, record.source, maker.version, 1) for record in new[:done]
-    ]
-    if not same or done == len(new):
-        raise ValueError(_taken(store.uri, done))
-    return done
+def _one_id_each(ids: Indices, new: Sequence[Record]) -> list[int]:
+    listed = cast("list[int]", np.asarray(ids).tolist())
+    if len(listed) != len(new):
+        raise ValueError(f"give one id for each text: got {len(listed)} and {plural(len(new), 'text')}")
+    return listed
 
 
 def _taken(uri: str, count: int) -> str:

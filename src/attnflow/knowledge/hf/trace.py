@@ -15,9 +15,9 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.hf.attach import attached_store
 from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
-from attnflow.knowledge.hf.layer_trace import Effects, LayerWatch, unobserved
-from attnflow.knowledge.hf.readers import LayerReader, readers, reads_entries
+from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions
+from attnflow.knowledge.hf.layer_trace import LayerWatch
+from attnflow.knowledge.layered import observed, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
@@ -102,22 +102,28 @@ def trace(
     if not reads_entries(model):
         model = from_ffn(model)
     every = readers(model)
-    chosen = _chosen(every, layers)
+    numbers = chosen_layers([reader.layer for reader in every], layers)
+    chosen = [reader for reader in every if reader.layer in numbers]
     arguments = model_inputs(model, inputs, tokenizer, sequence)
     ids = arguments["input_ids"][sequence].tolist()
     rows = _positions(positions, len(ids))
     stream = Stream(model, len(arguments["input_ids"]), sequence, rows)
-    with evaluating(model), unobserved(every), torch.no_grad():
-        run = partial(cast(Any, model), **arguments, **sparing(model))
+    effects: dict[tuple[Kind, int], Tensor] = {}
+    run = partial(cast(Any, model), **arguments, **sparing(model))
+    with evaluating(model), torch.no_grad(), observed([(reader, None) for reader in every]):
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
         if isinstance(towards, str) and (by == "effect" or targets is not None):
             raise ValueError(f"there are no direct effects: {towards}")
         frozen = towards if isinstance(towards, Directions) else None
         order: By = by or ("norm" if frozen is None else "effect")
-        effects, watched = Effects(frozen), [LayerWatch(reader, stream, frozen, top, order) for reader in chosen]
-        for one in watched:
-            one.reader.observer = one.see
-        with stream.watching(effects.add):
+        watched = [LayerWatch(reader, stream, frozen, top, order) for reader in chosen]
+
+        def add(kind: Kind, layer: int, value: Tensor) -> None:
+            if frozen is not None:
+                effect = (value * frozen.rows).sum(dim=-1).cpu()
+                effects[kind, layer] = effect + effects.get((kind, layer), 0)
+
+        with observed([(one.reader, one.see) for one in watched]), stream.watching(add):
             run()
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
@@ -133,25 +139,26 @@ def trace(
     )
     if frozen is None:
         return replace(result, without=cast(str, towards))
+    logits = frozen.logits.cpu()
+    rest = [effect for (kind, layer), effect in effects.items() if kind != "embedding" and layer not in numbers]
     return replace(
         result,
         targets=_names(tokenizer, frozen.targets.tolist()),
         target_ids=tuple(frozen.targets.tolist()),
-        logits=frozen.logits.cpu(),
-        embedding_effect=effects.of("embedding"),
+        logits=logits,
+        embedding_effect=next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
         constant_effect=frozen.constant.cpu(),
-        rest_effect=effects.rest([reader.layer for reader in chosen]),
+        rest_effect=torch.stack([torch.zeros_like(logits), *rest]).sum(dim=0),
     )
 
 
-def _chosen(every: Sequence[LayerReader], layers: Sequence[int] | None) -> list[LayerReader]:
+def chosen_layers(every: Sequence[int], layers: Sequence[int] | None) -> set[int]:
+    """The layers that are asked for, by default all."""
     if layers is None:
-        return list(every)
-    numbers = {reader.layer: reader for reader in every}
-    missing = [layer for layer in layers if layer not in numbers]
-    if missing or not layers:
-        raise ValueError(f"layers must list some of the layers with entries, 0 to {max(numbers)}, got {list(layers)}")
-    return [numbers[layer] for layer in sorted(set(layers))]
+        return set(every)
+    if not layers or not set(layers) <= set(every):
+        raise ValueError(f"layers must list some of the layers with entries, 0 to {max(every)}, got {list(layers)}")
+    return set(layers)
 
 
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
@@ -198,12 +205,14 @@ def _promoted(
     watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Promoted, ...]:
     """Tokens of the strongest entry of each position, then of the second of each, and so on, `count` in all."""
-    places = torch.cat([one.joined("places") for one in watched], dim=1).cpu()
-    heads = torch.cat([one.joined("heads") for one in watched], dim=1).cpu()
-    which = torch.cat([torch.full_like(one.joined("places"), i) for i, one in enumerate(watched)], dim=1).cpu()
-    size = torch.cat([one.joined("effects").abs() for one in watched], dim=1).cpu().masked_fill(places < 0, -1)
-    order = size.argsort(dim=1, descending=True)
-    ranked = torch.stack([table.gather(1, order).T.flatten() for table in (which, places, heads)], dim=1)
+    places, heads, effects = (
+        torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
+    )
+    which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
+    order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
+    ranked = torch.stack(
+        [table.gather(1, order).T.flatten() for table in (which.expand_as(places), places, heads)], dim=1
+    )
     asked: dict[tuple[int, int, int], None] = {}
     for index, place, head in cast(list[list[int]], ranked.tolist()):
         if len(asked) == count:

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow.knowledge.activations import ACTIVATIONS
-from attnflow.knowledge.attention import GeneralizedCrossAttention, weigh
+from attnflow.knowledge.attention import ACTIVATIONS, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.memory_layer.retrieval import (
     Retrieval,

@@ -1,17 +1,25 @@
-"""How a base is used: entries that are active for each token and layer, and entries that never are."""
+"""`activity`: how a base is used, entries that are active for each token and layer and entries that never are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnflow._core.checks import Indices, index_array, preview
 from attnflow._core.markup import aligned
 from attnflow._core.results import Result
+from attnflow.knowledge.layered import LayerReader, observed, readers
 from attnflow.knowledge.memory_layer.reader import Reading
 
 
@@ -85,6 +93,65 @@ class ActivityReport(Result):
         return "\n".join(said)
 
 
+@contextmanager
+def activity(model: nn.Module) -> Generator[Activity, None, None]:
+    """Count which entries are active in every forward pass inside the block.
+
+    Where the model is given an attention mask [batch, tokens], padding does not count (in encoder-decoders it does).
+
+    Args:
+        model: converted by `from_ffn`, or a modular one.
+
+    Yields:
+        The counts so far; `.report()` puts them into tables.
+
+    Raises:
+        ValueError: a model that reads no base, or whose readings are being watched already.
+
+    Cost: one comparison for each score; memory of one count for each entry and layer, however many tokens.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from attnflow.knowledge import from_ffn
+    >>> model = from_ffn(LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)))
+    >>> with activity(model) as seen:
+    ...     _ = model(torch.arange(8).view(2, 4))
+    >>> [(layer.tokens, layer.entries) for layer in seen.report().layers]
+    [(8, 24), (8, 24)]
+    """
+    layers = readers(model)
+    busy = next((reader.layer for reader in layers if reader.observer is not None), None)
+    if busy is not None:
+        raise ValueError(f"the readings of layer {busy} are being watched already; end that block first")
+    seen = Activity()
+    mask: Tensor | None = None
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The mask of a forward pass, before it."""
+        nonlocal mask
+        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
+        two_sided = "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments
+        mask = given.bool() if isinstance(given, Tensor) and given.ndim == 2 and not two_sided else None
+
+    def see(reader: LayerReader, reading: Reading) -> None:
+        tokens = reading.weights.shape[:-2]
+        counted = None
+        if mask is not None and len(tokens) == 2:  # with a cache, the mask has the tokens before these, too
+            counted = mask[:, mask.shape[1] - tokens[1] :].expand(tokens)
+        # Another total is that of entries that were given in place of the model's base.
+        if reading.certificate is not None and reading.certificate.total == reader.num_entries:
+            seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries)))
+        seen.see(reading, reader.ids, counted)
+
+    hook = model.register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        with observed([(reader, partial(see, reader)) for reader in layers]):
+            yield seen
+    finally:
+        hook.remove()
+
+
 def active(reading: Reading) -> Bool[Tensor, "*tokens heads read"]:
     """Which entries are active: those with a positive weight, of gated layers with a positive activated gate.
 
@@ -97,10 +164,7 @@ def active(reading: Reading) -> Bool[Tensor, "*tokens heads read"]:
 
 
 class Activity:
-    """Counts over any number of forward passes; `af.knowledge.activity(model)` fills it.
-
-    Memory: one count for each entry and layer, and a histogram of active entries per token.
-    """
+    """Counts over any number of forward passes; `af.knowledge.activity(model)` fills it."""
 
     def __init__(self) -> None:
         self._layers: dict[int, _Counts] = {}
@@ -108,13 +172,7 @@ class Activity:
     def see(
         self, reading: Reading, ids: Callable[[Tensor], Tensor], counted: Bool[Tensor, "*tokens"] | None = None
     ) -> None:
-        """Count one reading.
-
-        Args:
-            reading: of one layer.
-            ids: positions of a reading -> ids of entries.
-            counted: which tokens count, None for all; padding should not.
-        """
+        """Count one reading, with what turns its positions into ids, and which tokens count (None: all)."""
         fires = active(reading)
         active_here = fires.flatten(0, -3) if counted is None else fires[counted.to(fires.device)]
         counts = self._layers.setdefault(reading.layer, _Counts())
@@ -125,7 +183,7 @@ class Activity:
             counts.read_all = False
             positions = reading.ids.flatten(0, -3) if counted is None else reading.ids[counted.to(fires.device)]
             counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
-        counts.tally(active_here.sum(dim=(1, 2)).cpu())
+        counts.tokens.update(active_here.sum(dim=(1, 2)).tolist())
 
     def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
         """Say which entries a layer may read: those that it never does are dead."""
@@ -169,17 +227,13 @@ class Activity:
 
 
 class _Counts:
-    """Of one layer."""
+    """Of one layer: how often each entry was active, and how many were for a token."""
 
     def __init__(self) -> None:
         self.ids = torch.zeros(0, dtype=torch.int64)  # ascending
         self.fired = torch.zeros(0, dtype=torch.int64)
-        self.histogram = torch.zeros(1, dtype=torch.int64)  # tokens by their number of active entries
+        self.tokens = Counter[int]()  # by their number of active entries
         self.read_all = True
-
-    @property
-    def tokens(self) -> int:
-        return int(self.histogram.sum())
 
     def add(self, ids: Tensor, fired: Tensor) -> None:
         """Add to the counts of entries, of which no two are alike."""
@@ -191,19 +245,11 @@ class _Counts:
         fresh = torch.zeros(len(self.ids), dtype=torch.int64)
         self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
 
-    def tally(self, counts: Tensor) -> None:
-        """Add tokens to the histogram."""
-        more = torch.bincount(counts, minlength=len(self.histogram))
-        more[: len(self.histogram)] += self.histogram
-        self.histogram = more
-
     def summary(self, layer: int, entries: int, dead: int) -> LayerActivity:
         """In numbers."""
-        tokens, values = self.tokens, torch.arange(len(self.histogram))
-        below = self.histogram.cumsum(0)
-        lower, median, upper = (int((below >= share * tokens).nonzero()[0]) for share in (0.05, 0.5, 0.95))
-        present: Sequence[int] = self.histogram.nonzero().flatten().tolist()
-        mean = float((values * self.histogram).sum()) / tokens
-        return LayerActivity(
-            layer, tokens, entries, self.read_all, mean, present[0], lower, median, upper, present[-1], dead
-        )
+        tokens, active_entries = self.tokens.total(), sorted(self.tokens)
+        at_most = list(accumulate(self.tokens[count] for count in active_entries))
+        lower, median, upper = (active_entries[bisect_left(at_most, share * tokens)] for share in (0.05, 0.5, 0.95))
+        least, most = active_entries[0], active_entries[-1]
+        mean = sum(count * number for count, number in self.tokens.items()) / tokens
+        return LayerActivity(layer, tokens, entries, self.read_all, mean, least, lower, median, upper, most, dead)

@@ -18,9 +18,8 @@ from attnflow._core.checks import IntArray, index_array, preview
 from attnflow._core.markup import aligned
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow.knowledge.base import KnowledgeBase
+from attnflow.knowledge.base import KnowledgeBase, LayeredKnowledge
 from attnflow.knowledge.index import EntryIndex
-from attnflow.knowledge.layered import LayeredKnowledge
 from attnflow.knowledge.store import Store
 
 Search = Literal["auto", "exact", "approximate"]
@@ -122,7 +121,10 @@ def duplicates(
     for done, first, second in batches:
         once = second > first  # an index finds most pairs from both sides
         pairs += int((copies[first[once]] * copies[second[once]]).sum())
-        labels = _merged(labels, first.numpy(), second.numpy())
+        if len(first):
+            ends = labels[first], labels[second]
+            edges = coo_array((np.ones(len(first)), ends), shape=(len(unit), len(unit)))
+            labels = connected_components(edges, directed=False)[1][labels]
         if progress is not None:
             progress(done, len(unit), "entries")
     groups = _groups(labels[place.numpy()], ids)
@@ -158,16 +160,6 @@ def _by_index(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]
         second = torch.cat([one.ids for one in neighbours])
         other = second != first
         yield start + len(block), first[other], second[other]
-
-
-def _merged(labels: IntArray, first: IntArray, second: IntArray) -> IntArray:
-    """Labels of groups after some pairs were joined."""
-    if not len(first):
-        return labels
-    ones, size = np.ones(len(first), dtype=np.float32), len(labels)
-    edges = coo_array((ones, (labels[first], labels[second])), shape=(size, size))
-    components: IntArray = connected_components(edges, directed=False)[1].astype(np.int64)
-    return components[labels]
 
 
 def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:

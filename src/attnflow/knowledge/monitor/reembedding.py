@@ -4,22 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from operator import itemgetter
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, integer, preview
 from attnflow._core.markup import aligned
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow.knowledge.encoder import Encoder
 from attnflow.knowledge.store import Entry, Store
 
 SAME: Final = 0.999  # the same encoder reproduces an embedding to rounding, in half precision to about this cosine
 _SCAN: Final = 1024  # entries that are read from the store at once
 _WORST: Final = 5
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Texts to embeddings: a pretrained sentence encoder, or a model that is trained jointly with the reader.
+
+    The version names the encoder and its weights: two that embed differently have different versions. It is stored with
+    each entry, so that a base knows which of its embeddings another encoder made.
+    """
+
+    @property
+    def dim(self) -> int:
+        """Width of an embedding."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """See above."""
+        ...
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "texts dim"]:
+        """One embedding for each text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,12 +79,7 @@ class VersionDrift:
 
 @dataclass(frozen=True)
 class Drift(Result):
-    """How far the embeddings of a store are from those of an encoder.
-
-    Attributes:
-        encoder: its version.
-        versions: the entries by the version that is stored with them, the most frequent first.
-    """
+    """How far the embeddings of a store are from those of an encoder, by stored version, the most frequent first."""
 
     encoder: str
     versions: tuple[VersionDrift, ...]
@@ -93,14 +113,10 @@ class Drift(Result):
 
 @dataclass(frozen=True)
 class Reembedded(Result):
-    """What `reembed` did.
+    """What `reembed` did: all entries with a text now have the version `encoder`.
 
-    Attributes:
-        encoder: the version that all entries with a text now have.
-        total: entries of the store.
-        done: entries that were embedded anew.
-        current: entries that had this version already.
-        without_text: ids of the entries that have no text, and were left as they are.
+    Of `total` entries, `done` were embedded anew, `current` had this version already, and those with the ids
+    `without_text` have no text and were left as they are.
     """
 
     encoder: str
@@ -139,38 +155,24 @@ def drift(
     integer("sample", sample, 1)
     _same_width(store, encoder)
     version, counts = encoder.version, dict(store.stats().encoders)
-    chosen: dict[str, list[Entry]] = {name: [] for name in counts}
-    empty = dict.fromkeys(counts, 0)
+    sampled: dict[str, list[Entry]] = {name: [] for name in counts}
     wanted = {name: min(sample, count) for name, count in counts.items()}
     order = np.random.default_rng(seed).permutation(index_array("ids", store.ids()))
     for entries in _batches(store, order, _SCAN):
         for entry in entries:
-            name = entry.encoder or ""
-            if len(chosen[name]) + empty[name] >= wanted[name]:
-                continue
-            if entry.text:
-                chosen[name].append(entry)
-            else:
-                empty[name] += 1
-        if all(len(chosen[name]) + empty[name] >= wanted[name] for name in counts):
+            if len(same := sampled[entry.encoder or ""]) < wanted[entry.encoder or ""]:
+                same.append(entry)
+        if all(len(sampled[name]) == wanted[name] for name in counts):
             break
     versions: list[VersionDrift] = []
     for name, count in sorted(counts.items(), key=lambda item: -item[1]):
-        entries = chosen[name]
-        cosines = _cosines(entries, encoder)
-        least = sorted(range(len(entries)), key=lambda place: cosines[place])
-        versions.append(
-            VersionDrift(
-                name,
-                name == version,
-                count,
-                len(entries),
-                empty[name],
-                sum(cosines) / len(cosines) if cosines else None,
-                min(cosines, default=None),
-                tuple(entries[place].id for place in least[:_WORST]),
-            )
-        )
+        entries = [entry for entry in sampled[name] if entry.text]
+        least = sorted(zip(_cosines(entries, encoder), (entry.id for entry in entries), strict=True), key=itemgetter(0))
+        mean = sum(cosine for cosine, _ in least) / len(least) if least else None
+        minimum = least[0][0] if least else None
+        worst = tuple(key for _, key in least[:_WORST])
+        without = len(sampled[name]) - len(entries)
+        versions.append(VersionDrift(name, name == version, count, len(entries), without, mean, minimum, worst))
         if progress is not None:
             progress(len(versions), len(counts), "versions")
     return Drift(version, tuple(versions))
@@ -220,9 +222,7 @@ def _cosines(entries: list[Entry], encoder: Encoder) -> list[float]:
     if not entries:
         return []
     now = encoder([entry.text or "" for entry in entries]).float().cpu()
-    stored = torch.stack([entry.embedding for entry in entries])
-    cosines: list[float] = functional.cosine_similarity(stored, now, dim=1).tolist()
-    return cosines
+    return functional.cosine_similarity(torch.stack([entry.embedding for entry in entries]), now, dim=1).tolist()
 
 
 def _same_width(store: Store, encoder: Encoder) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,19 +21,23 @@ from transformers.models.llama.modeling_llama import (
 from attnflow.knowledge.attention import GeneralizedCrossAttention, ThresholdHidden, ThresholdOut
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.hf.modular.config import ModularConfig
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
+from attnflow.knowledge.layered import LayerReader
+from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.memory_layer.source import Source
+from attnflow.knowledge.memory_layer.source import Source, StoredKnowledge
 
 Entries = Float[Tensor, "entries entry_dim"] | Source
 
 
-class ModularBlock(GradientCheckpointingLayer):
-    """H' = H + C(H, E) after self-attention (knowledge, eq. 5), with norms before both."""
+class ModularReader(KnowledgeReader, LayerReader):
+    """What reads entries in a block: those of the model's base, or of its source, such as a store.
 
-    def __init__(self, config: ModularConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = LlamaAttention(cast(Any, config), layer_idx)
+    Ids of a `Reading` are then those of the source.
+    """
+
+    model: ModularModel
+
+    def __init__(self, layer: int, config: ModularConfig, model: ModularModel) -> None:
         attention = GeneralizedCrossAttention(
             config.hidden_size,
             config.key_dim,
@@ -45,8 +49,62 @@ class ModularBlock(GradientCheckpointingLayer):
             num_entries=config.num_entries if config.threshold == "per_entry" else None,
         )
         few = config.entries_per_token
-        retrieval = None if few is None else Retrieval(k=few, search="exact")
-        self.reader = KnowledgeReader(layer_idx, attention, retrieval, config.order)
+        super().__init__(layer, attention, None if few is None else Retrieval(k=few, search="exact"), config.order)
+        object.__setattr__(self, "model", model)  # no child: a circle of modules
+
+    @property
+    def num_entries(self) -> int:
+        """Rows of E, or of the source."""
+        source = self.model.source
+        return self.model.knowledge.num_entries if source is None else source.num_entries
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b2, a parameter of the block."""
+        return self.attention.output_bias
+
+    def every(self) -> Int[Tensor, " entries"]:
+        """All ids of a store, or all rows."""
+        source = self.model.source
+        return source.store.ids() if isinstance(source, StoredKnowledge) else super().every()
+
+    def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Rows of E are their own ids, and what is read of a source has ids already."""
+        return positions
+
+    def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
+        """E W_V of each head."""
+        entries = self._rows(positions)[:, : self.attention.entry_dim]
+        return torch.einsum("ne,hed->hnd", entries, self.attention.value)
+
+    def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
+        """B1(E), of a source those that are stored beside the entries."""
+        attention, width = self.attention, self.columns
+        if self.model.source is None:
+            return attention.thresholds(self.model.knowledge.entries)[..., positions]
+        columns = self._rows(positions)[:, attention.entry_dim :][:, self.layer * width :][:, :width]
+        return columns.T.reshape(attention.parts, attention.num_heads, len(positions))
+
+    def error_bound(self, reading: Reading, source: Entries | None = None) -> Float[Tensor, " tokens"]:
+        """See `KnowledgeReader.error_bound`; by default of what the model reads now."""
+        return super().error_bound(reading, self.model.read_from(source))
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        source = self.model.source
+        if source is None:
+            return self.model.knowledge.entries[positions]
+        wanted = positions.cpu()
+        rows = source.store.rows(wanted) if isinstance(source, StoredKnowledge) else source.rows()[wanted]
+        return rows.to(self.attention.value)
+
+
+class ModularBlock(GradientCheckpointingLayer):
+    """H' = H + C(H, E) after self-attention (knowledge, eq. 5), with norms before both."""
+
+    def __init__(self, config: ModularConfig, layer_idx: int, model: ModularModel) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(cast(Any, config), layer_idx)
+        self.reader = ModularReader(layer_idx, config, model)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -91,7 +149,7 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.knowledge = KnowledgeBase(config.num_entries, config.entry_dim)
-        self.layers = nn.ModuleList(ModularBlock(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(ModularBlock(config, index, self) for index in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=cast(Any, config))
         self.gradient_checkpointing = False
@@ -100,12 +158,16 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
 
     def forward(self, *args: Any, entries: Entries | None = None, **kwargs: Any) -> Any:
         """As `LlamaModel`; `entries` are read instead of E (or of the source) in this call."""
-        if entries is None:
-            entries = self.knowledge() if self.source is None else self.source
-        elif not isinstance(cast(object, entries), Tensor | Source):
-            raise TypeError(f"entries must be a tensor [entries, d_E] or a source, got {type(entries).__name__}")
-        kwargs["entries"] = entries  # LlamaModel hands what it does not know to every block
+        kwargs["entries"] = self.read_from(entries)  # LlamaModel hands what it does not know to every block
         return super().forward(*args, **kwargs)
+
+    def read_from(self, entries: Entries | None) -> Entries:
+        """What blocks read in a call: the entries given, or else the source, or else E."""
+        if entries is None:
+            return self.knowledge() if self.source is None else self.source
+        if not isinstance(cast(object, entries), Tensor | Source):
+            raise TypeError(f"entries must be a tensor [entries, d_E] or a source, got {type(entries).__name__}")
+        return entries
 
 
 class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
@@ -141,7 +203,7 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         """E."""
         return self.model.knowledge
 
-    def readers(self) -> list[KnowledgeReader]:
+    def readers(self) -> list[ModularReader]:
         """What reads E in each block."""
         return [cast(ModularBlock, block).reader for block in self.model.layers]
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from attnflow.knowledge import Retrieval
-from attnflow.knowledge.hf.activity import activity
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.modular.config import ModularConfig
 from attnflow.knowledge.hf.modular.model import ModularForCausalLM
-from attnflow.knowledge.hf.readers import readers
+from attnflow.knowledge.layered import readers
+from attnflow.knowledge.monitor.activity import activity
 from tests.models import tiny, tokens
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_entries": 24}
