@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from attnflow.cli._masks import EXAMPLES
@@ -43,11 +44,22 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
     Raises:
         BadUsage: there is no such model, or it is none that can be loaded.
     """
-    require(name)
     from attnflow.models import load_model
 
+    return _asked(load_model, name, tokenizer, without)
+
+
+def outline(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
+    """As `load`, without weights: to refuse what cannot be before they are read."""
+    from attnflow.models.loader import outline
+
+    return _asked(outline, name, tokenizer, without)
+
+
+def _asked(maker: Callable[..., Loaded], name: str, tokenizer: bool, without: str) -> Loaded:
+    require(name)
     try:
-        return load_model(name, tokenizer=tokenizer)
+        return maker(name, tokenizer=tokenizer)
     except FileNotFoundError as error:
         raise BadUsage(str(error)) from error
     except ValueError as error:

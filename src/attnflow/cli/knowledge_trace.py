@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge import Trace
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
+_WITHOUT: Final = "give token ids, as in --ids 5,6,7"
 
 
 def knowledge_trace(
@@ -56,6 +57,7 @@ def knowledge_trace(
     _models.require(model)
     from attnflow.cli.knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
+    from attnflow.knowledge.hf.trace import check_request
     from attnflow.knowledge.layered import reads_entries
 
     inputs = _inputs(text, ids)
@@ -68,16 +70,18 @@ def knowledge_trace(
     with ExitStack() as stack:
         held = None if store is None else stack.enter_context(opened(store, search="exact"))
         spinner = stack.enter_context(working(f"loading {model}"))
-        loaded = _models.load(model, ids is None, "give token ids, as in --ids 5,6,7")
+        layers = None if layer is None else [layer]
+        targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
+        if layers is not None or targets is not None:
+            check_request(_models.outline(model, ids is None, _WITHOUT), layers, targets)
+        loaded = _models.load(model, ids is None, _WITHOUT)
         if not reads_entries(loaded.model):
             spinner.stage("opening its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
         if held is not None:
             attach(loaded, held)
         spinner.stage("tracing")
-        layers = None if layer is None else [layer]
         wanted = max(16, count) if top is None else top
-        targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         result = replace(trace(loaded, inputs, layers=layers, top=wanted, targets=targets), model=model)
         result.row(position)
         if path is not None:

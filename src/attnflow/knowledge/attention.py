@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, cast
 
 import torch
 from jaxtyping import Float
@@ -29,11 +29,7 @@ def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*token
 
     weights = max(score - tau, 0) with tau such that they sum to 1; exact zeros for all but the highest scores.
 
-    Args:
-        scores: of all entries; the last dimension is normalised.
-
-    Returns:
-        Weights of the same shape. Gradients flow to the entries with weight.
+    The last dimension is normalised. Gradients flow to the entries with weight.
 
     Cost: a sort, O(entries log entries) for each token.
 
@@ -90,20 +86,13 @@ class Folded:
 
     FFN(h) = act(h W_1 + b_1) W_2 + b_2 with W_1 = W_Q W_K^T E^T / sqrt(d_k), b_1 = B1(E), W_2 = E W_V (knowledge,
     eq. 21); gated: (act(h W_g + b_g) * (h W_u + b_u)) W_2 + b_2. Exact, and stale once E or a projection changes.
-
-    Attributes:
-        scores: W_1 for each part (one, or gate and up), [parts, heads, model_dim, entries].
-        thresholds: b_1 likewise, [parts, heads, entries].
-        values: W_2, [heads, entries, model_dim].
-        output_bias: b_2, [model_dim], or None.
-        activation: applied to scores.
     """
 
-    scores: Float[Tensor, "parts heads model_dim entries"]
-    thresholds: Float[Tensor, "parts heads entries"]
-    values: Float[Tensor, "heads entries model_dim"]
-    output_bias: Float[Tensor, " model_dim"] | None
-    activation: Activation
+    scores: Float[Tensor, "parts heads model_dim entries"]  # W_1 for each part (one, or gate and up)
+    thresholds: Float[Tensor, "parts heads entries"]  # b_1 likewise
+    values: Float[Tensor, "heads entries model_dim"]  # W_2
+    output_bias: Float[Tensor, " model_dim"] | None  # b_2, or None
+    activation: Activation  # applied to scores
 
     def __call__(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens model_dim"]:
         """The layer's output for tokens. Cost: O(tokens * heads * entries * model_dim)."""
@@ -200,9 +189,8 @@ class GeneralizedCrossAttention(nn.Module):
         if self.output_bias is not None:
             nn.init.zeros_(self.output_bias)
         if self.threshold == "mlp":
-            for layer in self.threshold_network:
-                if isinstance(layer, nn.Linear):
-                    layer.reset_parameters()
+            for place in (0, 2):
+                cast(nn.Linear, self.threshold_network[place]).reset_parameters()
         elif self.threshold == "per_entry":
             nn.init.zeros_(self.entry_thresholds)
 
@@ -235,16 +223,7 @@ class GeneralizedCrossAttention(nn.Module):
         entries: Float[Tensor, "entries entry_dim"],
         order: str = "query_side",
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """What the entries add to each token.
-
-        Args:
-            hidden: tokens.
-            entries: E.
-            order: how to evaluate it.
-
-        Raises:
-            ValueError: widths that do not fit, or an unknown order.
-        """
+        """What the entries E add to each token; a ValueError for widths that do not fit, or an unknown order."""
         self.check(hidden, entries)
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")

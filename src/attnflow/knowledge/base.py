@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -40,11 +40,7 @@ class KnowledgeBase(nn.Module):
 
     @classmethod
     def from_entries(cls, entries: Float[Tensor, "entries entry_dim"]) -> KnowledgeBase:
-        """A base with given rows.
-
-        Raises:
-            ValueError: not a matrix, or NaN or infinity in it.
-        """
+        """A base with given rows; a ValueError for what is not a finite floating-point matrix."""
         if entries.ndim != 2 or not entries.is_floating_point():
             got = f"{entries.dtype} of shape {tuple(entries.shape)}"
             raise ValueError(f"entries must be floating-point numbers [num_entries, entry_dim], got {got}")
@@ -84,14 +80,10 @@ class EntryLayout:
 
     Plain layers: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2.
     The threshold is a coordinate of the entry (a network that had to memorise it misses by most of it).
-
-    Attributes:
-        model_dim: d.
-        gated: whether there are two keys.
     """
 
-    model_dim: int
-    gated: bool
+    model_dim: int  # d
+    gated: bool  # whether there are two keys
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -149,20 +141,12 @@ class LayeredKnowledge(KnowledgeBase):
         return self._rows[layer]
 
     def layer_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int]:
-        """The layer that each id belongs to.
-
-        Raises:
-            KeyError: an id that is not there.
-        """
+        """The layer that each id belongs to; a KeyError for one that is not there."""
         ends = self.counts.cumsum(0)
         return cast("list[int]", torch.searchsorted(ends, self._find(ids), right=True).tolist())
 
     def get(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> Float[Tensor, "ids entry_dim"]:
-        """The entries of ids, a copy.
-
-        Raises:
-            KeyError: an id that is not there.
-        """
+        """The entries of ids, a copy; a KeyError for one that is not there."""
         return self.entries.detach()[self._find(ids)]
 
     def insert(self, layer: int, entries: Float[Tensor, "new entry_dim"]) -> Int[Tensor, " new"]:
@@ -173,22 +157,18 @@ class LayeredKnowledge(KnowledgeBase):
         """
         integer("layer", layer, 0, self.num_layers - 1)
         self._check(entries)
-        where = self._rows[layer].stop
-        old = self.entries.detach()
-        new = torch.cat([old[:where], entries.to(old), old[where:]])
+        where, old, counts = self._rows[layer].stop, self.entries.detach(), self.counts.clone()
         ids = torch.arange(len(entries), device=self.ids.device) + self._next_id
-        counts = self.counts.clone()
         counts[layer] += len(entries)
-        parameter = nn.Parameter(new, requires_grad=self.entries.requires_grad)
-        self.put(parameter, torch.cat([self.ids[:where], ids, self.ids[where:]]), counts)
+        rows = torch.cat([old[:where], entries.to(old), old[where:]])
+        self.put(rows, torch.cat([self.ids[:where], ids, self.ids[where:]]), counts)
         return ids
 
     def update(self, ids: Int[Tensor, " ids"] | Sequence[int], entries: Float[Tensor, "ids entry_dim"]) -> None:
         """Overwrite entries in place.
 
         Raises:
-            KeyError: an id that is not there.
-            ValueError: another shape, NaN or infinity. The base is as it was.
+            KeyError, ValueError: an id that is not there; another shape, NaN or infinity. The base is as it was.
         """
         rows = self._find(ids)
         self._check(entries)
@@ -201,8 +181,7 @@ class LayeredKnowledge(KnowledgeBase):
         """Remove entries; each layer keeps at least one. The parameter is a new one: make optimisers anew.
 
         Raises:
-            KeyError: an id that is not there.
-            ValueError: a layer would be left empty. The base is as it was.
+            KeyError, ValueError: an id that is not there; a layer would be left empty. The base is as it was.
         """
         rows = self._find(ids)
         keep = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
@@ -210,11 +189,12 @@ class LayeredKnowledge(KnowledgeBase):
         counts = torch.stack([keep[self.rows(layer)].sum() for layer in range(self.num_layers)])
         if bool((counts == 0).any()):
             raise ValueError(f"layer {int((counts == 0).nonzero()[0])} would be left without entries")
-        parameter = nn.Parameter(self.entries.detach()[keep], requires_grad=self.entries.requires_grad)
-        self.put(parameter, self.ids[keep], counts)
+        self.put(self.entries.detach()[keep], self.ids[keep], counts)
 
-    def put(self, entries: nn.Parameter, ids: Tensor, counts: Tensor) -> None:
-        """These entries in place of all others."""
+    def put(self, entries: Tensor, ids: Tensor, counts: Tensor) -> None:
+        """These entries in place of all others; as a new parameter, unless they are one."""
+        if not isinstance(entries, nn.Parameter):
+            entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)
         self.entries, self.ids, self.counts = entries, ids, counts
         ends = cast("list[int]", counts.cumsum(0).tolist())
         self._rows = [slice(first, last) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
@@ -236,15 +216,9 @@ class LayeredKnowledge(KnowledgeBase):
         """
         integer("layer", layer, 0, self.num_layers - 1)
         layout, width = self.layout, self.layout.model_dim
-        attention = GeneralizedCrossAttention(
-            width,
-            width,
-            layout.entry_dim,
-            activation=activation,
-            gated=layout.gated,
-            threshold="coordinate",
-            bias=output_bias is not None,
-        ).to(self.entries)
+        form: dict[str, Any] = {"gated": layout.gated, "threshold": "coordinate", "bias": output_bias is not None}
+        attention = GeneralizedCrossAttention(width, width, layout.entry_dim, activation=activation, **form)
+        attention.to(self.entries)
         one = torch.eye(width, dtype=self.entries.dtype, device=self.entries.device)
         with torch.no_grad():
             for parameter in attention.parameters():

@@ -13,25 +13,15 @@ from attnflow._core.results import Result
 
 @dataclass(frozen=True)
 class Conditions(Result):
-    """Whether a feed-forward layer can be written neuron by neuron with keys of width d_k and entries of width d_E.
+    """Whether a feed-forward layer can be written neuron by neuron with keys of width d_k and entries of width d_E."""
 
-    Attributes:
-        key_rank: rank(W_1); rank([W_gate | W_up]) of a gated layer, whose two keys share one query. d_k must reach it.
-        entry_rank: rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values.
-        threshold_rank: coordinates more that thresholds need to be read off by an affine B1: none where they are
-            constant (no biases), or affine functions of the other coordinates; at most one for each key.
-        key_dim: d_k asked for.
-        entry_dim: d_E asked for.
-        gated: whether the layer has a gate.
-        residual: relative Frobenius error of keys and values at the best entries that leave room for the thresholds.
-    """
-
-    key_rank: int
-    entry_rank: int
-    threshold_rank: int
-    key_dim: int
-    entry_dim: int
-    gated: bool
+    key_rank: int  # rank(W_1), or rank([W_gate | W_up]), which d_k must reach
+    entry_rank: int  # rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values
+    threshold_rank: int  # coordinates more that thresholds need, at most one for each key
+    key_dim: int  # d_k asked for
+    entry_dim: int  # d_E asked for
+    gated: bool  # whether the layer has a gate
+    # relative Frobenius error of keys and values at the best entries that leave room for the thresholds
     residual: float
 
     @property
@@ -47,15 +37,13 @@ class Conditions(Result):
                 f"exact: rank {self.key_rank} <= d_k {self.key_dim}, "
                 f"{self.entry_rank} + {self.threshold_rank} <= d_E {self.entry_dim}"
             )
+        more = ["", ", and thresholds need one more coordinate", ", and thresholds need two more"][self.threshold_rank]
         reasons: list[str] = []
         if self.key_rank > self.key_dim:
             reasons.append(f"{keys} has rank {self.key_rank}, but keys have width d_k = {self.key_dim}")
         if self.entry_rank + self.threshold_rank > self.entry_dim:
-            more = {0: "", 1: ", and thresholds need one more coordinate", 2: ", and thresholds need two more"}
-            reasons.append(
-                f"{joined} has rank {self.entry_rank}{more[self.threshold_rank]}, but entries have width "
-                f"d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
-            )
+            width = f"d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
+            reasons.append(f"{joined} has rank {self.entry_rank}{more}, but entries have width {width}")
         return "not exact: " + "; ".join(reasons)
 
 

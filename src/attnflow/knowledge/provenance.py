@@ -20,40 +20,23 @@ By = Literal["norm", "effect"]
 
 @dataclass(frozen=True)
 class Fired:
-    """One entry that fired for one token in one layer: a row of a `Trace`.
+    """One entry that fired for one token in one layer: a row of a `Trace`."""
 
-    Attributes:
-        layer: number of the layer.
-        position: of the token.
-        token: its text.
-        target: text of the token whose logit the effect is about; "" without effects.
-        entry: id of the entry.
-        head: of the cross-attention that read it.
-        score: with the threshold, before the activation; of gated layers, that of the gate.
-        threshold: what the score contains of the entry alone; NaN where it is not known.
-        up_score: of gated layers, what the activated score is multiplied by; None of others.
-        up_threshold: likewise.
-        weight: with which its value is added.
-        norm: Euclidean norm of its contribution, |weight| * |value|.
-        effect: direct effect on the logit of the target, or None.
-        text: of the entry, "" if none is known.
-        promotes: the tokens whose logits its value raises most; with a negative weight, it lowers them.
-    """
-
-    layer: int
-    position: int
-    token: str
-    target: str
-    entry: int
-    head: int
-    score: float
-    threshold: float
-    up_score: float | None
-    up_threshold: float | None
-    weight: float
-    norm: float
-    effect: float | None
-    text: str = ""
+    layer: int  # number of the layer
+    position: int  # of the token
+    token: str  # its text
+    target: str  # text of the token whose logit the effect is about; "" without effects
+    entry: int  # id of the entry
+    head: int  # of the cross-attention that read it
+    score: float  # with the threshold, before the activation; of gated layers, that of the gate
+    threshold: float  # what the score contains of the entry alone; NaN where it is not known
+    up_score: float | None  # of gated layers, what the activated score is multiplied by; None of others
+    up_threshold: float | None  # likewise
+    weight: float  # with which its value is added
+    norm: float  # Euclidean norm of its contribution, |weight| * |value|
+    effect: float | None  # direct effect on the logit of the target, or None
+    text: str = ""  # of the entry, "" if none is known
+    # the tokens whose logits its value raises most; with a negative weight, it lowers them
     promotes: tuple[str, ...] = ()
 
 
@@ -62,21 +45,11 @@ class LayerTrace:
     """One layer. Of all entries the kept ones, those with the largest contributions first; ids are -1 after the last.
 
     Scores, thresholds, weights, norms and effects are as in `Fired`, scores of each part: "up", or "gate" and "up".
-
-    Attributes:
-        layer: its number.
-        name: path of the module that reads the entries.
-        num_entries: entries that it could read, counted once for each head.
-        active: entries with a positive score (of gated layers: gate score), kept or not; of those read.
-        output_norm: of what all entries together write, without b2.
-        explained: 1 - |rest| / |all|, with what all entries write and what is left of it without the kept ones.
-        effect: direct effect of the layer's whole output, b2 too; or None.
-        attention_effect: that of the attention of the same block, or None.
     """
 
-    layer: int
-    name: str
-    num_entries: int
+    layer: int  # its number
+    name: str  # path of the module that reads the entries
+    num_entries: int  # entries that it could read, counted once for each head
     ids: Int[Tensor, "positions kept"]
     heads: Int[Tensor, "positions kept"]
     scores: Float[Tensor, "parts positions kept"]
@@ -84,11 +57,13 @@ class LayerTrace:
     weights: Float[Tensor, "positions kept"]
     norms: Float[Tensor, "positions kept"]
     effects: Float[Tensor, "positions kept"] | None
+    # entries with a positive score (of gated layers: gate score), kept or not; of those read
     active: Int[Tensor, " positions"]
-    output_norm: Float[Tensor, " positions"]
+    output_norm: Float[Tensor, " positions"]  # of what all entries together write, without b2
+    # 1 - |rest| / |all|, with what all entries write and what is left of it without the kept ones
     explained: Float[Tensor, " positions"]
-    effect: Float[Tensor, " positions"] | None = None
-    attention_effect: Float[Tensor, " positions"] | None = None
+    effect: Float[Tensor, " positions"] | None = None  # direct effect of the layer's whole output, b2 too; or None
+    attention_effect: Float[Tensor, " positions"] | None = None  # that of the attention of the same block, or None
 
 
 @dataclass(frozen=True)
@@ -156,22 +131,14 @@ class Trace(Result):
         return min(one.ids.shape[1] for one in self.layers)
 
     def layer(self, number: int) -> LayerTrace:
-        """One layer.
-
-        Raises:
-            ValueError: that layer was not traced; the message lists those that were.
-        """
-        layer = next((one for one in self.layers if one.layer == number), None)
-        if layer is None:
-            raise ValueError(f"layer must be one of {[one.layer for one in self.layers]}, got {number!r}")
-        return layer
+        """One layer; a ValueError lists those that were traced."""
+        layers = {one.layer: one for one in self.layers}
+        if number not in layers:
+            raise ValueError(f"layer must be one of {list(layers)}, got {number!r}")
+        return layers[number]
 
     def row(self, position: int) -> int:
-        """The row of a position; -1 is the last row, -2 the one before it.
-
-        Raises:
-            ValueError: that position was not traced.
-        """
+        """The row of a position, -1 being the last row; a ValueError lists the positions that were traced."""
         if -len(self.positions) <= position < 0:
             return len(self.positions) + position
         if position not in self.positions:
@@ -286,9 +253,8 @@ class Trace(Result):
         for one in self.layers:
             active = percent(float(one.active.double().mean()) / max(one.num_entries, 1))
             explained = percent(max(0.0, float(one.explained.double().mean())))
-            lines.append(
-                f"  layer {one.layer}: {active} of entries active, {one.ids.shape[1]} kept explain {explained}"
-            )
+            kept = one.ids.shape[1]
+            lines.append(f"  layer {one.layer}: {active} of entries active, {kept} kept explain {explained}")
         return "\n".join(lines + ([f"  no direct effects: {self.without}"] if self.without else []))
 
 

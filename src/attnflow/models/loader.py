@@ -79,6 +79,31 @@ def load_model(
     return Loaded(model, tokens)
 
 
+def outline(name_or_path: str | os.PathLike[str], *, tokenizer: bool = True) -> Loaded:
+    """What `load_model` would load, before any weights are read: the model's modules on the meta device.
+
+    Raises:
+        As `load_model`, but for what is wrong with weights.
+
+    Cost: of a GGUF file that is not in the cache, some 10 s to read its head, and as much for the tokenizer.
+    """
+    folder, gguf = _locate(os.fspath(name_or_path))
+    with quiet():
+        if gguf is None:
+            config = _config(folder)
+            make = _class_of(config)
+            tokens = _tokenizer(folder) if tokenizer else None
+        else:
+            _require_gguf()
+            file, make = Path(folder) / gguf, cast(Any, AutoModelForCausalLM)
+            unpacked = cache.lookup(f"{_gguf_key(file)}-model")
+            source = {"gguf_file": gguf} if unpacked is None else {}
+            config = cast(Config, AutoConfig.from_pretrained(unpacked or folder, **source))
+            tokens = _gguf_tokenizer(file) if tokenizer else None
+        with torch.device("meta"):
+            return Loaded(getattr(make, "from_config", make)(config), tokens)
+
+
 def _dtype(dtype: object) -> torch.dtype | str:
     if isinstance(dtype, torch.dtype):
         if not dtype.is_floating_point:
@@ -127,16 +152,11 @@ def _config(folder: str) -> Config:
 
 def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     config = _config(folder)
-    name = (getattr(config, "architectures", None) or [""])[0]
-    other = (
-        AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
-    )  # classes that are not transformers' own
-    maker = cast(Any, getattr(transformers, name, other) if name else AutoModel)
     try:
-        return cast(
-            PreTrainedModel,
-            maker.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False),
+        model = _class_of(config).from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
+        return cast(PreTrainedModel, model)
     except OSError as error:
         if Path(folder).is_dir():
             raise ValueError(
@@ -148,6 +168,13 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
         if type(error).__name__ != "SafetensorError":
             raise
         raise ValueError(f"the weights in {folder} are damaged: {error}") from error
+
+
+def _class_of(config: Config) -> Any:
+    name = (getattr(config, "architectures", None) or [""])[0]
+    # For classes that are not transformers' own.
+    other = AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
+    return getattr(transformers, name, other) if name else AutoModel
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -208,25 +235,30 @@ def _from_gguf(
     therefore copied into a fresh model of the same class. That takes seconds, so that the result, in float32, goes to
     the cache, under the hash of the file's content and the version of transformers; the logits are identical.
     """
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
-    key = f"gguf-{digest}-transformers-{transformers.__version__}"
 
     def unpacked(folder: Path) -> PreTrainedModel:
         return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
-    def tokens(folder: Path) -> PreTrainedTokenizerBase:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
-
-    model = _cached(f"{key}-model", unpacked, lambda: _unpack(file))
+    model = _cached(f"{_gguf_key(file)}-model", unpacked, lambda: _unpack(file))
     model.config._name_or_path = model.name_or_path = str(file.parent)
     model.config.dtype = dtype
     nn.Module.to(model, dtype)
-    if not tokenizer:
-        return model, None
-    words = _cached(f"{key}-tokenizer", tokens, lambda: _unpack_tokenizer(file))
+    return model, _gguf_tokenizer(file) if tokenizer else None
+
+
+def _gguf_key(file: Path) -> str:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+    return f"gguf-{digest}-transformers-{transformers.__version__}"
+
+
+def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    def unpacked(folder: Path) -> PreTrainedTokenizerBase:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+
+    words = _cached(f"{_gguf_key(file)}-tokenizer", unpacked, lambda: _unpack_tokenizer(file))
     words.name_or_path = str(file.parent)
-    return model, words
+    return words
 
 
 def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
@@ -242,10 +274,14 @@ def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entr
     return value
 
 
-def _unpack(file: Path) -> PreTrainedModel:
+def _require_gguf() -> None:
     for module in ("gguf", "accelerate"):
         if find_spec(module) is None:
             raise MissingExtra(module, "hf", "reading a GGUF file")
+
+
+def _unpack(file: Path) -> PreTrainedModel:
+    _require_gguf()
     try:
         with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
             packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)

@@ -298,19 +298,12 @@ def test_texts_tokens_and_targets():
         trace(model, [5, 6], targets=50)
 
 
-class Texts:
-    """What `trace` asks of a store."""
-
-    def __contains__(self, entry):
-        return entry % 2 == 0
-
-    def get(self, ids):
-        assert all(entry in self for entry in ids)
-        return [type("Entry", (), {"id": entry, "text": f"text of {entry}" if entry % 4 else None}) for entry in ids]
-
-
 def test_texts_from_a_store():
-    found = trace(made("Llama"), [5, 6], texts=Texts(), top=48)
+    store, ids = af.knowledge.Store.open("memory", dim=1), range(0, 96, 2)
+    store.insert(
+        embeddings=torch.ones(48, 1), ids=ids, texts=[f"text of {entry}" if entry % 4 else None for entry in ids]
+    )
+    found = trace(made("Llama"), [5, 6], texts=store, top=48)
     assert found.texts
     assert all(entry % 4 == 2 and text == f"text of {entry}" for entry, text in found.texts.items())
 

@@ -107,11 +107,13 @@ class Attached(Handle):
 
     def stale(self) -> Int64[Tensor, " n"]:
         """Ids of entries whose stored thresholds are not those of a modular model, as after training it."""
-        return self._stored().stale()
+        source = self._stored()
+        return source.stale() if isinstance(source, _Searched) else torch.zeros(0, dtype=torch.int64)
 
     def write_thresholds(self) -> int:
         """Write a modular model's thresholds where they are stale; returns for how many entries."""
-        return self._stored().write_thresholds()
+        source = self._stored()
+        return source.write_thresholds() if isinstance(source, _Searched) else 0
 
     def _stored(self) -> _Searched | _Copied:
         if self._source is None:
@@ -208,12 +210,6 @@ class _Copied:
 
     def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
         self.store.upsert(ids=ids, embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
-
-    def stale(self) -> Tensor:
-        return torch.zeros(0, dtype=torch.int64)
-
-    def write_thresholds(self) -> int:
-        return 0
 
     @property
     def latest(self) -> bool:

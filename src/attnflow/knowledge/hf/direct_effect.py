@@ -77,23 +77,14 @@ class _Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """What turns a contribution to the residual stream into its direct effect on the logit of a target.
+    """What turns a contribution to the residual stream into its direct effect on the logit of a target."""
 
-    Attributes:
-        rows: one for each position, [positions, model_dim]; the effect of c is c . row.
-        targets: ids of the targets.
-        logits: of the targets, less the mean over the vocabulary.
-        constant: what the biases of the final norm and of the unembedding add.
-        norm: the final norm.
-        unembedding: its rows w.
-    """
-
-    rows: Tensor
-    targets: Tensor
-    logits: Tensor
-    constant: Tensor
-    norm: _Norm
-    unembedding: Tensor
+    rows: Tensor  # one for each position, [positions, model_dim]; the effect of c is c . row
+    targets: Tensor  # ids of the targets
+    logits: Tensor  # of the targets, less the mean over the vocabulary
+    constant: Tensor  # what the biases of the final norm and of the unembedding add
+    norm: _Norm  # the final norm
+    unembedding: Tensor  # its rows w
 
     def promoted(self, values: Tensor, count: int) -> list[list[int]]:
         """The tokens whose logits each value raises most, the scale of the norm left aside."""
@@ -123,12 +114,14 @@ def directions(
         return "the model has no unembedding, so that no token has a logit"
     added: list[Tensor] = []
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []  # (module, input, output) of the unembedding and outer norms
+
+    def record(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        calls.append((module, inputs[0], output))
+
     with ExitStack() as hooks:
         for name, part in stream.model.named_modules():
             if part is head or (not _ELEMENT.search(name) and _NORM.search(type(part).__name__)):
-                hooks.enter_context(
-                    part.register_forward_hook(lambda *call: calls.append((call[0], call[1][0], call[2])))
-                )
+                hooks.enter_context(part.register_forward_hook(record))
         hooks.enter_context(stream.watching(lambda _kind, _layer, value: added.append(value)))
         said = getattr(run(), "logits", None)
     _, entered, logits = next(one for one in calls if one[0] is head)

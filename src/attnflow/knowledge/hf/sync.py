@@ -23,13 +23,7 @@ _BATCH: Final = 4096
 
 @dataclass(frozen=True)
 class EntryChanges:
-    """What had to change to make one side like the other.
-
-    Attributes:
-        inserted: entries that were added.
-        updated: entries that were overwritten.
-        deleted: entries that were removed.
-    """
+    """How many entries had to change to make one side like the other."""
 
     inserted: int
     updated: int
@@ -152,13 +146,10 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     remaining = at < before
     same = rows[remaining].eq(base.entries.detach()[at[remaining]]).all(dim=1)
     changes = EntryChanges(int((~remaining).sum()), int((~same).sum()), before - int(remaining.sum()))
-    parameter = base.entries
-    if rows.shape == parameter.shape:  # in place: then the parameter, which optimisers hold, stays the same
+    if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same
         with torch.no_grad():
-            parameter.copy_(rows)
-    else:
-        parameter = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-    base.put(parameter, ids.to(base.ids.device), counts.to(base.counts))
+            rows = base.entries.copy_(rows)
+    base.put(rows, ids.to(base.ids.device), counts.to(base.counts))
     return changes
 
 

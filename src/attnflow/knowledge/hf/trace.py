@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,13 @@ from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, direct
 from attnflow.knowledge.hf.layer_trace import LayerWatch
 from attnflow.knowledge.layered import observed, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
+from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.sites import find_feed_forward
 
 _PROMOTED: Final = 5  # tokens named for an entry
-
-
-@runtime_checkable
-class Entries(Protocol):
-    """What has a text for an id, such as `af.knowledge.Store`."""
-
-    def __contains__(self, key: object) -> bool: ...
-
-    def get(self, ids: Sequence[int]) -> Iterable[Any]:
-        """Entries with `.id` and `.text`."""
-        ...
 
 
 def trace(
@@ -46,7 +37,7 @@ def trace(
     top: int = 16,
     by: By | None = None,
     targets: str | int | Sequence[str | int] | None = None,
-    texts: Mapping[int, str] | Entries | None = None,
+    texts: Mapping[int, str] | Store | None = None,
     promoted: int = 128,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sequence: int = 0,
@@ -93,8 +84,7 @@ def trace(
     """
     model, own_tokenizer = split(model)
     tokenizer = tokenizer or own_tokenizer
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")
+    _refuse_two_streams(model)
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
     if by not in (None, "norm", "effect"):
@@ -102,7 +92,7 @@ def trace(
     if not reads_entries(model):
         model = from_ffn(model)
     every = readers(model)
-    numbers = chosen_layers([reader.layer for reader in every], layers)
+    numbers = _chosen([reader.layer for reader in every], layers)
     chosen = [reader for reader in every if reader.layer in numbers]
     arguments = model_inputs(model, inputs, tokenizer, sequence)
     ids = arguments["input_ids"][sequence].tolist()
@@ -152,7 +142,23 @@ def trace(
     )
 
 
-def chosen_layers(every: Sequence[int], layers: Sequence[int] | None) -> set[int]:
+def check_request(model: nn.Module | Loaded, layers: Sequence[int] | None, target: str | int | None) -> None:
+    """Refuse, as `trace` would, a model, layers or a target that cannot be; the model needs no weights for it."""
+    module, tokenizer = split(model)
+    _refuse_two_streams(module)
+    _chosen(range(len(readers(module) if reads_entries(module) else find_feed_forward(module))), layers)
+    if isinstance(target, str):
+        _target(target, tokenizer)
+    elif target is not None:
+        checks.index_array("targets", [target], cast(Any, module).get_input_embeddings().num_embeddings)
+
+
+def _refuse_two_streams(model: nn.Module) -> None:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")
+
+
+def _chosen(every: Sequence[int], layers: Sequence[int] | None) -> set[int]:
     """The layers that are asked for, by default all."""
     if layers is None:
         return set(every)
@@ -162,11 +168,8 @@ def chosen_layers(every: Sequence[int], layers: Sequence[int] | None) -> set[int
 
 
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
-    if positions is None:
-        return list(range(size))
-    chosen = [positions] if isinstance(positions, int) else list(positions)
-    wrong = [position for position in chosen if not -size <= position < size]
-    if wrong or not chosen:
+    chosen = range(size) if positions is None else [positions] if isinstance(positions, int) else list(positions)
+    if not chosen or not all(-size <= position < size for position in chosen):
         raise ValueError(f"positions must be of {size} tokens, {-size} to {size - 1}, got {chosen}")
     return sorted({position % size for position in chosen})
 
@@ -231,12 +234,12 @@ def _promoted(
     return tuple(words)
 
 
-def _texts(names: Mapping[int, str] | Entries, layers: Sequence[LayerTrace]) -> dict[int, str]:
+def _texts(names: Mapping[int, str] | Store, layers: Sequence[LayerTrace]) -> dict[int, str]:
     ids = torch.cat([one.ids.flatten() for one in layers]).unique().tolist()
-    if isinstance(names, Mapping):
-        return {entry: names[entry] for entry in ids if entry in names}
     named = [entry for entry in ids if entry >= 0 and entry in names]
-    return {int(one.id): str(one.text) for one in names.get(named) if one.text}
+    if isinstance(names, Mapping):
+        return {entry: names[entry] for entry in named}
+    return {one.id: one.text for one in names.get(named) if one.text}
 
 
 def _names(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:

@@ -25,48 +25,28 @@ from attnflow.knowledge.memory_layer.reader import Reading
 
 @dataclass(frozen=True)
 class LayerActivity:
-    """Active entries of one layer, counted over tokens: for each token the sum over heads.
+    """Active entries of one layer, counted over tokens: for each token the sum over heads."""
 
-    Attributes:
-        layer: its number.
-        tokens: that were seen.
-        entries: that the layer may read.
-        read_all: whether all of them were read; if not, the numbers are of those that were.
-        mean: active entries per token.
-        minimum: of any token.
-        lower: 5 % of the tokens have at most so many.
-        median: half of the tokens have at most so many.
-        upper: 95 % of the tokens have at most so many.
-        maximum: of any token.
-        dead: entries that were active for no token here.
-    """
-
-    layer: int
-    tokens: int
-    entries: int
-    read_all: bool
-    mean: float
-    minimum: int
-    lower: int
-    median: int
-    upper: int
-    maximum: int
-    dead: int
+    layer: int  # its number
+    tokens: int  # that were seen
+    entries: int  # that the layer may read
+    read_all: bool  # whether all of them were read; if not, the numbers are of those that were
+    mean: float  # active entries per token
+    minimum: int  # of any token
+    lower: int  # 5 % of the tokens have at most so many
+    median: int  # half of the tokens have at most so many
+    upper: int  # 95 % of the tokens have at most so many
+    maximum: int  # of any token
+    dead: int  # entries that were active for no token here
 
 
 @dataclass(frozen=True)
 class ActivityReport(Result):
-    """Active and dead entries of all layers.
+    """Active and dead entries of all layers."""
 
-    Attributes:
-        layers: in their order.
-        entries: that any layer may read.
-        dead: ids of the entries that were active for no token in any layer.
-    """
-
-    layers: tuple[LayerActivity, ...]
-    entries: int
-    dead: tuple[int, ...]
+    layers: tuple[LayerActivity, ...]  # in their order
+    entries: int  # that any layer may read
+    dead: tuple[int, ...]  # ids of the entries that were active for no token in any layer
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each layer."""

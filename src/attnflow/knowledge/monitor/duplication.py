@@ -30,23 +30,15 @@ _MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto
 
 @dataclass(frozen=True)
 class Duplicates(Result):
-    """Groups of entries that say the same.
+    """Groups of entries that say the same."""
 
-    Attributes:
-        threshold: cosine from which two entries are a pair.
-        total: entries that were compared.
-        pairs: how many pairs there are (of an approximate search: were found).
-        groups: ids that pairs connect, the largest group first; within a group, two may be less alike than a pair.
-        zeros: entries of length 0, which have no direction and are in no group.
-        approximate: whether an approximate index looked for the pairs, which may miss some.
-    """
-
-    threshold: float
-    total: int
-    pairs: int
+    threshold: float  # cosine from which two entries are a pair
+    total: int  # entries that were compared
+    pairs: int  # how many pairs there are (of an approximate search: were found)
+    # ids that pairs connect, the largest group first; within a group, two may be less alike than a pair
     groups: tuple[tuple[int, ...], ...]
-    zeros: int
-    approximate: bool
+    zeros: int  # entries of length 0, which have no direction and are in no group
+    approximate: bool  # whether an approximate index looked for the pairs, which may miss some
 
     @property
     def surplus(self) -> int:
@@ -124,7 +116,7 @@ def duplicates(
         if len(first):
             ends = labels[first], labels[second]
             edges = coo_array((np.ones(len(first)), ends), shape=(len(unit), len(unit)))
-            labels = connected_components(edges, directed=False)[1][labels]
+            labels = connected_components(edges, directed=False)[1].astype(np.int64)[labels]
         if progress is not None:
             progress(done, len(unit), "entries")
     groups = _groups(labels[place.numpy()], ids)

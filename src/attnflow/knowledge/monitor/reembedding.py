@@ -49,27 +49,16 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class VersionDrift:
-    """The entries that one encoder version made, against the present encoder.
+    """The entries that one encoder version made, against the present encoder."""
 
-    Attributes:
-        encoder: the version that is stored with them; "": unknown.
-        current: whether it is that of the present encoder.
-        entries: how many there are.
-        compared: how many were encoded again.
-        without_text: of those that were looked at, how many have no text, and cannot be.
-        mean: cosine between the stored embedding and the present one; None if none was compared.
-        minimum: the least cosine.
-        worst: ids of those with the least cosines, the least first.
-    """
-
-    encoder: str
-    current: bool
-    entries: int
-    compared: int
-    without_text: int
-    mean: float | None
-    minimum: float | None
-    worst: tuple[int, ...]
+    encoder: str  # the version that is stored with them; "": unknown
+    current: bool  # whether it is that of the present encoder
+    entries: int  # how many there are
+    compared: int  # how many were encoded again
+    without_text: int  # of those that were looked at, how many have no text, and cannot be
+    mean: float | None  # cosine between the stored embedding and the present one; None if none was compared
+    minimum: float | None  # the least cosine
+    worst: tuple[int, ...]  # ids of those with the least cosines, the least first
 
     @property
     def drifted(self) -> bool:
