@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.hf.modular.config import ModularConfig
-from attnflow.knowledge.hf.modular.model import Entries, ModularForCausalLM
+from attnflow.knowledge.hf.modular import Entries, ModularConfig, ModularForCausalLM
 from attnflow.knowledge.memory_layer.reader import Reading
 from experiments.facts.corpus import Vocabulary
 

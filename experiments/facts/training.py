@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.hf.modular.config import ModularConfig
+from attnflow.knowledge.hf.modular import ModularConfig
 from experiments.facts.corpus import UNKNOWN, Corpus, Key, Vocabulary
 from experiments.facts.model import FactEncoder, FactReader, nearest_loss, retrieval_loss
 

@@ -5,8 +5,7 @@ import torch
 
 from attnflow.knowledge import Retrieval
 from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.modular.config import ModularConfig
-from attnflow.knowledge.hf.modular.model import ModularForCausalLM
+from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.monitor.activity import activity
 from tests.models import tiny, tokens

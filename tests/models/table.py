@@ -337,7 +337,7 @@ REGISTERED = {
         run.image_tokens,
     ),
     "SpeechT5": TinyModel("SpeechT5ForSpeechToText", {**AUDIO, **ENCODER_DECODER}, run.dictated),
-    "Modular": TinyModel("ModularModel", MODULAR, package="attnflow.knowledge.hf.modular.model"),
+    "Modular": TinyModel("ModularModel", MODULAR, package="attnflow.knowledge.hf.modular"),
 }
 # Families that no other table needs, audited: some scan, some look both ways, some were repaired after a release.
 AUDITED = {

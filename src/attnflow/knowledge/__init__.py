@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
     from attnflow.knowledge.hf.encoder import TextEncoder
-    from attnflow.knowledge.hf.modular.config import ModularConfig
-    from attnflow.knowledge.hf.modular.model import ModularForCausalLM
+    from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
     from attnflow.knowledge.monitor.activity import activity

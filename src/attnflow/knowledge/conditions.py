@@ -74,11 +74,9 @@ def conditions(
     Args:
         first: W_1; W_up of a gated layer.
         second: W_2.
-        key_dim: d_k.
-        entry_dim: d_E.
+        key_dim, entry_dim: d_k and d_E.
         thresholds: b_1; b_up of a gated layer; by default none.
-        gate: W_gate, of a gated layer.
-        gate_thresholds: b_gate.
+        gate, gate_thresholds: W_gate and b_gate, of a gated layer.
 
     Raises:
         ValueError: thresholds of a gate without a gate.

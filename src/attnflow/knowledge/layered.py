@@ -70,14 +70,7 @@ def reads_entries(model: nn.Module) -> bool:
 
 
 def readers(model: nn.Module) -> list[LayerReader]:
-    """What reads entries in a model, in the order of layers.
-
-    Args:
-        model: converted by `from_ffn`, or a `ModularForCausalLM` (or `ModularModel`).
-
-    Raises:
-        ValueError: neither.
-    """
+    """What reads entries in a model, in the order of layers; a ValueError if it is neither converted nor modular."""
     layers: list[LayerReader] = [module for module in model.modules() if isinstance(module, LayerReader)]
     if not layers:
         raise ValueError(
@@ -100,14 +93,9 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
 
 
 class EntryValues(nn.Module, LayerReader):
-    """The values of a layer's entries, weighted and summed: stands where the last linear map was.
+    """The values of a layer's entries, weighted and summed, plus b2: stands where the last linear map was.
 
     The weights were computed by then, so that `retrieval` saves the product with the values alone.
-
-    Attributes:
-        base: whose entries they are.
-        bias: b2 of the layer, [model_dim], or None.
-        scored: the scores of each part in this forward pass, where somebody observes.
     """
 
     base: LayeredKnowledge
@@ -119,7 +107,7 @@ class EntryValues(nn.Module, LayerReader):
         self.layer = layer
         self.bias = None if bias is None else nn.Parameter(bias)
         self.retrieval = self.observer = None
-        self.scored: dict[str, Tensor] = {}
+        self.scored: dict[str, Tensor] = {}  # scores of each part in this forward pass, where somebody observes
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import attnflow as af
 from attnflow.knowledge import ModularConfig, ModularForCausalLM
-from attnflow.knowledge.hf.modular.model import ModularModel
+from attnflow.knowledge.hf.modular import ModularModel
 from tests.models import MODULAR, modular, tokens
 
 FORMS = [

@@ -16,8 +16,7 @@ from transformers import (
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.hf.modular.config import ModularConfig
-from attnflow.knowledge.hf.modular.model import ModularForCausalLM
+from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
 from attnflow.knowledge.hf.trace import trace
 from attnflow.knowledge.layered import readers
 from attnflow.models.loaded import Loaded

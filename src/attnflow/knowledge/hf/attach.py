@@ -13,7 +13,7 @@ from attnflow._core.checks import Indices
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.hf.modular.model import ModularModel, ModularReader
+from attnflow.knowledge.hf.modular import ModularModel, ModularReader
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries
 from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import readers

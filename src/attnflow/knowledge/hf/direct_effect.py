@@ -38,7 +38,7 @@ class Stream:
         """Call `add(kind, layer, [positions, model_dim])` for whatever is added, as it comes; the embedding once."""
 
         def adding(kind: Kind, layer: int) -> Callable[..., None]:
-            def hook(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            def hook(_: nn.Module, __: object, output: Any) -> None:
                 add(kind, layer, self.pick(output[0] if isinstance(output, tuple) else output))
 
             return hook
@@ -102,10 +102,7 @@ def directions(
     is the sum of the embedding and of what attention and entries of each block add. So for decoders with norms before
     their layers; not where norms follow them (BERT) or where outputs are normed or scaled before they are added.
 
-    Args:
-        stream: of the positions.
-        run: runs the model once.
-        targets: ids of the targets of the positions, given the logits of the last token.
+    `run` runs the model once; `targets` gives the ids of the targets, from the logits of the last token.
     """
     find = getattr(stream.model, "get_output_embeddings", None)
     head = cast("nn.Module | None", find() if callable(find) else None)

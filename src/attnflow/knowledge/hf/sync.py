@@ -88,10 +88,11 @@ def save_entries(
         raise ValueError(f"the store holds entries made by {preview(foreign)}, which would be lost: use another one")
     encoder = f"{MADE_BY}:{name or getattr(getattr(model, 'config', None), 'name_or_path', '') or type(model).__name__}"
     ids, held, layers = base.ids.cpu(), store.ids(), _layers_of(base)
+    stored = torch.isin(ids, held)
     inserted = updated = 0
     for start in range(0, len(ids), _BATCH):
         batch, rows = ids[start : start + _BATCH], base.entries.detach()[start : start + _BATCH].float().cpu()
-        present = torch.isin(batch, held)
+        present = stored[start : start + _BATCH]
         changed = ~present
         changed[present] = store.vectors(batch[present]).ne(rows[present]).any(dim=1)
         if bool(changed.any()):

@@ -213,18 +213,12 @@ def _promoted(
     )
     which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
     order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
-    ranked = torch.stack(
-        [table.gather(1, order).T.flatten() for table in (which.expand_as(places), places, heads)], dim=1
-    )
-    asked: dict[tuple[int, int, int], None] = {}
-    for index, place, head in cast(list[list[int]], ranked.tolist()):
-        if len(asked) == count:
-            break
-        if place >= 0:
-            asked.setdefault((index, place, head))
+    tables = (table.gather(1, order).T.flatten() for table in (which.expand_as(places), places, heads))
+    ranked = [key for key in zip(*(table.tolist() for table in tables), strict=True) if key[1] >= 0]
+    asked = list(dict.fromkeys(ranked))[:count]
     words: list[Promoted] = []
     for index, one in enumerate(watched):
-        mine = [(place, head) for i, place, head in asked if i == index]
+        mine = [(place, head) for place_of, place, head in asked if place_of == index]
         if mine:
             where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
             values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]

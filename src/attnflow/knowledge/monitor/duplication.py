@@ -114,7 +114,7 @@ def duplicates(
         once = second > first  # an index finds most pairs from both sides
         pairs += int((copies[first[once]] * copies[second[once]]).sum())
         if len(first):
-            ends = labels[first], labels[second]
+            ends = labels[first.numpy()], labels[second.numpy()]
             edges = coo_array((np.ones(len(first)), ends), shape=(len(unit), len(unit)))
             labels = connected_components(edges, directed=False)[1].astype(np.int64)[labels]
         if progress is not None:
