@@ -128,6 +128,16 @@ def test_a_gguf_file_is_unpacked_once(gguf, monkeypatch):
     assert torch.equal(logits(gguf), first)
 
 
+def test_an_outline_of_a_gguf_file_unpacks_nothing(gguf, monkeypatch):
+    expected = {name: p.shape for name, p in af.load_model(gguf, tokenizer=False).model.named_parameters()}
+    monkeypatch.setattr(loader, "_unpack", lambda _: pytest.fail("unpacked"))
+    cached = loader.outline(gguf, tokenizer=False).model
+    cache.clear()
+    for found in (cached, loader.outline(gguf, tokenizer=False).model):
+        assert {name: p.shape for name, p in found.named_parameters()} == expected
+        assert all(parameter.is_meta for parameter in found.parameters())
+
+
 def test_other_content_is_another_entry(gguf, tmp_path):
     first = logits(gguf)
     write_llama(gguf, seed=1)

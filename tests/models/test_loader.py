@@ -46,6 +46,20 @@ def tiny_like(folder):
     return LlamaForCausalLM.from_pretrained(folder)
 
 
+def test_an_outline_is_the_model_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    found, tokenizer = loader.outline(folder, tokenizer=False)
+    assert type(found) is LlamaForCausalLM
+    assert tokenizer is None
+    expected = tiny("Llama", torch.float32)
+    assert {name: p.shape for name, p in found.named_parameters()} == {
+        name: p.shape for name, p in expected.named_parameters()
+    }
+    assert all(parameter.is_meta for parameter in found.parameters())
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        loader.outline(folder)
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [("auto", torch.float32), (torch.bfloat16, torch.bfloat16), ("float64", torch.float64)],
