@@ -1,10 +1,11 @@
-"""`BiasConfig`: what the configs of all kinds share: which layers, checks, and the trip through JSON."""
+"""What the configs of all kinds share: which layers, checks, and the trip through JSON."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Final, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import ClassVar, Final, Literal, TypeVar, get_args
 
 from torch import nn
 
@@ -22,13 +23,11 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "rope": ("keep", "remove"),
 }
 _POSITIVE: Final = ("hidden_dim", "rank", "max_length", "max_distance")
-
-
 _Config = TypeVar("_Config", bound="BiasConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasConfig:
+class BiasConfig(ABC):
     """One learned bias on attention scores; each kind has its own config, with only the fields that the kind has.
 
     Attributes:
@@ -72,6 +71,14 @@ class BiasConfig:
         elif self.layers not in _STEP:
             raise ValueError(f"layers must be one of {', '.join(map(repr, _STEP))} or indices, got {self.layers!r}")
 
+    @abstractmethod
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The module of one layer, a `ScoreTerm`, freshly initialised.
+
+        Raises:
+            ValueError: the kind does not exist for such a layer.
+        """
+
     @property
     def reads(self) -> Reference | None:
         """The vectors that the kind reads, or None if it knows positions alone."""
@@ -89,14 +96,6 @@ class BiasConfig:
         if beyond:
             raise ValueError(f"layers {beyond} do not exist: the model has layers 0 to {num_layers - 1}")
         return sorted(self.layers)
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The module of one layer, a `ScoreTerm`, freshly initialised.
-
-        Raises:
-            ValueError: the kind does not exist for such a layer.
-        """
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, object]:
         """As JSON holds it."""
@@ -123,16 +122,9 @@ class BiasConfig:
         return cls(**content)  # pyright: ignore[reportArgumentType]
 
 
-@runtime_checkable
-class VectorConfig(Protocol):
-    """A config of a kind that reads vectors."""
+@dataclass(frozen=True, kw_only=True)
+class VectorConfig(BiasConfig):
+    """What kinds have in common that read the vectors of queries and keys."""
 
-    @property
-    def reference(self) -> Reference:
-        """Which vectors."""
-        ...
-
-    @property
-    def share_heads(self) -> ShareHeads:
-        """Which heads share a network."""
-        ...
+    reference: Reference = "unrotated"
+    share_heads: ShareHeads = True

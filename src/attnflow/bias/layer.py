@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -26,14 +26,11 @@ class LayerBias(nn.Module):
         enabled: whether attention uses it.
         observer: called with every attention call, before it runs, while something wants to look; without terms while
             the bias is disabled.
+        hooks: what reads the vectors of the layer.
     """
 
     def __init__(
-        self,
-        kinds: Sequence[nn.Module],
-        shape: LayerShape,
-        references: Sequence[str],
-        backend: str = "auto",
+        self, kinds: Sequence[nn.Module], shape: LayerShape, references: Sequence[str], backend: str = "auto"
     ) -> None:
         super().__init__()
         self.kinds = nn.ModuleList(kinds)
@@ -42,6 +39,7 @@ class LayerBias(nn.Module):
         self.backend = backend
         self.enabled = True
         self.observer: Callable[[Call], None] | None = None
+        self.hooks: Any = None
         self._trained = False
         self._widths: list[int] = []
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from attnflow._core.files import write_atomically
-from attnflow.bias.config import BiasConfig
+from attnflow.bias.kinds import GuidanceConfig
 
 WEIGHTS: Final = "bias.safetensors"
 CONFIG: Final = "bias_config.json"
@@ -48,7 +48,7 @@ class Saved:
     def layers(self) -> list[int]:
         """Numbers of the layers that have a bias."""
         number = int(self.base["num_layers"])
-        return sorted({n for one in self.configs for n in BiasConfig(layers=one["layers"]).layer_indices(number)})
+        return sorted({n for one in self.configs for n in GuidanceConfig(layers=one["layers"]).layer_indices(number)})
 
     def check(self, layer: int | None = None, head: int | None = None) -> None:
         """Raise for a layer that has no bias here, or a head that the base model does not have.

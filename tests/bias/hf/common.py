@@ -98,7 +98,8 @@ def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     """Whether the model has exactly these tensors, and no hooks of ours."""
     now = model.state_dict()
     hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    ours = [hook for hook in hooks if type(hook).__module__.startswith("attnflow")]
+    owners = [getattr(getattr(hook, "func", hook), "__self__", hook) for hook in hooks]  # of partials and methods
+    ours = [owner for owner in owners if type(owner).__module__.startswith("attnflow")]
     return not ours and now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 

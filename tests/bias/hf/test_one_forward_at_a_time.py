@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import attnflow as af
-from attnflow.bias.hf.hooks import enter_of
+from attnflow.bias.layer import layer_biases
 from tests.bias.hf.common import disabled
 from tests.models import tiny, tokens
 
@@ -17,10 +17,6 @@ def attached(name="Llama"):
     model = tiny(name, torch.float32)
     af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=8, init="kaiming"))
     return model
-
-
-def slots(model):
-    return [enter.slot for module in model.modules() if (enter := enter_of(module)) is not None]
 
 
 @pytest.mark.parametrize("first", ["with", "without"])
@@ -43,8 +39,10 @@ def test_nothing_is_kept_after_a_forward_pass():
     with disabled(model):
         model(ids)
     model.model.layers[0].self_attn.q_proj(torch.zeros(1, 2, 32))
-    for slot in slots(model):
-        assert (slot.query, slot.key, slot.hidden, slot.positions, slot.cache, slot.waiting) == (*[None] * 5, False)
+    for _, bias in layer_biases(model):
+        hooks = bias.hooks
+        held = (hooks.query, hooks.key, hooks.hidden, hooks.positions, hooks.cache, hooks.waiting)
+        assert held == (*[None] * 5, False)
 
 
 def test_a_second_thread_is_refused_rather_than_mixed_up():

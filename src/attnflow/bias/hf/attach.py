@@ -18,8 +18,7 @@ from attnflow._core.handles import Handle
 from attnflow.bias.attention import BACKENDS
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.forward import biased
-from attnflow.bias.hf.hooks import CHILD, Enter, Slot, install, uninstall
-from attnflow.bias.hf.layers import Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
 from attnflow.bias.kinds import GuidanceConfig
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
@@ -91,10 +90,9 @@ class BiasHandle(Handle):
         self._interception.remove(keep_changes=True)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        for path, _ in list(layer_biases(self.model)):
-            module = self.model.get_submodule(path.rpartition(".")[0])
-            uninstall(module)
-            delattr(module, CHILD)
+        for path, bias in list(layer_biases(self.model)):
+            bias.hooks.remove()
+            delattr(self.model.get_submodule(path.rpartition(".")[0]), CHILD)
         delattr(self.model, _ATTRIBUTE)
 
     def _summary(self) -> str:
@@ -143,11 +141,20 @@ def attach(
     """
     model, _ = split(model)
     configs = (config,) if isinstance(config, BiasConfig) else tuple(config)
-    _check(model, configs, train, backend)
+    wrong = [one for one in configs if not isinstance(cast(object, one), BiasConfig)]
+    if wrong or not configs:
+        got = ", ".join(type(one).__name__ for one in wrong) or "none"
+        raise TypeError(f"expected the config of a kind, such as af.bias.GuidanceConfig(), or several, got {got}")
+    if train not in ("guidance", "all"):
+        raise ValueError(f"train must be 'guidance' or 'all', got {train!r}")
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if next(layer_biases(model), None) is not None:
+        raise ValueError(f"{type(model).__name__} has a bias attached already; af.bias.handle(model).remove() first")
     layers = layers_of(model)
     children = _build(layers, configs, backend)
-    around = models_around(model, [layer.site for layer, _, _ in children])
-    modules = [layer.site.module for layer, _, _ in children]
+    around = models_around(model, [layer.site for layer, _ in children])
+    modules = [layer.site.module for layer, _ in children]
     for owner in (*around, *(module for module in modules if hasattr(module, "config"))):
         name = base_implementation(cast(PreTrainedConfig, owner.config))
         check_implementation(around[0], name, "the model's attention implementation", "bias")
@@ -157,9 +164,9 @@ def attach(
         handle._frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in handle._frozen:
             parameter.requires_grad_(False)
-    for layer, child, enter in children:
+    for layer, child in children:
         layer.site.module.add_module(CHILD, child)
-        install(layer.site.module, enter)
+        child.hooks.install(layer.site.module)
         handle.layers[layer.site.name] = sum(parameter.numel() for parameter in child.parameters())
     setattr(around[0], _ATTRIBUTE, handle)
     _log.info("%s", handle)
@@ -196,64 +203,54 @@ def disabled(model: nn.Module) -> Generator[None]:
             bias.enabled = enabled
 
 
-def _check(model: nn.Module, configs: Sequence[object], train: object, backend: object) -> None:
-    wrong = [config for config in configs if not isinstance(config, BiasConfig) or type(config) is BiasConfig]
-    if wrong or not configs:
-        got = ", ".join(type(config).__name__ for config in wrong) or "none"
-        raise TypeError(f"expected the config of a kind, such as af.bias.GuidanceConfig(), or several, got {got}")
-    if train not in ("guidance", "all"):
-        raise ValueError(f"train must be 'guidance' or 'all', got {train!r}")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if next(layer_biases(model), None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias attached already; af.bias.handle(model).remove() first")
-
-
-def _build(
-    layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str
-) -> list[tuple[Layer, LayerBias, Enter]]:
+def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias]]:
     """Everything that attaching adds, without touching the model."""
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):
             by_layer.setdefault(index, []).append(config)
-    children: list[tuple[Layer, LayerBias, Enter]] = []
-    for index in sorted(by_layer):
-        layer, chosen = layers[index], by_layer[index]
-        references = [config.reads for config in chosen if config.reads is not None]
-        _reachable(layer, chosen)
-        device, dtype = layer.place()
-        devices = {str(parameter.device) for parameter in layer.site.module.parameters()}
+    children: list[tuple[Layer, LayerBias]] = []
+    for index, chosen in sorted(by_layer.items()):
+        layer = layers[index]
+        module, parameters = layer.site.module, list(layer.site.module.parameters())
+        _check_reachable(layer, chosen)
+        devices = {str(parameter.device) for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(
                 f"{layer.site.name} lies on several devices ({', '.join(sorted(devices))}); move it to one"
             )
+        # Of quantised weights the config names the type that they compute in.
+        dtypes = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
+        dtype = dtypes[0] if dtypes else getattr(layer.site.owner, "dtype", torch.get_default_dtype())
+        device = parameters[0].device if parameters else torch.device("cpu")
         with torch.device(device):
             kinds = [config.module(layer.shape) for config in chosen]
-        child = LayerBias(kinds, layer.shape, references, backend)
-        child.to(device, dtype).train(layer.site.module.training)
-        remove_rope = any(config.rope == "remove" for config in chosen)
+        child = LayerBias(kinds, layer.shape, [one.reads for one in chosen if one.reads is not None], backend)
+        child.to(device, dtype).train(module.training)
         projections = layer.projections if "unrotated" in child.references else ()
-        children.append((layer, child, Enter(Slot(layer.depth), projections, "hidden" in references, remove_rope)))
+        remove_rope = any(config.rope == "remove" for config in chosen)
+        child.hooks = Hooks(layer.depth, projections, "hidden" in child.references, remove_rope)
+        children.append((layer, child))
     return children
 
 
-def _reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
+def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
+    module, name = layer.site.module, layer.site.name
     if not layer.projections and any(config.reads in ("unrotated", "per_head") for config in chosen):
         raise UnsupportedArchitecture(
-            f"{layer.site.name}: the projections of queries and keys cannot be reached: {layer.missing}. "
+            f"{name}: the projections of queries and keys cannot be reached: {layer.missing}. "
             "reference='rotated' or 'hidden' does without them"
         )
-    if getattr(layer.site.module, "is_kv_shared_layer", False):
+    if getattr(module, "is_kv_shared_layer", False):
         raise UnsupportedArchitecture(
-            f"{layer.site.name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
+            f"{name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
             "out of layers=[...]"
         )
     for path, _, _ in layer.projections:
         try:
-            layer.site.module.get_submodule(path)
+            module.get_submodule(path)
         except AttributeError as error:
-            raise UnsupportedArchitecture(f"{layer.site.name} has no module {path!r} to read from") from error
+            raise UnsupportedArchitecture(f"{name} has no module {path!r} to read from") from error
     removes = any(config.rope == "remove" for config in chosen)
-    if removes and "position_embeddings" not in signature(type(layer.site.module).forward).parameters:
-        raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
+    if removes and "position_embeddings" not in signature(type(module).forward).parameters:
+        raise UnsupportedArchitecture(f"{name} takes no rotary embedding from outside; use rope='keep'")

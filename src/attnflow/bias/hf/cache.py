@@ -16,7 +16,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -30,24 +29,9 @@ _ATTRIBUTE: Final = "_attnflow_columns"  # on the cache: layer of the model -> i
 def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_keys: int) -> Tensor:
     """The columns of all keys that the layer attends to: those of new tokens, after the cached ones if there are any.
 
-    Call it after the cache has taken the keys of this layer.
-
-    Args:
-        cache: of this forward pass, or None.
-        layer: the layer's index in the cache.
-        depth: layers of the model.
-        columns: of the new tokens, [batch, tokens, width].
-        num_keys: keys that the layer attends to.
-
-    Returns:
-        [batch, num_keys, width].
-
-    Raises:
-        ValueError: the cache holds keys that the bias has not seen, as after a prefill without it.
-        UnsupportedArchitecture: a kind of cache that no companion exists for.
+    Call it after the cache has taken the keys of this layer. `columns` is [batch, tokens, width], the result [batch,
+    num_keys, width]; `layer` is an index into the cache, `depth` the number of layers of the model.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cast(Cache, cache.self_attention_cache)
     if cache is None:
         if columns.shape[1] != num_keys:
             raise ValueError(
@@ -70,8 +54,6 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
 def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: torch.device) -> Tensor:
     """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them."""
     step = torch.arange(new, device=device)
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cast(Cache, cache.self_attention_cache)
     main = None if cache is None else cache.layers[layer]
     full = isinstance(main, StaticSlidingWindowLayer) and main.cumulative_length_int > main.max_cache_len
     if isinstance(main, StaticLayer) and not full:
@@ -81,19 +63,11 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
 
 def first_position(cache: Cache | None, layer: int, new: int) -> int | Tensor:
     """How many tokens came before the new ones; call it after the cache took them."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cast(Cache, cache.self_attention_cache)
     return 0 if cache is None else cast(Any, cache.layers[layer]).get_seq_length() - new
 
 
 def refuse_biased(cache: Cache | None, layer: int) -> None:
-    """Refuse to go on without the bias where the cache was filled with it.
-
-    Raises:
-        ValueError: the cache holds tokens that the bias has seen.
-    """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cast(Cache, cache.self_attention_cache)
+    """Refuse to go on without the bias where the cache was filled with it."""
     index = {} if cache is None else cast("dict[int, int]", cache.__dict__.get(_ATTRIBUTE, {}))
     if cache is not None and layer in index and not torch.compiler.is_compiling():
         seen = int(cast(CacheLayerMixin, cache.layers[index[layer]]).get_seq_length())
@@ -109,7 +83,12 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
         if cached.keys is None or not cached.keys.numel() or cached.keys.shape[-1] == columns.shape[-1]:
             return cached
     fresh = _like(main)
-    _refuse_past(main, columns.shape[1], layer)
+    seen = 0 if torch.compiler.is_compiling() else int(main.get_seq_length()) - columns.shape[1]
+    if seen > 0:
+        raise ValueError(
+            f"the cache already holds {seen} tokens of layer {layer} that the bias has not seen; start from an "
+            "empty cache after attaching or enabling a bias"
+        )
     if cache.offloading:  # which asks for the layer after the last one: what attention needs next is the first
         fresh.prefetch = partial(cache.prefetch, 0, cache.only_non_sliding)
     if layer in index:
@@ -120,17 +99,6 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
         index[layer] = len(cache.layers)
         cache.layers.append(fresh)
     return fresh
-
-
-def _refuse_past(main: CacheLayerMixin, new: int, layer: int) -> None:
-    if torch.compiler.is_compiling():
-        return
-    seen = int(main.get_seq_length())
-    if seen > new:
-        raise ValueError(
-            f"the cache already holds {seen - new} tokens of layer {layer} that the bias has not seen; start from an "
-            "empty cache after attaching or enabling a bias"
-        )
 
 
 def _like(main: CacheLayerMixin) -> CacheLayerMixin:

@@ -1,17 +1,19 @@
-"""One attention call of a layer that has a bias."""
+"""One attention call of a layer that has a bias: its terms, which pairs exist, and what computes it."""
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Final, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from attnflow.bias.allow import Allow
 from attnflow.bias.attention import choose, module_of
 from attnflow.bias.call import Call, make_call
-from attnflow.bias.hf.allowed import relation_of
 from attnflow.bias.hf.cache import extend, first_position, new_slots
-from attnflow.bias.hf.hooks import CHILD, Slot, enter_of
+from attnflow.bias.hf.layers import CHILD, Hooks
 from attnflow.bias.layer import LayerBias
 from attnflow.bias.shape import Vectors
 from attnflow.bias.terms import Dense, Term
@@ -20,6 +22,8 @@ from attnflow.models.interception import AttentionCall, Output, Proceed
 # What else transformers adds to scores, [batch or 1, heads, queries, keys]: T5's buckets. The rest is refused.
 _ADDED: Final = "position_bias"
 _REFUSED: Final = ("alibi", "relative_position_bias", "head_mask")
+
+_causal: Final[WeakValueDictionary[tuple[int, int, str], Allow]] = WeakValueDictionary()
 
 
 def biased(call: AttentionCall, proceed: Proceed) -> Output:
@@ -31,13 +35,12 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     bias = getattr(call.module, CHILD, None)
     if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
         return proceed(call)
-    slot = cast(Any, enter_of(call.module)).slot
-    terms = _terms(call, bias, slot) if bias.enabled else ()  # disabled, and yet observed
-    slot.clear()
+    terms: tuple[Term, ...] = ()
+    if bias.enabled:  # else it is only observed
+        terms = _terms(call, bias, bias.hooks)
+        bias.hooks.clear()
     zero = not bias.enabled or bias.is_zero()
-    learns = (
-        bias.enabled and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters())
-    )
+    learns = bias.enabled and torch.is_grad_enabled() and any(p.requires_grad for p in bias.parameters())
     if zero and not learns and bias.observer is None:
         return proceed(call)
     biased_call = _call(call, terms)
@@ -45,55 +48,17 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
         bias.observer(biased_call)
     if zero and not learns:
         return proceed(call)
-    output, weights = _attend(biased_call, bias.backend, call.implementation == "eager")
+    # Eager attention also returns weights, which only the reference holds.
+    need_weights = call.implementation == "eager" and bias.backend in ("auto", "reference")
+    with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
+        output, weights = module_of(choose(biased_call, bias.backend, need_weights)).run(biased_call)
     output = output.transpose(1, 2).contiguous()
-    weights = None if weights is None else weights.to(call.query.dtype)
+    weights = weights.to(call.query.dtype) if need_weights and weights is not None else None
     if zero and not biased_call.dropout:
         plain, plain_weights = proceed(call)  # with gradients enabled: without, SDPA may choose another kernel
         output = cast(Tensor, _SameAs.apply(output, plain.detach()))
         weights = None if weights is None or plain_weights is None else plain_weights.detach()
     return output, weights
-
-
-def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
-    """The call with everything that transformers adds to its scores."""
-    kwargs = call.kwargs
-    lost = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if lost:
-        raise ValueError(
-            f"{type(call.module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join"
-        )
-    allow, additive = relation_of(call)
-    added = kwargs.get(_ADDED)
-    own = [additive, None if added is None else Dense(added)]
-    query, key, value = map(_autocast, (call.query, call.key, call.value))
-    return make_call(
-        query,
-        key,
-        value,
-        (*terms, *(term for term in own if term is not None)),
-        allow,
-        kwargs.get("scaling"),
-        kwargs.get("softcap"),
-        kwargs.get("s_aux", kwargs.get("sinks")),
-        float(kwargs.get("dropout") or 0.0),
-    )
-
-
-def _attend(call: Call, backend: str, eager: bool) -> tuple[Tensor, Tensor | None]:
-    """By the backend asked for; eager attention also returns weights, which only the reference holds."""
-    need_weights = eager and backend in ("auto", "reference")
-    with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
-        output, weights = module_of(choose(call, backend, need_weights)).run(call)
-    return output, weights if need_weights else None
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """What autocast would hand to attention: rotary embedding leaves queries and keys in float32 there."""
-    device = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class _SameAs(torch.autograd.Function):
@@ -108,30 +73,121 @@ class _SameAs(torch.autograd.Function):
         return gradients[0], None
 
 
-def _terms(call: AttentionCall, bias: LayerBias, slot: Slot) -> tuple[Term, ...]:
+def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ...]:
     """The terms of this call; what the cache must keep of the new tokens is added to it.
 
     Models that keep position ids to themselves get positions by the count of tokens after the leading pads.
     """
     module, query, key = call.module, call.query, call.key
-    if not slot.mine():
+    if not hooks.mine():
         raise RuntimeError("two threads run one model with a bias at the same time; give each a copy, or take turns")
     layer = cast(int, getattr(module, "layer_idx", 0) or 0)
     new, num_keys, device = query.shape[2], key.shape[2], query.device
-    where = new_slots(slot.cache, layer, new, num_keys, device)
-    positions = slot.positions
+    where = new_slots(hooks.cache, layer, new, num_keys, device)
+    positions = hooks.positions
     if positions is None or positions.shape[1] != new:
-        positions = (torch.arange(new, device=device) + first_position(slot.cache, layer, new))[None]
+        positions = (torch.arange(new, device=device) + first_position(hooks.cache, layer, new))[None]
         left = None if call.request is None else call.request.pads()[1]
         positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
     positions = positions.expand(query.shape[0], -1)
     rotated = "rotated" in bias.references
-    queries = Vectors(slot.query, _flat(query) if rotated else None, slot.hidden, positions)
-    keys = Vectors(slot.key, _flat(key[:, :, where]) if rotated else None, slot.hidden, positions)
-    columns = bias.columns(keys)
-    columns = extend(slot.cache, layer, slot.depth, columns, num_keys)
+    queries = Vectors(hooks.query, _flat(query) if rotated else None, hooks.hidden, positions)
+    keys = Vectors(hooks.key, _flat(key[:, :, where]) if rotated else None, hooks.hidden, positions)
+    columns = extend(hooks.cache, layer, hooks.depth, bias.columns(keys), num_keys)
     return bias.terms(queries, columns, where)
 
 
 def _flat(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
+
+
+def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
+    """The call with everything that transformers adds to its scores."""
+    kwargs = call.kwargs
+    lost = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if lost:
+        raise ValueError(
+            f"{type(call.module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join"
+        )
+    allow, additive = _relation_of(call)
+    added = kwargs.get(_ADDED)
+    own = [additive, None if added is None else Dense(added)]
+    return make_call(
+        _autocast(call.query),
+        _autocast(call.key),
+        _autocast(call.value),
+        (*terms, *(term for term in own if term is not None)),
+        allow,
+        kwargs.get("scaling"),
+        kwargs.get("softcap"),
+        kwargs.get("s_aux", kwargs.get("sinks")),
+        float(kwargs.get("dropout") or 0.0),
+    )
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """What autocast would hand to attention: rotary embedding leaves queries and keys in float32 there."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
+    """(the pairs that attention may use, an additive mask's finite part if it has one), shared by layers."""
+    if call.mask is None:
+        return _unmasked(call), None
+    if call.request is None:  # of the caller's making, who may change it in place
+        return _masked(call)
+    # Layers of one kind get one mask, which lives as long as the request.
+    key = "relation", id(call.mask), str(call.query.device)
+    if key not in call.request.derived:
+        call.request.derived[key] = _masked(call)
+    return call.request.derived[key]
+
+
+def _unmasked(call: AttentionCall) -> Allow:
+    """Without a mask transformers' sdpa goes by the flag `is_causal`; the other implementations see everything."""
+    queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
+    causal = call.kwargs.get("is_causal")
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal
+    if not causal or queries == 1 or call.implementation != "sdpa":
+        return Allow(None, queries, keys)
+
+    def rows(block: slice) -> Tensor:
+        last = torch.arange(block.start, block.stop, device=device)[:, None]
+        return (torch.arange(keys, device=device) <= last)[None, None]
+
+    if torch.compiler.is_compiling():
+        return Allow(rows, queries, keys)
+    return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys))
+
+
+def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
+    if isinstance(call.mask, BlockMask):
+        return _by_rows(call.mask, call.query.shape[2], call.key.shape[2], call.query.device), None
+    assert call.mask is not None
+    # Detached, since the mask holds its request: a cycle would keep tables of all pairs until they are collected.
+    mask = call.mask.detach()[:, :, :, : call.key.shape[2]] if call.request else call.mask[..., : call.key.shape[2]]
+    added = None
+    if mask.dtype != torch.bool:  # the smallest number of its type where nothing passes
+        allowed = mask > torch.finfo(mask.dtype).min / 2
+        added = None if call.request is not None else Dense(mask.masked_fill(~allowed, 0.0))
+        mask = allowed
+    if call.empty is not None:
+        mask = mask & ~call.empty[:, None, :, None]
+    return Allow.from_dense(mask), added
+
+
+def _by_rows(mask: BlockMask, queries: int, keys: int, device: torch.device) -> Allow:
+    """A block mask's relation: rows are made when they are asked for, and no table of all pairs is held."""
+    batch, heads, mask_mod = mask.shape[0], mask.shape[1], mask.mask_mod
+    element = torch.arange(batch, device=device)[:, None, None, None]
+    head = torch.arange(heads, device=device)[None, :, None, None]
+    key = torch.arange(keys, device=device)[None, None, None]
+
+    def rows(block: slice) -> Tensor:
+        query = torch.arange(block.start, block.stop, device=device)[None, None, :, None]
+        return mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
+
+    return Allow(rows, queries, keys, batch=batch)

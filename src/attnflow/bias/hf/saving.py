@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from attnflow._core.errors import AttnflowError
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.attach import BiasHandle, Train, attach, handle
-from attnflow.bias.hf.hooks import CHILD
-from attnflow.bias.hf.layers import Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, Layer, layers_of
 from attnflow.bias.kinds import CustomConfig, config_from_dict
 from attnflow.bias.layer import layer_biases
 from attnflow.bias.saved import WEIGHTS, Saved, read, write

@@ -22,7 +22,7 @@ from attnflow._core.progress import Progress
 from attnflow._core.version import __version__
 from attnflow.bias.documents import read_documents, split_documents, tokenize
 from attnflow.bias.hf.attach import BiasHandle, handle
-from attnflow.bias.hf.hooks import CHILD
+from attnflow.bias.hf.layers import CHILD
 from attnflow.bias.hf.saving import save
 from attnflow.bias.hf.training import BiasTrainer, bias_alone, trainer
 from attnflow.bias.packing import Packed

@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.kinds.cumulative import CumulativeConfig
 from attnflow.bias.kinds.custom import CustomConfig
-from attnflow.bias.kinds.dense import DenseConfig
-from attnflow.bias.kinds.guidance import GuidanceConfig
-from attnflow.bias.kinds.key import KeyConfig
-from attnflow.bias.kinds.positions import AlibiConfig, RelativeConfig
+from attnflow.bias.kinds.networks import CumulativeConfig, GuidanceConfig, KeyConfig
+from attnflow.bias.kinds.positions import AlibiConfig, DenseConfig, RelativeConfig
 from attnflow.bias.kinds.products import BilinearConfig, DotConfig, LowRankConfig
 
 KINDS: Final[Mapping[str, type[BiasConfig]]] = {

@@ -1,18 +1,20 @@
-"""The protocol of a kind, and the projections that most kinds begin with."""
+"""The protocol of a kind, and what the modules of kinds are made of."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.bias.config import Init, VectorConfig
+from attnflow.bias.config import BiasConfig, Init, VectorConfig
 from attnflow.bias.shape import LayerShape, Vectors
-from attnflow.bias.terms import Term
+from attnflow.bias.terms import Term, wide
+
+_Config = TypeVar("_Config", bound=BiasConfig)
 
 
 @runtime_checkable
@@ -38,6 +40,29 @@ class ScoreTerm(Protocol):
         ...
 
 
+class Kind(nn.Module, Generic[_Config]):
+    """Base of our kinds: B is zero where the parameters named in `last` are; a key is its position, unless overridden.
+
+    `maps` counts the distinct maps: the networks, or every head where one network reads heads apart.
+    """
+
+    last: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: _Config, shape: LayerShape) -> None:
+        super().__init__()
+        self.config, self.shape = config, shape
+        if isinstance(config, VectorConfig):
+            self.maps = shape.num_heads if config.reference == "per_head" else shape.groups(config.share_heads)
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """The position of each key: exact in float32 up to 16 million."""
+        return keys.positions.to(wide(self.get_parameter(self.last[0])).dtype)[..., None]
+
+    def is_zero(self) -> bool:
+        """Whether the last layer, gain or table is zero."""
+        return not any(bool(self.get_parameter(name).any()) for name in self.last)
+
+
 class Projection(nn.Module):
     """A linear map from a layer's vectors to `out` numbers per network: full-width, or from each head's own part."""
 
@@ -47,19 +72,20 @@ class Projection(nn.Module):
         self.networks = shape.groups(config.share_heads)
         self.heads = shape.num_heads if side == "query" else shape.num_kv_heads
         self.num_heads = shape.num_heads
-        self.per_head = config.reference == "per_head"
+        self.reference = config.reference
         self.weight = nn.Parameter(torch.empty(self.networks, out, width))
 
-    def forward(self, vectors: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch groups tokens out"]:
-        """One result per map: `networks` of them, or one per query head where heads are read apart."""
+    def forward(self, side: Vectors) -> Float[Tensor, "batch groups tokens out"]:
+        """One result per map, in float32: `networks` of them, or one per query head where heads are read apart."""
+        vectors = side.reference(self.reference)
         batch, tokens, _ = vectors.shape
         weight = self.weight.to(vectors.dtype)
-        if not self.per_head:
+        if self.reference != "per_head":
             flat = functional.linear(vectors, weight.flatten(0, 1))
-            return flat.view(batch, tokens, self.networks, -1).transpose(1, 2)
+            return wide(flat.view(batch, tokens, self.networks, -1).transpose(1, 2))
         heads = vectors.view(batch, tokens, self.heads, -1).transpose(1, 2)
         heads = heads.repeat_interleave(self.num_heads // self.heads, dim=1)
-        return heads @ weight.repeat_interleave(self.num_heads // self.networks, dim=0).mT
+        return wide(heads @ weight.repeat_interleave(self.num_heads // self.networks, dim=0).mT)
 
 
 class GroupedNorm(nn.Module):
@@ -84,14 +110,9 @@ def as_last(parameter: Tensor, fan_in: int, init: Init) -> None:
         nn.init.normal_(parameter, std=math.sqrt(2 / fan_in))
 
 
-def num_maps(config: VectorConfig, shape: LayerShape) -> int:
-    """Number of distinct maps: the networks, or every head where one network reads heads apart."""
-    return shape.num_heads if config.reference == "per_head" else shape.groups(config.share_heads)
-
-
 def spread(parameter: Tensor, maps: int) -> Tensor:
-    """A parameter [networks, ...] as one per map, [maps, ...]."""
-    return parameter if parameter.shape[0] == maps else parameter.repeat_interleave(maps // parameter.shape[0], dim=0)
+    """A parameter [networks, ...] as one per map, [maps, ...], in float32."""
+    return wide(parameter if len(parameter) == maps else parameter.repeat_interleave(maps // len(parameter), dim=0))
 
 
 def flatten(features: Float[Tensor, "batch groups tokens out"]) -> Float[Tensor, "batch tokens width"]:
@@ -101,5 +122,4 @@ def flatten(features: Float[Tensor, "batch groups tokens out"]) -> Float[Tensor,
 
 def unflatten(columns: Float[Tensor, "batch keys width"], maps: int) -> Float[Tensor, "batch groups keys out"]:
     """The inverse of `flatten`."""
-    batch, keys, _ = columns.shape
-    return columns.view(batch, keys, maps, -1).transpose(1, 2)
+    return columns.unflatten(-1, (maps, -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Biases over the distance between query and key: ALiBi and T5's relative buckets."""
+"""Biases of positions alone: a number for every pair of them, ALiBi, and T5's relative buckets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,32 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow.bias.config import BiasConfig, Placement
+from attnflow.bias.kinds.base import Kind
 from attnflow.bias.shape import LayerShape, ShareHeads, Vectors
-from attnflow.bias.terms import Additive, Offset, wide
+from attnflow.bias.terms import Additive, Dense, Offset, wide
 
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(BiasConfig):
+    """A learned number for each pair of positions, as pair biases and graphs have.
+
+    Attributes:
+        max_length: positions of the table.
+        std: of the normal numbers to start from; 0 is the identity.
+
+    The other fields are those of `BiasConfig`.
+    """
+
+    kind: ClassVar[str] = "dense"
+    share_heads: ShareHeads = True
+    max_length: int = 512
+    std: float = 0.0
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The table of one layer."""
+        return DenseTable(self, shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +95,62 @@ class RelativeConfig(BiasConfig):
         return Relative(self, shape)
 
 
-class Alibi(nn.Module):
+class DenseTable(Kind[DenseConfig]):
+    """B_ij = values[i, j] by position: a parameter, or a tensor set for a batch (pair representations, graphs).
+
+    Assign `module.override = tensor` of shape [batch or 1, maps, length, length] to use it in place of the parameter;
+    gradients flow into it. None goes back.
+    """
+
+    last = ("values",)
+
+    def __init__(self, config: DenseConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.values = nn.Parameter(
+            torch.empty(1, shape.groups(config.share_heads), config.max_length, config.max_length)
+        )
+        self.override: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal, with the std of the config."""
+        nn.init.normal_(self.values, std=self.config.std)
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
+        """The table at the positions of queries and keys.
+
+        Raises:
+            ValueError: a position beyond the table.
+        """
+        table = self.values if self.override is None else self.override
+        keys, rows = columns.squeeze(-1).long(), queries.positions
+        length = min(table.shape[2:])
+        last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))
+        if last >= length:
+            raise ValueError(
+                f"the dense bias covers {length} positions, the sequence reaches {last}; attach it with a larger "
+                "max_length"
+            )
+        if rows.shape[0] == keys.shape[0] == 1:
+            return Dense(table[:, :, rows[0]][..., keys[0]])
+        batch = max(rows.shape[0], keys.shape[0])
+        where = torch.arange(batch, device=table.device)[:, None, None, None]
+        whole = table.expand(batch, -1, -1, -1)
+        maps = torch.arange(table.shape[1], device=table.device)[None, :, None, None]
+        return Dense(whole[where, maps, rows[:, None, :, None], keys[:, None, None, :]])
+
+    def is_zero(self) -> bool:
+        """Whether every number of the table is zero."""
+        return self.override is None and super().is_zero()
+
+
+class Alibi(Kind[AlibiConfig]):
     """B_ij = -gain_h * m_h * |i - j| with the slopes m_h of Press et al. (2022)."""
 
+    last = ("gain",)
+
     def __init__(self, config: AlibiConfig, shape: LayerShape) -> None:
-        super().__init__()
-        self.config, self.is_causal = config, shape.is_causal
+        super().__init__(config, shape)
         self.gain = nn.Parameter(torch.empty(shape.num_heads))
         self.reset_parameters()
 
@@ -86,40 +158,31 @@ class Alibi(nn.Module):
         """The gain of the config."""
         nn.init.constant_(self.gain, self.config.gain)
 
-    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
-        """The position of each key."""
-        return _positions(keys, wide(self.gain))
-
     def term(
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
     ) -> Additive | Offset:
         """Linear in the key's position where keys lie before queries; else a table over distances."""
         slope = wide(self.gain) * slopes(len(self.gain), self.gain.device)
-        if self.is_causal:
+        if self.shape.is_causal:
             where = (columns.squeeze(-1)[:, None], wide(queries.positions).to(columns.dtype)[:, None])
             keys, rows = (slope[:, None] * positions for positions in where)
             return Additive(keys, rows)
         distance = torch.arange(-_FAR, _FAR + 1, device=slope.device)
         table = -slope[:, None] * distance.abs()
-        keys = columns.squeeze(-1).long()
-        return Offset(table, distance + _FAR, queries.positions, keys, _FAR)
-
-    def is_zero(self) -> bool:
-        """Whether the gain is zero."""
-        return not bool(self.gain.any())
+        return Offset(table, distance + _FAR, queries.positions, columns.squeeze(-1).long(), _FAR)
 
 
-class Relative(nn.Module):
+class Relative(Kind[RelativeConfig]):
     """B_ij = table[head, bucket(j - i)] with T5's buckets: exact near, logarithmic up to `max_distance`.
 
     One table per map: `share_heads=False` gives T5's one per head.
     """
 
+    last = ("table",)
     bucket_of: Tensor
 
     def __init__(self, config: RelativeConfig, shape: LayerShape) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, shape)
         distances = torch.arange(-config.max_distance, config.max_distance + 1)
         bucket_of = buckets(distances, config.num_buckets, config.max_distance, not shape.is_causal)
         self.register_buffer("bucket_of", bucket_of, persistent=False)
@@ -130,18 +193,10 @@ class Relative(nn.Module):
         """Normal, with the std of the config."""
         nn.init.normal_(self.table, std=self.config.std)
 
-    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
-        """The position of each key."""
-        return _positions(keys, wide(self.table))
-
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Offset:
         """The table over distances."""
         keys = columns.squeeze(-1).long()
         return Offset(wide(self.table), self.bucket_of, queries.positions, keys, self.config.max_distance)
-
-    def is_zero(self) -> bool:
-        """Whether the table is zero."""
-        return not bool(self.table.any())
 
 
 def slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " heads"]:
@@ -174,8 +229,3 @@ def buckets(
     ratio = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = exact + (ratio * (num_buckets - exact)).long().clamp(max=num_buckets - exact - 1)
     return first + torch.where(away < exact, away, far)
-
-
-def _positions(keys: Vectors, like: Tensor) -> Tensor:
-    """Positions as the cache holds them: exact in float32 up to 16 million."""
-    return keys.positions.to(like.dtype)[..., None]

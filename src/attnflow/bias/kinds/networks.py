@@ -1,0 +1,192 @@
+"""Biases from small networks: on query and key (daa, sec. 3.2), on the key alone, and forget gates (FoX; CABLE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attnflow.bias.config import Init, VectorConfig
+from attnflow.bias.kinds.base import GroupedNorm, Kind, Projection, as_last, as_linear, flatten, spread, unflatten
+from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.terms import EPS, Additive, Guidance
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidanceConfig(VectorConfig):
+    """The paper's bias: a network on query and key (daa, sec. 3.2, table 1).
+
+    Attributes:
+        hidden_dim: width of the network's hidden layer.
+
+    The other fields are those of `BiasConfig`.
+
+    >>> GuidanceConfig.from_dict(GuidanceConfig(layers=[0, 3]).to_dict()) == GuidanceConfig(layers=[0, 3])
+    True
+    """
+
+    kind: ClassVar[str] = "guidance"
+    hidden_dim: int = 64
+    init: Init = "zero"
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The network of one layer."""
+        return GuidanceNetwork(self, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyConfig(VectorConfig):
+    """The guidance network on the key alone: the control for what pairs add.
+
+    Attributes:
+        hidden_dim: width of the network's hidden layer.
+
+    The other fields are those of `BiasConfig`.
+    """
+
+    kind: ClassVar[str] = "key"
+    hidden_dim: int = 64
+    init: Init = "zero"
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The network of one layer."""
+        return KeyNetwork(self, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CumulativeConfig(VectorConfig):
+    """Forget gates (FoX; CABLE), in causal layers only.
+
+    Attributes:
+        gain: of the sum of log gates, to start from; 0 is the identity.
+
+    The other fields are those of `BiasConfig`.
+    """
+
+    kind: ClassVar[str] = "cumulative"
+    gain: float = 0.0
+
+    def module(self, shape: LayerShape) -> nn.Module:
+        """The gates of one layer.
+
+        Raises:
+            ValueError: a layer that also sees later keys, for which "between j and i" has no direction.
+        """
+        if not shape.is_causal:
+            raise ValueError(
+                f"CumulativeConfig sums gates from a key to a later query, but layer {shape.index} is not causal; "
+                "use KeyConfig or GuidanceConfig"
+            )
+        return Cumulative(self, shape)
+
+
+class KeyNetwork(Kind[GuidanceConfig | KeyConfig]):
+    """B_ij = f(k_j): the guidance network without its query half, the honest control for what pairs add.
+
+    A guidance map at random initialisation has three quarters of its row-centred energy in rank 1: whatever a key-only
+    bias reaches as well was not learned about pairs.
+    """
+
+    last = ("output_weight",)
+    sides: ClassVar[tuple[Literal["query", "key"], ...]] = ("key",)
+    query: Projection
+    key: Projection
+
+    def __init__(self, config: GuidanceConfig | KeyConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        networks, hidden = shape.groups(config.share_heads), config.hidden_dim
+        for side in self.sides:
+            self.add_module(side, Projection(config, shape, side, hidden))
+        self.hidden_bias = nn.Parameter(torch.empty(networks, hidden))
+        self.norm = GroupedNorm(networks, hidden)
+        self.output_weight = nn.Parameter(torch.empty(networks, hidden))
+        if "output_bias" in self.last:
+            self.output_bias = nn.Parameter(torch.empty(networks))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The hidden layer as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4)."""
+        weights = [self.get_parameter(f"{side}.weight") for side in self.sides]
+        for parameter in (*weights, self.hidden_bias):
+            as_linear(parameter, sum(weight.shape[-1] for weight in weights))
+        nn.init.ones_(self.norm.weight)
+        nn.init.zeros_(self.norm.bias)
+        as_last(self.output_weight, self.config.hidden_dim, self.config.init)
+        if "output_bias" in self.last:
+            as_last(self.output_bias, self.config.hidden_dim, "zero")
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """f(k_j), [batch, tokens, maps]."""
+        parameters = (self.hidden_bias, self.norm.weight, self.norm.bias, self.output_weight)
+        bias, scale, shift, weight = (spread(parameter, self.maps)[:, None] for parameter in parameters)
+        hidden = self.key(keys) + bias
+        normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
+        return flatten((functional.gelu(scale * normal + shift) * weight).sum(dim=-1, keepdim=True))
+
+    def term(
+        self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
+    ) -> Additive | Guidance:
+        """The same number for every query."""
+        return Additive(unflatten(columns, self.maps).squeeze(-1))
+
+
+class GuidanceNetwork(KeyNetwork):
+    """B_ij = Linear(GELU(LayerNorm(Linear([q_i; k_j])))) with one hidden layer (daa, sec. 3.2.1).
+
+    The first layer is kept as its two halves, `query` and `key` (terms.Guidance says why). With the paper's settings on
+    LLaMA-2-7B a layer has 2 * 4096 * 64 + 64 + 2 * 64 + 64 + 1 = 524,545 parameters. The output layer starts at zero,
+    so that the hidden layer gets no gradient in the first step: normal. Its bias never gets one, because softmax
+    cannot see it; it is kept for the parameter count.
+    """
+
+    last = ("output_weight", "output_bias")
+    sides = ("query", "key")
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """c = W_k k of each key, [batch, tokens, maps * hidden_dim]."""
+        return flatten(self.key(keys))
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Guidance:
+        """The network on every (query, key)."""
+        rows = self.query(queries) + spread(self.hidden_bias, self.maps)[:, None]
+        parameters = (self.norm.weight, self.norm.bias, self.output_weight, self.output_bias)
+        return Guidance(rows, unflatten(columns, self.maps), *(spread(p, self.maps) for p in parameters))
+
+
+class Cumulative(Kind[CumulativeConfig]):
+    """B_ij = gain * sum of log f_l for l = j + 1 .. i, with forget gates f = sigmoid(w . k + b) (FoX; CABLE).
+
+    As a sum over tokens it is a difference of running sums, so that softmax sees a key-only bias. The gain starts at 0,
+    which makes it the identity, and the gates nearly open (b = 3); the gates get no gradient in the first step.
+    """
+
+    last = ("gain",)
+
+    def __init__(self, config: CumulativeConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        networks = shape.groups(config.share_heads)
+        self.gate = Projection(config, shape, "key", 1)
+        self.gate_bias = nn.Parameter(torch.empty(networks))
+        self.gain = nn.Parameter(torch.empty(networks))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gates nearly open, and the gain of the config."""
+        as_linear(self.gate.weight, self.gate.weight.shape[-1])
+        nn.init.constant_(self.gate_bias, 3.0)
+        nn.init.constant_(self.gain, self.config.gain)
+
+    def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
+        """log f of each token, [batch, tokens, maps]; slots not written yet hold 0, an open gate."""
+        return flatten(functional.logsigmoid(self.gate(keys) + spread(self.gate_bias, self.maps)[:, None, None]))
+
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Additive:
+        """gain * (F_i - F_j) with running sums F; without `slots`, relative to the last key instead of the query."""
+        gain = spread(self.gain, self.maps)[:, None]
+        total = unflatten(columns, self.maps).squeeze(-1).cumsum(dim=-1) * gain
+        rows = total[..., -1:].expand(-1, -1, queries.positions.shape[-1]) if slots is None else total[..., slots]
+        return Additive(columns=-total, rows=-rows)
