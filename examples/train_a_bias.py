@@ -19,9 +19,9 @@ base = LlamaForCausalLM(config)
 model = copy.deepcopy(base)
 print(af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=16), train="guidance"))
 
-rows = af.bias.Packed(documents, length=39)  # documents stay apart in a row
 settings = af.bias.TrainingConfig(steps=40, batch_size=4, learning_rate=1e-2, log_every=10, save_every=0)
-trainer = af.bias.trainer(model, rows, settings, "checkpoints", disable_tqdm=True)
+# Documents stay apart in a row.
+trainer = af.bias.trainer(model, documents, settings, "checkpoints", length=39, disable_tqdm=True)
 trainer.remove_callback(PrinterCallback)
 trainer.train()
 for entry in trainer.state.log_history[:-1]:

@@ -53,7 +53,7 @@ def arms_of(model: nn.Module, hidden_dim: int = 64, layers: Placement = "every_o
         ValueError: a model so small that no width or rank gives the count within one per cent.
     """
     found = [layer.shape for layer in layers_of(model)]
-    shapes = [found[index] for index in BiasConfig(layers=layers).layer_indices(len(found))]
+    shapes = [found[index] for index in GuidanceConfig(layers=layers).layer_indices(len(found))]
     query, key = shapes[0].widths("unrotated")
     target = len(shapes) * ((query + key) * hidden_dim + 4 * hidden_dim + 1)
     width = round(target / (len(shapes) * (key + 4)))

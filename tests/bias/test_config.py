@@ -96,7 +96,7 @@ def test_bad_values(config, values, error, message):
 
 @pytest.mark.parametrize("base", [BiasConfig, VectorConfig])
 def test_only_configs_of_kinds_can_be_made(base):
-    with pytest.raises(TypeError, match="abstract method '?module'?"):
+    with pytest.raises(TypeError, match=r"abstract method '?module'?"):
         base()
 
 

@@ -20,21 +20,10 @@ from attnflow.bias.kinds import (
     RelativeConfig,
 )
 from attnflow.bias.map import BiasMap
-from attnflow.bias.packing import Packed
 from attnflow.bias.run import TrainingConfig
 
 if TYPE_CHECKING:
-    from attnflow.bias.hf import (
-        attach,
-        capture,
-        capturing,
-        handle,
-        load,
-        save,
-        strength,
-        train,
-        trainer,
-    )
+    from attnflow.bias.hf import attach, capture, handle, load, save, train, trainer
 
 __all__ = [
     "AlibiConfig",
@@ -47,17 +36,14 @@ __all__ = [
     "GuidanceConfig",
     "KeyConfig",
     "LowRankConfig",
-    "Packed",
     "RelativeConfig",
     "TrainingConfig",
     "attach",
     "attention",
     "capture",
-    "capturing",
     "handle",
     "load",
     "save",
-    "strength",
     "train",
     "trainer",
 ]

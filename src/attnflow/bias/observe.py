@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnflow.bias.allow import Allow
 from attnflow.bias.call import Call
-from attnflow.bias.impl.reference import bias_of
-from attnflow.bias.terms import Term, per_head, wide
+from attnflow.bias.impl.reference import bias_of, weights_of
+from attnflow.bias.terms import Dense, Term, per_head, wide
 
 _PAIRS: Final = 1 << 15  # of one bias tile; the guidance network holds its hidden layer for each of them
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
 _MOST_ROWS: Final = 64
 
 
-@dataclass(frozen=True, eq=False)
-class Observed:
-    """Some queries of one call; a map for each head asked for, or one, the mean over heads.
-
-    Attributes:
-        raw: B, 0 where the mask forbids the pair.
-        bias: B less its mean over the keys that the query may attend to, 0 elsewhere: what softmax sees.
-        allowed: which pairs exist (for the mean: in any head).
-        weights: post-softmax weights with B.
-        weights_without: of the same queries and keys without B.
-    """
+class Observed(NamedTuple):
+    """Some queries of one call; a map for each head asked for, or one, the mean over heads. As in `LayerMap`."""
 
     raw: Float[Tensor, "maps queries keys"]
     bias: Float[Tensor, "maps queries keys"]
@@ -57,7 +49,11 @@ def observe(
 
     Cost: memory O(queries x keys) for the result, and a few MB beside it; time O(queries x keys x head_dim x heads).
     """
-    _check(call, heads, sequence)
+    if not 0 <= sequence < call.query.shape[0]:
+        raise ValueError(f"sequence must be a number of the batch, 0 to {call.query.shape[0] - 1}, got {sequence}")
+    wrong = [head for head in heads or () if not 0 <= head < call.num_heads]
+    if wrong:
+        raise ValueError(f"heads must lie in 0 to {call.num_heads - 1}, got {wrong}")
     blocks = [_block(call, terms, block, heads, sequence) for block in _blocks(call, queries)]
     if not blocks:
         empty = torch.zeros(1 if heads is None else len(heads), 0, call.key.shape[2])
@@ -65,12 +61,18 @@ def observe(
     return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
-def _check(call: Call, heads: Sequence[int] | None, sequence: int) -> None:
-    if not 0 <= sequence < call.query.shape[0]:
-        raise ValueError(f"sequence must be a number of the batch, 0 to {call.query.shape[0] - 1}, got {sequence}")
-    wrong = [head for head in heads or () if not 0 <= head < call.num_heads]
-    if wrong:
-        raise ValueError(f"heads must lie in 0 to {call.num_heads - 1}, got {wrong}")
+@torch.no_grad()
+def strength(call: Call, terms: int) -> float:
+    """Root mean square of the row-centred sum of the first terms of a call, over its allowed pairs; 0 without any.
+
+    Cost: time O(queries x keys) of each sequence; memory a few MB.
+    """
+    squares = pairs = 0.0
+    for sequence in range(call.query.shape[0]):
+        for block in _blocks(call, range(call.query.shape[2])):
+            _, centred, allowed = _centred(call, terms, block, sequence)
+            squares, pairs = squares + float(centred.square().sum()), pairs + float(allowed.sum())
+    return (squares / pairs) ** 0.5 if pairs else 0.0
 
 
 def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
@@ -83,49 +85,48 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
             yield slice(queries[first], queries[last] + 1)
 
 
-def _block(
-    call: Call, terms: int, block: slice, heads: Sequence[int] | None, sequence: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    score = _scores(call, block, sequence)
-    other = _tiled(call.terms[terms:], call, block, sequence)
-    if other is not None:
-        score = score + per_head(other[None], call.num_heads)[0]
-    allowed = _allowed(call, block, sequence)
-    raw = _tiled(call.terms[:terms], call, block, sequence)
-    if raw is None:
-        raw = score.new_zeros(1, *score.shape[1:])
-    without = _softmax(call, score, allowed)
-    weights = without if terms == 0 else _softmax(call, score + per_head(raw[None], call.num_heads)[0], allowed)
-    if max(raw.shape[0], allowed.shape[0]) > 1 or heads is not None:
-        raw, allowed = per_head(raw[None], call.num_heads)[0], allowed.expand(call.num_heads, -1, -1)
-    raw_allowed = raw.double().masked_fill(~allowed, 0.0)
-    mean = raw_allowed.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
-    centred = (raw_allowed - mean).masked_fill(~allowed, 0.0)
-    parts = (raw_allowed, centred, allowed, weights, without)
+def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None, sequence: int) -> tuple[Tensor, ...]:
+    """The parts of `Observed` for neighbouring queries."""
+    raw, centred, allowed = _centred(call, terms, block, sequence)
+    one = slice(sequence, sequence + 1)
+    rest = _tiled(call, call.terms[terms:], block, sequence)
+    other = () if rest is None else (Dense(rest[None]),)
+    part = replace(call, query=call.query[one, :, block], key=call.key[one], value=call.value[one], terms=other)
+    part = replace(part, allow=Allow.from_dense(allowed[None]))
+    without = weights_of(part)[0]
+    added = Dense(raw.to(without.dtype)[None])
+    weights = without if terms == 0 else weights_of(replace(part, terms=(*other, added)))[0]
+    parts = (raw, centred, allowed, weights, without)
     if heads is None:
-        return tuple(_mean(part).cpu() for part in parts)  # pyright: ignore[reportReturnType]
-    chosen = torch.tensor(heads, device=raw.device)
-    return tuple((t if t.dtype == torch.bool else t.float())[chosen].cpu() for t in parts)  # pyright: ignore[reportReturnType]
+        means = (t.any(dim=0, keepdim=True) if t.dtype == torch.bool else t.mean(0, keepdim=True) for t in parts)
+    else:
+        chosen = torch.tensor(heads, device=raw.device)
+        means = (per_head(t[None], call.num_heads)[0, chosen] for t in parts)
+    return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in means)
 
 
-def _mean(maps: Tensor) -> Tensor:
-    """Over the first dimension, which stays."""
-    if maps.dtype == torch.bool:
-        return maps.any(dim=0, keepdim=True)
-    return maps.mean(dim=0, keepdim=True).float()
+def _centred(call: Call, terms: int, block: slice, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B in float64, 0 where there is no pair; the same less its mean over the keys of each query; which pairs exist).
+
+    Each is [maps, queries, keys], one map if one serves all heads.
+    """
+    rows, size = call.allow.rows(block), (block.stop - block.start, call.key.shape[2])
+    if rows is None:
+        allowed = torch.ones(1, *size, dtype=torch.bool, device=call.query.device)
+    else:
+        allowed = rows[sequence if rows.shape[0] > 1 else 0].to(call.query.device)
+    bias = _tiled(call, call.terms[:terms], block, sequence)
+    if bias is None:
+        bias = torch.zeros(1, *size, device=call.query.device)
+    maps = max(bias.shape[0], allowed.shape[0])
+    bias, allowed = bias.double().expand(maps, -1, -1), allowed.expand(maps, -1, -1)
+    raw = bias.masked_fill(~allowed, 0.0)
+    mean = raw.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
+    return raw, (raw - mean).masked_fill(~allowed, 0.0), allowed
 
 
-def _scores(call: Call, block: slice, sequence: int) -> Float[Tensor, "heads queries keys"]:
-    """Scaled, softcapped products of queries and keys; the heads of one key-value head are one matrix product."""
-    query = wide(call.query[sequence, :, block])
-    heads, rows, head_dim = query.shape
-    grouped = query.reshape(call.key.shape[1], call.heads_per_kv * rows, head_dim)
-    score = (grouped @ wide(call.key[sequence]).mT).view(heads, rows, -1) * call.scale
-    return score if call.softcap is None else call.softcap * torch.tanh(score / call.softcap)
-
-
-def _tiled(terms: tuple[Term, ...], call: Call, block: slice, sequence: int) -> Tensor | None:
-    """The sum of terms for a block of queries and all keys, [groups, queries, keys]; a few columns at a time."""
+def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequence: int) -> Tensor | None:
+    """The sum of terms for a block of queries and all keys, [1 or heads, queries, keys]; a few columns at a time."""
     if not terms:
         return None
     keys, maps = call.key.shape[2], max(term.groups for term in terms)
@@ -134,24 +135,5 @@ def _tiled(terms: tuple[Term, ...], call: Call, block: slice, sequence: int) -> 
     for start in range(0, keys, width):
         tile = bias_of(terms, call.num_heads, block, slice(start, min(start + width, keys)))
         assert tile is not None
-        parts.append(tile[sequence if tile.shape[0] > 1 else 0])
+        parts.append(wide(tile[sequence if tile.shape[0] > 1 else 0]))
     return torch.cat(parts, dim=-1)
-
-
-def _allowed(call: Call, block: slice, sequence: int) -> Bool[Tensor, "heads_or_1 queries keys"]:
-    rows = call.allow.rows(block)
-    if rows is None:
-        size = (1, block.stop - block.start, call.key.shape[2])
-        return torch.ones(size, dtype=torch.bool, device=call.query.device)
-    return rows[sequence if rows.shape[0] > 1 else 0].to(call.query.device)
-
-
-def _softmax(call: Call, score: Tensor, allowed: Tensor) -> Float[Tensor, "heads queries keys"]:
-    """The weights; all zero for a query that may attend to nothing."""
-    empty = ~allowed.any(dim=-1, keepdim=True)
-    score = score.masked_fill(~(allowed | empty), -torch.inf)
-    if call.sinks is not None:
-        sink = wide(call.sinks)[:, None, None].expand(*score.shape[:2], 1)
-        score = torch.cat([score, sink], dim=-1)
-    weights = score.softmax(dim=-1).masked_fill(empty, 0.0)
-    return weights if call.sinks is None else weights[..., :-1]

@@ -64,7 +64,7 @@ def bias_show(
         raise BadUsage(f"--query {query} is no position of a text of {len(prompt)} characters")
     with working(f"loading {model}") as spinner:
         from attnflow import bias as biases
-        from attnflow.bias.saved import read
+        from attnflow.bias.hf.saving import read
 
         folder = Path(model) if bias is None else bias
         try:

@@ -67,7 +67,7 @@ def test_attaching_twice_and_detaching_twice():
     for use in (
         af.bias.handle,
         lambda model: af.bias.save(model, "folder"),
-        lambda model: af.bias.strength(model, {}),
+        lambda model: af.bias.capture(model, [5, 6]),
     ):
         with pytest.raises(ValueError, match="has no bias attached"):
             use(model)

@@ -1,4 +1,4 @@
-"""`capture` and `capturing` against the weights that the model itself returns, and against the paper's formula."""
+"""`capture` against the weights that the model itself returns, and against the paper's formula."""
 
 import pytest
 import torch
@@ -36,6 +36,14 @@ def ids(n, seed=1, batch=1):
 def attentions(model, **inputs):
     with torch.no_grad():
         return model(**inputs, output_attentions=True).attentions
+
+
+def watched(model, run, **options):
+    """(the map of what a function runs, what it returns)."""
+    returned = []
+    with torch.no_grad():
+        found = af.bias.capture(model, lambda: returned.append(run()), **options)
+    return found, returned[0]
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +113,7 @@ def test_during_generation_equals_the_full_sequence(name, cache):
     options |= {"use_cache": False} if cache == "none" else {"cache_implementation": cache}
     if cache == "dynamic":
         del options["cache_implementation"]
-    with torch.no_grad(), af.bias.capturing(model, heads=[0, 3]) as captured:
-        out = model.generate(tokens, **options)
-    found = captured.map()
+    found, out = watched(model, lambda: model.generate(tokens, **options), heads=[0, 3])
     whole = af.bias.capture(model, out[:, :-1], heads=[0, 3], queries=range(5, 9), base=False)
     assert found.queries == whole.queries == (5, 6, 7, 8)
     assert found.tokens == whole.tokens == tuple(str(token) for token in out[0, :-1].tolist())
@@ -161,9 +167,7 @@ def test_padded_batch_while_it_generates(tokenizer):
     batch = dict(tokenizer(["w5 w6 w7", "w8 w9 w10 w11 w12"], padding=True, return_tensors="pt"))
     batch.pop("token_type_ids", None)
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    with torch.no_grad(), af.bias.capturing(Loaded(model, tokenizer), sequence=0) as captured:
-        out = model.generate(**batch, **options)
-    found = captured.map()
+    found, out = watched(Loaded(model, tokenizer), lambda: model.generate(**batch, **options), sequence=0)
     assert found.tokens[:5] == ("[PAD]", "[PAD]", "w5", "w6", "w7")
     assert not found.layer(0).allowed[..., :2].any()
     alone = af.bias.capture(model, out[:1, 2:-1], queries=range(2, 5), base=False)
@@ -192,11 +196,11 @@ def test_looking_changes_nothing():
     found = af.bias.capture(model, tokens)
     assert all(module.training for module in model.modules())
     assert all(bias.observer is None and bias.enabled for _, bias in layer_biases(model))
-    with torch.no_grad(), af.bias.capturing(model, every=True) as captured:
-        during = model(tokens).logits
+    watching, during = watched(model, lambda: model(tokens).logits, queries="all")
     assert torch.equal(before, during)
     assert torch.equal(before, model(tokens).logits)
-    torch.testing.assert_close(captured.map().layer(1).bias, found.layer(1).bias)
+    torch.testing.assert_close(watching.layer(1).bias, found.layer(1).bias)
+    assert all(bias.observer is None for _, bias in layer_biases(model))
     model(tokens).logits.sum().backward()
 
 
@@ -207,6 +211,7 @@ def test_defaults_for_long_texts_and_chosen_queries():
     found = af.bias.capture(model, tokens)
     assert found.queries == tuple(range(118, 150))
     assert found.layer(1).bias.shape == (1, 32, 150)
+    assert af.bias.capture(model, tokens, queries="all", base=False).queries == tuple(range(150))
     few = af.bias.capture(model, tokens, queries=[-1, 3, 149])
     assert few.queries == (3, 149)
     torch.testing.assert_close(few.layer(1).bias[0, 1], found.layer(1).bias[0, -1])
@@ -224,14 +229,20 @@ def test_text_and_tokens(tokenizer):
 
 def test_chunked_prefill_and_cropped_caches():
     model, tokens = biased(implementation="sdpa"), ids(10)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), af.bias.capturing(model, every=True) as captured:
+
+    def run():
+        cache = DynamicCache(config=model.config)
         model(tokens[:, :6], past_key_values=cache, use_cache=True)
         cache.crop(-2)
         model(tokens[:, 4:], past_key_values=cache, use_cache=True)
+
     whole = af.bias.capture(model, tokens, base=False)
-    found = captured.map()
+    found, _ = watched(model, run, queries="all")
     assert found.tokens == whole.tokens
+    assert found.queries == whole.queries
+    few, _ = watched(model, run, queries=[9, 2])
+    assert few.queries == (2, 9)
+    torch.testing.assert_close(few.layer(1).bias[0], found.layer(1).bias[0, [2, 9]])
     torch.testing.assert_close(found.layer(1).bias, whole.layer(1).bias, rtol=1e-4, atol=1e-5)
 
 
@@ -263,9 +274,9 @@ def test_beside_an_adapter():
     with adapted.disable_adapter():
         plain = af.bias.capture(adapted, tokens)
     assert not torch.allclose(found.layer(0).bias, plain.layer(0).bias, atol=1e-3)  # its queries are others
-    with torch.no_grad(), af.bias.capturing(adapted) as captured:
-        adapted.generate(input_ids=tokens, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
-    torch.testing.assert_close(captured.map().layer(0).bias[0, 0, :6], found.layer(0).bias[0, 5], rtol=1e-4, atol=1e-5)
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    steps, _ = watched(adapted, lambda: adapted.generate(input_ids=tokens, **options))
+    torch.testing.assert_close(steps.layer(0).bias[0, 0, :6], found.layer(0).bias[0, 5], rtol=1e-4, atol=1e-5)
 
 
 def test_a_mask_of_ours_rules():
@@ -312,11 +323,14 @@ def test_errors(tokenizer):
         af.bias.capture(model, [5, 6], generate=0)
     with pytest.raises(ValueError, match="does not generate"):
         af.bias.capture(biased("Bert"), [5, 6], generate=1)
-    with af.bias.capturing(model) as captured:
-        with pytest.raises(ValueError, match="no forward pass"):
-            captured.map()
-        with pytest.raises(ValueError, match=r"model.layers.1.self_attn is being captured already"):
-            af.bias.capture(model, [5, 6])
+    with pytest.raises(ValueError, match="no forward pass"):
+        af.bias.capture(model, lambda: None)
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn is being captured already"):
+        af.bias.capture(model, lambda: af.bias.capture(model, [5, 6]))
+    with pytest.raises(ValueError, match="leave generate= out, and generate there"):
+        af.bias.capture(model, lambda: model(ids(3)), generate=1)
+    with pytest.raises(ValueError, match=r"must be positions from 0 on, or 'all', got \[-1\]"):
+        af.bias.capture(model, lambda: model(ids(3)), queries=[-1])
     assert af.bias.capture(model, [5, 6]).tokens == ("5", "6")
 
 

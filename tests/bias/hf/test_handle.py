@@ -73,7 +73,6 @@ def test_what_load_model_returns_will_do(tmp_path):
     handle = af.bias.attach(loaded, GUIDANCE)
     disturb(loaded.model)
     af.bias.save(loaded, tmp_path)
-    assert set(af.bias.strength(loaded, {"input_ids": ids}).layers) == {0, 1}
     assert len(af.bias.capture(loaded, ids[0]).layers) == 2
     handle.remove()
     assert af.bias.load(loaded, tmp_path).num_parameters == handle.num_parameters

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import attnflow as af
-from attnflow.bias.hf.saving import WrongBase
+from attnflow.bias.hf.saving import WrongBase, digest
 from attnflow.bias.kinds import KINDS
-from attnflow.bias.saved import digest
 from tests.bias.cases import config_of
 from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, same_state, tokens
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 import attnflow as af
 from attnflow.bias.documents import read_documents, split_documents, tokenize
-from attnflow.bias.hf.strength import strength
+from attnflow.bias.hf.capture import strength
 from attnflow.bias.hf.training import trainer
 from attnflow.bias.layer import layer_biases
 from attnflow.bias.packing import Drawn, Packed
@@ -159,12 +159,12 @@ def test_strength_is_the_centred_size_over_allowed_pairs() -> None:
     squares = [
         (tile[i, i - p : i + 1] - tile[i, i - p : i + 1].mean()).square() for i, p in enumerate(position.tolist())
     ]
-    found = strength(biased, inputs).layers
+    found = strength(biased, inputs)
     assert list(found) == [0, 1]
     assert found[0] == pytest.approx(float(torch.cat(squares).mean().sqrt()), rel=1e-9)
     with torch.no_grad():
         bias.kinds[0].output_bias += 7.0  # softmax does not see it
-    assert strength(biased, inputs).layers[0] == pytest.approx(found[0], rel=1e-9)
+    assert strength(biased, inputs)[0] == pytest.approx(found[0], rel=1e-9)
     assert bias.observer is None
     with pytest.raises(ValueError, match="no bias attached"):
         strength(tiny("Llama"), inputs)
@@ -198,7 +198,7 @@ def test_a_half_precision_base_has_a_float32_bias(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in af.bias.handle(biased).parameters()} == {torch.float32}
     made.train()
     assert biased.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert strength(biased, Packed(documents(80), 8)[[0]]).layers[0] > 1e-4
+    assert strength(biased, Packed(documents(80), 8)[[0]])[0] > 1e-4
 
 
 @pytest.mark.parametrize("train", ["guidance", "all"])

@@ -8,20 +8,8 @@ if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "a bias on a model")
 
 from attnflow.bias.hf.attach import attach, handle
-from attnflow.bias.hf.capture import capture, capturing
+from attnflow.bias.hf.capture import capture
 from attnflow.bias.hf.saving import load, save
-from attnflow.bias.hf.strength import strength
-from attnflow.bias.hf.train import train
-from attnflow.bias.hf.training import trainer
+from attnflow.bias.hf.training import train, trainer
 
-__all__ = [
-    "attach",
-    "capture",
-    "capturing",
-    "handle",
-    "load",
-    "save",
-    "strength",
-    "train",
-    "trainer",
-]
+__all__ = ["attach", "capture", "handle", "load", "save", "train", "trainer"]

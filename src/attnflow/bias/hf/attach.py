@@ -191,16 +191,16 @@ def handle(model: nn.Module | Loaded) -> BiasHandle:
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Generator[None]:
-    """The model without any bias inside the `with` block."""
+def switched(model: nn.Module, enabled: bool) -> Generator[None]:
+    """The model with every bias on, or off, inside the `with` block."""
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
     for bias, _ in before:
-        bias.enabled = False
+        bias.enabled = enabled
     try:
         yield
     finally:
-        for bias, enabled in before:
-            bias.enabled = enabled
+        for bias, state in before:
+            bias.enabled = state
 
 
 def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias]]:

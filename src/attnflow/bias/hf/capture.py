@@ -1,4 +1,4 @@
-"""`capture` and `capturing`: the bias of a transformers model on a text, or while it generates, as a `BiasMap`."""
+"""`capture`: the bias of a transformers model on a text, or while it generates, as a `BiasMap`; and its size."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
-from attnflow.bias.hf.attach import disabled, handle
-from attnflow.bias.hf.recorder import Recorder
+from attnflow.bias import observe
+from attnflow.bias.call import Call
+from attnflow.bias.hf.attach import handle, switched
 from attnflow.bias.layer import LayerBias, layer_biases
-from attnflow.bias.map import BiasMap
+from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split
 
 Heads = Sequence[int] | Literal["all"] | None
+Queries = int | Sequence[int] | Literal["all"] | None
+Choose = Callable[[int, int], Sequence[int]]  # (position of the first new token, how many) -> rows to keep
 
 _ALL: Final = 128  # tokens up to which every query is captured
 _LAST: Final = 32  # queries captured of a longer text
@@ -30,10 +34,10 @@ _LAST: Final = 32  # queries captured of a longer text
 
 def capture(
     model: nn.Module | Loaded,
-    inputs: Text,
+    inputs: Text | Callable[[], object],
     *,
     layers: Sequence[int] | None = None,
-    queries: int | Sequence[int] | None = None,
+    queries: Queries = None,
     heads: Heads = None,
     generate: int | Mapping[str, Any] | None = None,
     base: bool = True,
@@ -45,14 +49,17 @@ def capture(
     Args:
         model: a model with a bias, or what `af.load_model` returned.
         inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, as a tokenizer returns
-            them, batched and padded if need be.
+            them, batched and padded if need be. Or a function that runs the model, such as `lambda:
+            model.generate(ids)` or a training step: each pass is watched as it runs, with its cache. Beam search moves
+            its hypotheses about in the batch, while `sequence` stays; for what it returns use `generate`.
         layers: numbers of layers; by default all that have a bias.
-        queries: positions of the queries, negative ones from the end. By default all of at most 128 tokens, and the
-            last 32 of a longer text; during generation those at which a token was generated.
+        queries: positions of the queries, negative ones from the end, or "all". By default all of at most 128 tokens,
+            and the last 32 of a longer text; during generation those at which a token was generated. Of a function's
+            passes by default the last query of each, and no negative ones; one that runs again counts as it ran last.
         heads: numbers of query heads, or "all"; by default the mean over heads.
         generate: how many tokens to generate first, greedily, or arguments of the model's `generate`. The map is of
             the sequence that it returned, so that any decoding strategy will do.
-        base: also run the model without its bias, for `weights_base`.
+        base: also run the model without its bias, for `weights_base`; a function is run once, with it.
         tokenizer: needed for a text unless `model` brings one; else it names the tokens.
         sequence: which one of a batch.
 
@@ -60,7 +67,8 @@ def capture(
         The map, on the CPU in float32.
 
     Raises:
-        ValueError: no bias is attached, a text without a tokenizer, or layers, queries or heads that do not exist.
+        ValueError: no bias is attached, or it is being captured already; a text without a tokenizer, a function that
+            does not run the model, or layers, queries or heads that do not exist.
 
     Cost: a forward pass, or two with `base`. Memory: queries x keys for each layer (and head), computed in tiles.
 
@@ -74,98 +82,191 @@ def capture(
     """
     model, brought = split(model)
     tokenizer = tokenizer or brought
-    handle(model)  # raises for a model without a bias
-    chosen = _chosen(model, layers)
+    handle(model)  # raises for a model without one
+    biases = _chosen(model, layers)
+    record = partial(_Recorder, model, biases, _heads(biases, heads), sequence)
+    if callable(inputs):
+        if generate is not None:
+            raise ValueError("a function runs the model as it likes: leave generate= out, and generate there")
+        recorder = record(_of_each_pass(queries))
+        recorder.watch(inputs)
+        return recorder.map(model_name(model), tokenizer)
     tensors = model_inputs(model, inputs, tokenizer, sequence)
-    name, prompt, last = _sequence(model, chosen), None, None
-    with evaluating(model):
+    name, prompt, last = _sequence(model, biases), None, None
+    with evaluating(model), torch.no_grad():
         if generate is not None:
             tensors, prompt, last = _generated(model, tensors, generate, name)
         if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
-        rows = _positions(queries, tensors[name].shape[1], prompt)
-        look = partial(_look, model, tensors, chosen, rows, _heads(chosen, heads), sequence)
-        result = look().map(model_name(model), tokenizer, last=None if last is None else int(last[sequence]))
+        choose = partial(_within, _positions(queries, tensors[name].shape[1], prompt))
+        recorder, run = record(choose), partial(model, **tensors, **sparing(model))
+        recorder.watch(run)
+        result = recorder.map(model_name(model), tokenizer, None if last is None else int(last[sequence]))
         if base:
-            with disabled(model):
-                pairs = zip(result.layers, look().map("", None).layers, strict=True)
-            result = replace(result, layers=tuple(replace(one, weights_base=plain.weights) for one, plain in pairs))
+            plain = record(choose)
+            with switched(model, False):
+                plain.watch(run)
+            pairs = zip(result.layers, plain.map("", None).layers, strict=True)
+            result = replace(result, layers=tuple(replace(one, weights_base=other.weights) for one, other in pairs))
     return result if last is not None else replace(result, produced=())
 
 
-class Captured:
-    """What `capturing` has seen so far."""
+def strength(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, float]:
+    """|B| of each layer on a batch: the root mean square of B, row-centred over the keys that each query may see.
 
-    def __init__(self, recorder: Recorder, name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._recorder, self._name, self._tokenizer = recorder, name, tokenizer
+    Softmax removes what is constant in a row, so that |B| before centring would also grow by what has no effect.
+    """
+    handle(model)  # raises for a model without a bias
+    layers: dict[int, float] = {}
 
-    def map(self) -> BiasMap:
-        """The map of all queries seen so far; a query that ran more than once counts as it ran last.
+    def measure(bias: LayerBias, call: Call) -> None:
+        # Terms beyond the kinds are the finite part of the model's own mask.
+        layers[bias.shape.index] = observe.strength(call, len(bias.kinds))
 
-        Raises:
-            ValueError: no forward pass has run.
-        """
-        return self._recorder.map(self._name, self._tokenizer)
+    tensors = {name: value for name, value in inputs.items() if name != "labels"}
+    biases = [bias for _, bias in layer_biases(model)]
+    with torch.no_grad(), evaluating(model), switched(model, True), _observing(biases, measure):
+        model(**tensors, **sparing(model))
+    return dict(sorted(layers.items()))
 
 
 @contextmanager
-def capturing(
-    model: nn.Module | Loaded,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Heads = None,
-    every: bool = False,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    sequence: int = 0,
-) -> Generator[Captured]:
-    """Look at every forward pass inside the `with` block, as it runs: `generate` with its cache, a training step.
+def _observing(biases: Sequence[LayerBias], see: Callable[[LayerBias, Call], None]) -> Generator[None]:
+    """`see` is called before every attention call inside."""
+    before = [bias.observer for bias in biases]
+    for bias in biases:
+        bias.observer = partial(see, bias)
+    try:
+        yield
+    finally:
+        for bias, observer in zip(biases, before, strict=True):
+            bias.observer = observer
 
-    The last query of each pass is kept, which is the one that predicts the token being generated. Beam search moves
-    its hypotheses about in the batch, while `sequence` stays; for what it returns use `capture(..., generate=...)`.
 
-    Args:
-        model: a model with a bias, or what `af.load_model` returned.
-        layers: numbers of layers; by default all that have a bias.
-        heads: numbers of query heads, or "all"; by default the mean over heads.
-        every: keep all queries of each pass.
-        tokenizer: names the tokens, unless `model` brings one.
-        sequence: which one of the batch.
+class _Recorder:
+    """Keeps some queries of every forward pass that a function runs.
 
-    Yields:
-        An object whose `map()` is the `BiasMap` of what has run.
-
-    Raises:
-        ValueError: no bias is attached, it is being captured already, or there are no such layers or heads.
-
-    Cost: one query's scores once more for each layer and pass.
+    The attention call alone does not say where its tokens stand in the sequence: the stack's cache does, before it
+    takes them. Token ids come from whichever model around the stack is given them.
     """
-    model, brought = split(model)
-    tokenizer = tokenizer or brought
-    handle(model)
-    chosen = _chosen(model, layers)
-    rows: Callable[[int, int], Sequence[int]] = (lambda _, new: range(new)) if every else (lambda _, new: [new - 1])
-    recorder = Recorder(model, chosen, rows, _heads(chosen, heads), sequence)
-    with recorder:
-        yield Captured(recorder, model_name(model), tokenizer)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        biases: Sequence[tuple[str, LayerBias]],
+        heads: Sequence[int] | None,
+        sequence: int,
+        choose: Choose,
+    ) -> None:
+        self.model, self.biases, self.choose, self.heads, self.sequence = model, biases, choose, heads, sequence
+        self.input_ids: Tensor | None = None
+        self.ids: list[int] | None = []
+        self.first = 0
+        # layer -> (positions of queries, position of the first key, what was seen of them), for each pass
+        self.seen: dict[int, list[tuple[list[int], int, observe.Observed]]] = {}
+
+    def watch(self, run: Callable[[], object]) -> None:
+        """Run, and look at what runs."""
+        busy = [name for name, bias in self.biases if bias.observer is not None]
+        if busy:
+            raise ValueError(f"the bias of {busy[0]} is being captured already; end that first")
+        around = [
+            module
+            for name, module in self.model.named_modules()
+            if isinstance(module, PreTrainedModel)
+            and any(not name or f"{path}.".startswith(f"{name}.") for path, _ in self.biases)
+        ]
+        hooks = [
+            module.register_forward_pre_hook(partial(self._begin, module is around[-1]), with_kwargs=True)
+            for module in around
+        ]
+        try:
+            with _observing([bias for _, bias in self.biases], self._see):
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, inner: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a model's forward; the innermost one holds the layers."""
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and not input_ids.is_floating_point():
+            self.input_ids = input_ids
+        if not inner:
+            return
+        cache = kwargs.get("past_key_values")
+        self.first = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+        if self.input_ids is None or self.ids is None or len(self.ids) < self.first:
+            self.ids = None  # embeddings in place of ids, or a cache that was filled elsewhere
+        elif self.sequence < len(self.input_ids):
+            self.ids = self.ids[: self.first] + self.input_ids[self.sequence].tolist()
+        self.input_ids = None
+
+    def _see(self, bias: LayerBias, call: Call) -> None:
+        """Before an attention call."""
+        new, keys = call.query.shape[2], call.key.shape[2]
+        rows = self.choose(self.first, new)
+        if not rows:
+            return
+        observed = observe.observe(call, len(bias.kinds) if bias.enabled else 0, rows, self.heads, self.sequence)
+        total = self.first + new
+        start = max(0, total - keys)  # a sliding cache has dropped the first keys, a static one has empty slots behind
+        parts = observe.Observed(*(part[..., : total - start].clone() for part in observed))
+        passes = self.seen.setdefault(bias.shape.index, [])
+        passes.append(([self.first + row for row in rows], start, parts))
+
+    def map(self, model: str, tokenizer: PreTrainedTokenizerBase | None, last: int | None = None) -> BiasMap:
+        """Everything seen as one map; `last` is the token that the last query produced, if it is known."""
+        passes = [one for passes in self.seen.values() for one in passes]
+        queries = sorted({query for positions, _, _ in passes for query in positions})
+        if not queries:
+            raise ValueError("no forward pass of the model has run: there is nothing to look at")
+        size = max(start + parts.raw.shape[-1] for _, start, parts in passes)
+        layers = tuple(
+            LayerMap(bias.shape.index, name, **self._assembled(bias.shape.index, queries, size))
+            for name, bias in self.biases
+            if bias.shape.index in self.seen
+        )
+        causal = all(
+            not bool(one.allowed[:, i, query + 1 :].any()) for one in layers for i, query in enumerate(queries)
+        )
+        ids = self.ids if self.ids is not None and len(self.ids) >= size else None
+        names = [str(position) for position in range(size)] if ids is None else _names(ids[:size], tokenizer)
+        follow = [*names[1:], "" if last is None else _names([last], tokenizer)[0]]
+        produced = tuple(follow[query] for query in queries)
+        return BiasMap(model, tuple(names), tuple(queries), layers, tuple(self.heads or ()), causal, produced)
+
+    def _assembled(self, layer: int, queries: Sequence[int], size: int) -> dict[str, Tensor]:
+        """One tensor [maps, queries, keys] for each part, zero where nothing was seen."""
+        row_of, passes = {query: row for row, query in enumerate(queries)}, self.seen[layer]
+        whole: dict[str, Tensor] = {}
+        for name, first in passes[0][2]._asdict().items():
+            whole[name] = first.new_zeros(len(first), len(queries), size)
+            for positions, start, parts in passes:
+                part, rows = getattr(parts, name), [row_of[query] for query in positions]
+                whole[name][:, rows] = 0
+                whole[name][:, rows, start : start + part.shape[-1]] = part
+        return whole
 
 
-def _look(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    chosen: Sequence[tuple[str, LayerBias]],
-    rows: Sequence[int],
-    heads: Sequence[int] | None,
-    sequence: int,
-) -> Recorder:
-    """One forward pass, watched."""
-    recorder = Recorder(model, chosen, partial(_within, rows), heads, sequence)
-    with recorder, torch.no_grad():
-        model(**inputs, **sparing(model))
-    return recorder
+def _names(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    return [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
 
 
-def _within(rows: Sequence[int], first: int, new: int) -> list[int]:
-    return [row - first for row in rows if first <= row < first + new]
+def _within(positions: Sequence[int], first: int, new: int) -> list[int]:
+    return [position - first for position in positions if first <= position < first + new]
+
+
+def _of_each_pass(queries: Queries) -> Choose:
+    """Which rows to keep of passes over a text whose length is not known beforehand."""
+    if queries is None:
+        return lambda first, new: [new - 1]
+    if queries == "all":
+        return lambda first, new: range(new)
+    positions = [queries] if isinstance(queries, int) else sorted(set(queries))
+    if not positions or min(positions) < 0:
+        raise ValueError(f"queries of what a function runs must be positions from 0 on, or 'all', got {positions}")
+    return partial(_within, positions)
 
 
 def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
@@ -178,10 +279,10 @@ def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, L
     return [biases[layer] for layer in sorted(set(layers))]
 
 
-def _heads(chosen: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] | None:
+def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] | None:
     if heads is None:
         return None
-    num_heads = min(bias.shape.num_heads for _, bias in chosen)
+    num_heads = min(bias.shape.num_heads for _, bias in biases)
     if heads == "all":
         return list(range(num_heads))
     if isinstance(heads, str):
@@ -192,10 +293,10 @@ def _heads(chosen: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
     return numbers
 
 
-def _sequence(model: nn.Module, chosen: Sequence[tuple[str, LayerBias]]) -> str:
+def _sequence(model: nn.Module, biases: Sequence[tuple[str, LayerBias]]) -> str:
     """The input that holds the tokens between which the bias acts."""
     two = any(isinstance(m, PreTrainedModel) and m.config.is_encoder_decoder for m in model.modules())
-    return "decoder_input_ids" if two and "decoder" in chosen[0][0].split(".") else "input_ids"
+    return "decoder_input_ids" if two and "decoder" in biases[0][0].split(".") else "input_ids"
 
 
 def _generated(
@@ -208,8 +309,7 @@ def _generated(
         options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
     if not callable(run := getattr(model, "generate", None)):
         raise ValueError(f"{type(model).__name__} does not generate; leave generate= out")
-    with torch.no_grad():
-        result = run(**inputs, **options)
+    result = run(**inputs, **options)
     ids = result if isinstance(result, Tensor) else cast(Tensor, cast(Any, result).sequences)
     if len(ids) != len(inputs["input_ids"]):
         raise ValueError(
@@ -225,10 +325,12 @@ def _generated(
     return longer, prompt, ids[:, -1]
 
 
-def _positions(queries: int | Sequence[int] | None, size: int, prompt: int | None) -> list[int]:
+def _positions(queries: Queries, size: int, prompt: int | None) -> list[int]:
     if queries is None:
         first = 0 if size <= _ALL else size - _LAST
         return list(range(first if prompt is None else prompt - 1, size))
+    if queries == "all":
+        return list(range(size))
     positions = [queries] if isinstance(queries, int) else list(queries)
     wrong = [position for position in positions if not -size <= position < size]
     if wrong or not positions:

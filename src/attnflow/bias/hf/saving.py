@@ -1,25 +1,36 @@
-"""`save` and `load`: the bias of a transformers model, without the model that it belongs to."""
+"""`save` and `load`: the bias of a transformers model in a folder of two files, without the model itself."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as encoded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attnflow._core.errors import AttnflowError
+from attnflow._core.files import write_atomically
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.attach import BiasHandle, Train, attach, handle
 from attnflow.bias.hf.layers import CHILD, Layer, layers_of
-from attnflow.bias.kinds import CustomConfig, config_from_dict
+from attnflow.bias.kinds import CustomConfig, GuidanceConfig, config_from_dict
 from attnflow.bias.layer import layer_biases
-from attnflow.bias.saved import WEIGHTS, Saved, read, write
 from attnflow.models.loaded import Loaded, split
 
+WEIGHTS: Final = "bias.safetensors"
+CONFIG: Final = "bias_config.json"
+_FORMAT: Final = "attnflow-bias"
+_VERSION: Final = 1
+_TYPES: Final = {"bias": list, "base": Mapping, "weights": str}
 _SAMPLES: Final = 16  # numbers of the base model by which it is recognised
 
 
@@ -30,6 +41,8 @@ class WrongBase(AttnflowError):
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
     """Write the attached bias to a folder: its tensors as safetensors, its configs and base model as JSON.
 
+    Each file is written whole or not at all.
+
     Returns:
         The folder, created if need be.
 
@@ -37,7 +50,7 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
         ValueError: the model has no bias, or it has no values yet (meta device) or is spread over processes.
     """
     model, _ = split(model)
-    configs = handle(model).configs
+    configs = [config.to_dict() for config in handle(model).configs]
     tensors = _tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError("the bias is on the meta device, where it has no values to save")
@@ -46,7 +59,16 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
             "the bias is sharded over processes (FSDP), where each holds a part; save the whole state dict by "
             "Trainer or accelerate, load it into one model, and save the bias of that"
         )
-    return write(folder, tensors, [config.to_dict() for config in configs], _base(model))
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    about = {"format": _FORMAT, "version": _VERSION, "bias": configs, "base": _base(model)}
+    about["weights"] = digest(encoded(plain))
+    with write_atomically(place / CONFIG) as config:
+        config.write((json.dumps(about, indent=2) + "\n").encode())
+        with write_atomically(place / WEIGHTS) as weights:  # in place first, and it carries the config as well
+            weights.write(encoded(plain, metadata={"format": "pt", _FORMAT: json.dumps(about)}))
+    return place
 
 
 def load(
@@ -81,31 +103,44 @@ def load(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device, where weights cannot be loaded; load its weights first")
     _check_base(model, saved, strict)
-    configs, tensors = _configs(saved, custom), saved.tensors()
+    expected = [one for one in saved.configs if one["kind"] == CustomConfig.kind]
+    passed = [config.to_dict() for config in custom]
+    if expected != passed:
+        raise ValueError(
+            f"the saved bias has the custom parts {expected or 'none'}, but custom= has {passed or 'none'}; pass the "
+            "same CustomConfig objects that were attached"
+        )
+    own = iter(custom)
+    configs: list[BiasConfig] = [
+        next(own) if one["kind"] == CustomConfig.kind else config_from_dict(one) for one in saved.configs
+    ]
+    tensors = saved.tensors()
     attached = attach(model, configs, train=train, backend=backend)
     try:
-        fill(model, tensors, saved.folder)
+        _fill(model, tensors, saved.folder)
     except ValueError:
         attached.remove()
         raise
     return attached
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Give the attached bias the values of saved tensors.
+def restore(model: nn.Module, folder: Path) -> bool:
+    """Give the attached bias the values in a folder; False if no bias is saved there."""
+    if not (folder / CONFIG).is_file():
+        return False
+    _fill(model, read(folder).tensors(), folder)
+    return True
 
-    Raises:
-        ValueError: other names or shapes; nothing is changed then.
-    """
+
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     expected = _tensors(model)
     if set(expected) != set(tensors):
         missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
         raise ValueError(f"{folder / WEIGHTS} does not fit its config: missing {missing[:3]}, unexpected {extra[:3]}")
-    wrong = [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]
-    if wrong:
-        name = wrong[0]
-        got, want = tuple(tensors[name].shape), tuple(expected[name].shape)
-        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {name} has shape {got}, expected {want}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            got, want = tuple(tensor.shape), tuple(expected[name].shape)
+            raise ValueError(f"{folder / WEIGHTS} does not fit its config: {name} has shape {got}, expected {want}")
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
@@ -118,18 +153,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         for _, bias in layer_biases(model)
         for name, tensor in bias.state_dict().items()
     }
-
-
-def _configs(saved: Saved, custom: Sequence[CustomConfig]) -> list[BiasConfig]:
-    expected = [one for one in saved.configs if one["kind"] == CustomConfig.kind]
-    passed = [config.to_dict() for config in custom]
-    if expected != passed:
-        raise ValueError(
-            f"the saved bias has the custom parts {expected or 'none'}, but custom= has {passed or 'none'}; pass the "
-            "same CustomConfig objects that were attached"
-        )
-    objects = iter(custom)
-    return [next(objects) if one["kind"] == CustomConfig.kind else config_from_dict(one) for one in saved.configs]
 
 
 def _base(model: nn.Module) -> dict[str, object]:
@@ -173,3 +196,101 @@ def _check_base(model: nn.Module, saved: Saved, strict: bool) -> None:
             f"the bias was saved with other weights of this architecture ({saved.base_name or 'unnamed'}); load those, "
             "or pass strict=False if this model was trained on from there"
         )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a folder says of the bias in it, read without its model.
+
+    Attributes:
+        folder: itself.
+        configs: of the summands, as `BiasConfig.to_dict` writes them.
+        base: the model that it was trained on: name, model_type, num_layers, shape, samples of its weights.
+    """
+
+    folder: Path
+    configs: Sequence[Mapping[str, Any]]
+    base: Mapping[str, Any]
+
+    @property
+    def base_name(self) -> str:
+        """The name that the base model was loaded by; "" if it had none."""
+        return str(self.base.get("name") or "")
+
+    def check(self, layer: int | None = None, head: int | None = None) -> None:
+        """Raise ValueError for a layer that has no bias here, or a head that the base model does not have."""
+        number, num_heads = int(self.base["num_layers"]), int(self.base["shape"]["num_heads"])
+        placed = [GuidanceConfig(layers=one["layers"]).layer_indices(number) for one in self.configs]  # as every kind
+        layers = sorted({index for indices in placed for index in indices})
+        if layer is not None and layer not in layers:
+            raise ValueError(f"layer must be one of those with a bias, {layers}, got {layer}")
+        if head is not None and not 0 <= head < num_heads:
+            raise ValueError(f"head must be one of the base model's, 0 to {num_heads - 1}, got {head}")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters, by layer number and name; ValueError for a damaged file, or NaN or infinity in it."""
+        path = self.folder / WEIGHTS
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            raise ValueError(f"{path} holds NaN or infinity in {', '.join(bad[:3])}; train it again")
+        return tensors
+
+
+def read(folder: str | os.PathLike[str]) -> Saved:
+    """The saved bias of a folder; its tensors are checked against its config, and not loaded.
+
+    Raises:
+        FileNotFoundError: no saved bias there.
+        ValueError: files that are damaged, or of a newer version.
+    """
+    place = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (place / name).is_file():
+            raise FileNotFoundError(f"{place} holds no saved bias: {name} is missing; af.bias.save writes one")
+    about = _parsed(place / CONFIG, (place / CONFIG).read_bytes())
+    values = digest((place / WEIGHTS).read_bytes())
+    if about["weights"] != values:  # a save that was killed between its two files: the tensors carry their config, too
+        about = _inside(place / WEIGHTS)
+        if about["weights"] != values:
+            raise ValueError(f"{place / WEIGHTS} is damaged: its numbers are not those that were saved")
+    return Saved(place, about["bias"], about["base"])
+
+
+def digest(content: bytes) -> str:
+    """Of the numbers in a safetensors file, without the header before them."""
+    return hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest()
+
+
+def _inside(path: Path) -> Mapping[str, Any]:
+    """The config that the file of the tensors carries."""
+    try:
+        with safe_open(path, "pt") as file:
+            text = cast("dict[str, str]", file.metadata() or {}).get(_FORMAT)
+    except SafetensorError:
+        text = None
+    if text is None:
+        raise ValueError(f"{path} is not the file that {CONFIG} was saved with: damaged, or of another save")
+    return _parsed(path, text.encode())
+
+
+def _parsed(path: Path, content: bytes) -> Mapping[str, Any]:
+    try:
+        about = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(about, Mapping) or about.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not the config of a saved bias")
+    if about.get("version") != _VERSION:
+        raise ValueError(f"{path} has version {about.get('version')}, this release reads {_VERSION}; update attnflow")
+    wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
+    if not wrong and not all(isinstance(one, Mapping) and "kind" in one and "layers" in one for one in about["bias"]):
+        wrong = ["bias"]
+    if not wrong and not all(isinstance(one, int | float) for one in about["base"].get("samples", ())):
+        wrong = ["base"]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {', '.join(wrong)} cannot be read")
+    return cast(Mapping[str, Any], about)
