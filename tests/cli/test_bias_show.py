@@ -112,9 +112,8 @@ def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
     ("arguments", "message"),
     [
         (["--layer", "7"], "layer must be one of those with a bias, [0, 1], got 7"),
-        (["--query", "20"], "queries must be positions of 6 tokens"),
         (["--query", "99"], "--query 99 is no position of a text of 22 characters"),
-        (["--query", "-9"], "query must be one of the captured positions"),
+        (["--query", "-5", "--generate", "3"], "query must be one of the captured positions"),
         (["--head", "9"], "head must be one of the base model's, 0 to 3, got 9"),
         (["--threshold", "0"], "threshold must be positive"),
         (["-o", "map.gif"], "the name must end in .svg or .png"),
@@ -124,6 +123,16 @@ def test_bad_usage(run, tiny_model, saved, arguments, message):
     code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, *arguments)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize(("query", "more", "size"), [("6", [], 6), ("-9", [], 6), ("8", ["--generate", "3"], 8)])
+def test_a_query_beyond_the_text_is_refused_before_the_model_is_loaded(
+    run, tiny_model, saved, monkeypatch, query, more, size
+):
+    monkeypatch.setattr("attnflow.models.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--query", query, *more)
+    assert (code, out) == (2, "")
+    assert f"--query must be one of the positions of {size} tokens, -{size} to {size - 1}, got {query}" in err
 
 
 def test_without_a_bias(run, tiny_model, saved, tmp_path):
