@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnflow.bias import BiasMap
 from attnflow.bias.call import make_call
 from attnflow.bias.impl import reference
-from attnflow.bias.low_rank import energy
-from attnflow.bias.map import LayerMap
+from attnflow.bias.map import LayerMap, energy
 from attnflow.bias.observe import observe
 from attnflow.bias.terms import Guidance
 from tests.bias.cases import MASKS, Case

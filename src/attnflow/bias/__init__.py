@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.bias.attention import attention
-from attnflow.bias.kinds import (
-    AlibiConfig,
-    BilinearConfig,
-    CumulativeConfig,
-    CustomConfig,
-    DenseConfig,
-    DotConfig,
-    GuidanceConfig,
-    KeyConfig,
-    LowRankConfig,
-    RelativeConfig,
-)
+from attnflow.bias.kinds.base import CustomConfig
+from attnflow.bias.kinds.networks import CumulativeConfig, GuidanceConfig, KeyConfig
+from attnflow.bias.kinds.positions import AlibiConfig, DenseConfig, RelativeConfig
+from attnflow.bias.kinds.products import BilinearConfig, DotConfig, LowRankConfig
 from attnflow.bias.map import BiasMap
 from attnflow.bias.run import TrainingConfig
 

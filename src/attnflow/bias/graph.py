@@ -50,25 +50,20 @@ class BiasGraph(Result):
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each edge, the strongest first."""
-        ordered = sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
-        return [
-            {
-                "key": edge.key,
-                "key_token": self.tokens[edge.key],
-                "query": edge.query,
-                "query_token": self.tokens[edge.query],
-                "bias": edge.bias,
-            }
-            for edge in ordered
-        ]
+        names = ("key", "key_token", "query", "query_token", "bias")
+        cells = ((e.key, self.tokens[e.key], e.query, self.tokens[e.query], e.bias) for e in self._by_strength())
+        return [dict(zip(names, row, strict=True)) for row in cells]
 
     def __str__(self) -> str:
         lines = [f"graph ({self.about}): {plural(len(self.edges), 'edge')}"]
-        for edge in sorted(self.edges, key=lambda edge: -edge.bias)[:_LISTED]:
+        for edge in self._by_strength()[:_LISTED]:
             key, query = token_label(self.tokens[edge.key]), token_label(self.tokens[edge.query])
             lines.append(f"  {key} ({edge.key}) -> {query} ({edge.query})  {edge.bias:+.2f}")
         lines += [f"  and {len(self.edges) - _LISTED} more"] if len(self.edges) > _LISTED else []
         return "\n".join(lines)
+
+    def _by_strength(self) -> list[Edge]:
+        return sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -86,8 +81,7 @@ class BiasGraph(Result):
         """The graph of the `count` strongest edges."""
         if count >= len(self.edges):
             return self
-        chosen = sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))[:count]
-        edges = tuple(sorted(chosen, key=lambda edge: (edge.query, edge.key)))
+        edges = tuple(sorted(self._by_strength()[:count], key=lambda edge: (edge.query, edge.key)))
         return BiasGraph(self.tokens, edges, f"{self.about}; the {count} strongest of {len(self.edges)} edges")
 
     def to_networkx(self) -> nx.DiGraph[int]:
@@ -103,12 +97,10 @@ class BiasGraph(Result):
         """Graphviz source, information flowing upwards; the stronger an edge, the thicker."""
         top = max((edge.bias for edge in self.edges), default=1.0)
         lines = ["digraph bias {", "  rankdir=BT;", "  node [shape=box, style=rounded];"]
-        lines += [f'  {node} [label="{_quoted(self.tokens[node])}\\n{node}"];' for node in self.nodes]
+        for node in self.nodes:
+            token = visible(self.tokens[node]).replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'  {node} [label="{token}\\n{node}"];')
         for edge in self.edges:
             width = 0.5 + 2.5 * edge.bias / top
             lines.append(f'  {edge.key} -> {edge.query} [label="{edge.bias:.2f}", penwidth={width:.2f}];')
         return "\n".join([*lines, "}", ""])
-
-
-def _quoted(token: str) -> str:
-    return visible(token).replace("\\", "\\\\").replace('"', '\\"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, Literal, cast
@@ -14,11 +15,12 @@ from attnflow._core import checks
 from attnflow._core.markup import percent, plural, visible
 from attnflow._core.results import Result
 from attnflow.bias.graph import BiasGraph, Edge
-from attnflow.bias.low_rank import energy
 from attnflow.bias.query import LayerQuery, QueryBias
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
 
+_ROUNDS: Final = 1000  # of the search for a low rank under a mask
+_SETTLED: Final = 1e-6  # change of the residual, as a share of the energy
 _STRONGEST: Final = 2  # keys of each query in a graph, unless something else is asked for
 _DIGITS: Final = 9  # of a float32, enough to read back the same number
 _COLUMNS: Final = (
@@ -130,8 +132,7 @@ class BiasMap(Result):
         """
         if quantity not in {field.name for field in fields(LayerMap)} - {"layer", "name", "allowed"}:
             raise ValueError(f"quantity must be 'bias', 'raw' or one of the weights, got {quantity!r}")
-        chosen = self.layers if layer is None else (self.layer(layer),)
-        tables = [getattr(one, quantity) for one in chosen]
+        tables = [getattr(one, quantity) for one in (self.layers if layer is None else (self.layer(layer),))]
         if any(table is None for table in tables):
             raise ValueError("the base model was not run: capture(..., base=True)")
         maps = torch.stack(cast(list[Tensor], tables))
@@ -155,8 +156,7 @@ class BiasMap(Result):
 
         Cost: a singular value decomposition per layer; under a mask, up to a second for 128 queries and keys.
         """
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
+        checks.integer("rank", rank, 1)
         tables = ((one, self.values("bias", one.layer, head)) for one in self.layers)
         return {one.layer: energy(table, one.allowed.any(dim=0), rank) for one, table in tables}
 
@@ -170,26 +170,21 @@ class BiasMap(Result):
         Raises:
             ValueError: a query or a head that was not captured.
         """
-        row, ranks = self.row(query), (1, 8)
-        energies = {rank: self.energy(rank, head) for rank in ranks}
+        row = self.row(query)
+        energies = {rank: self.energy(rank, head) for rank in (1, 8)}
         layers: list[LayerQuery] = []
         for one in self.layers:
             table, allowed = self.values("bias", one.layer, head)[row].tolist(), one.allowed.any(dim=0)[row].tolist()
             bias = tuple(value if exists else None for value, exists in zip(table, allowed, strict=True))
-            shares = {rank: energies[rank][one.layer] for rank in ranks}
+            shares = {rank: of_layer[one.layer] for rank, of_layer in energies.items()}
             layers.append(LayerQuery(one.layer, one.name, one.strength, one.moved, shares, bias))
+        produced = self.produced[row] if self.produced else None
         weights = self.values("weights", None, head)[row].tolist()
-        base = any(one.weights_base is None for one in self.layers)
-        return QueryBias(
-            self.model,
-            self.tokens,
-            self.queries[row],
-            head,
-            self.produced[row] if self.produced else None,
-            tuple(layers),
-            tuple(weights),
-            None if base else tuple(self.values("weights_base", None, head)[row].tolist()),
-        )
+        base = None
+        if all(one.weights_base is not None for one in self.layers):
+            base = tuple(self.values("weights_base", None, head)[row].tolist())
+        about = (self.model, self.tokens, self.queries[row], head, produced)
+        return QueryBias(*about, tuple(layers), tuple(weights), base)
 
     def graph(
         self,
@@ -206,8 +201,8 @@ class BiasMap(Result):
         Args:
             threshold: least bias of an edge.
             top_k: keys of each query at most, the strongest first; 2 if neither is given. Both may be.
-            layer: number of a layer; None for the mean over the captured ones.
-            head: one of the captured heads; None for the mean over the maps.
+            layer: as in `values`.
+            head: as in `values`.
 
         Raises:
             ValueError: a threshold that is not positive, or a layer or head that was not captured.
@@ -218,17 +213,13 @@ class BiasMap(Result):
             top_k = _STRONGEST
         if top_k is not None:
             checks.integer("top_k", top_k, 1)
-        table = self.values("bias", layer, head).clone()
-        for row, query in enumerate(self.queries):
-            table[row, query] = 0.0
-        table = table.masked_fill(~self.allowed(layer), 0.0)
+        table = self.values("bias", layer, head).masked_fill(~self.allowed(layer), 0.0)
+        table[list(range(len(self.queries))), list(self.queries)] = 0.0
         keep = table > 0 if threshold is None else table >= threshold
         if top_k is not None and top_k < table.shape[1]:
             best = table.topk(top_k, dim=1).indices
             keep &= torch.zeros_like(keep).scatter_(1, best, True)
-        edges = tuple(
-            Edge(key, self.queries[row], float(table[row, key])) for row, key in sorted(keep.nonzero().tolist())
-        )
+        edges = tuple(Edge(key, self.queries[row], float(table[row, key])) for row, key in keep.nonzero().tolist())
         many = "strongest key" if top_k == 1 else f"{top_k} strongest keys"
         which = [] if top_k is None else [f"the {many} of each query"]
         which += [] if threshold is None else [f"a bias of at least {threshold:g}"]
@@ -247,7 +238,7 @@ class BiasMap(Result):
         for one in self.layers:
             values = [one.bias, one.raw, one.weights, one.weights_without, one.weights_base]
             for number, row, key in one.allowed.nonzero().tolist():
-                cells = [None if v is None else _short(float(v[number, row, key])) for v in values]
+                cells = [None if v is None else float(f"{float(v[number, row, key]):.{_DIGITS}g}") for v in values]
                 query, head = self.queries[row], self.heads[number] if self.heads else "mean"
                 columns = (one.layer, head, query, names[query], key, names[key], *cells)
                 rows.append(dict(zip(_COLUMNS, columns, strict=True)))
@@ -266,6 +257,37 @@ class BiasMap(Result):
         return "\n".join(lines)
 
 
-def _short(value: float) -> float:
-    """A float32 with as many digits as tell it from its neighbours."""
-    return float(f"{value:.{_DIGITS}g}")
+def energy(bias: Float[Tensor, "queries keys"], allowed: Bool[Tensor, "queries keys"], rank: int) -> float:
+    """Share of a bias, as softmax sees it, that u_i . v_j of a given rank can give; NaN for a bias of zero.
+
+    That is 1 - min |bias - X - r 1^T|^2 / |row-centred bias|^2 over the allowed pairs, for X of that rank and one free
+    number per query, which softmax cannot see. Where every pair is allowed these are the largest singular values of
+    the row-centred bias. Under a mask the pairs that do not exist are filled in with what X says of them, again and
+    again (Srebro and Jaakkola, ICML 2003): a lower bound, and close to the optimum where most pairs exist.
+    """
+    mask = allowed.double()
+    count = mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        return (values - (values * mask).sum(dim=1, keepdim=True) / count) * mask
+
+    target = centred(bias.double())
+    total = float(target.square().sum())
+    if total == 0.0:
+        return math.nan
+    if bool(allowed.all()):
+        return float(torch.linalg.svdvals(target)[:rank].square().sum()) / total
+    right = torch.linalg.svd(target, full_matrices=False).Vh[:rank].mT
+    low, offset, before = torch.zeros_like(target), torch.zeros_like(count), 1.0
+    for _ in range(_ROUNDS):
+        filled = torch.where(allowed, target - offset, low)
+        left = torch.linalg.qr(filled @ right).Q  # a step of subspace iteration in place of a decomposition
+        sides = filled.mT @ left
+        right = torch.linalg.qr(sides).Q
+        low = left @ sides.mT
+        offset = ((target - low) * mask).sum(dim=1, keepdim=True) / count
+        residual = float(centred(target - low).square().sum()) / total
+        if abs(before - residual) < _SETTLED:
+            return 1.0 - residual
+        before = residual
+    return 1.0 - before

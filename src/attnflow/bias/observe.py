@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow.bias.allow import Allow
 from attnflow.bias.call import Call
 from attnflow.bias.impl.reference import bias_of, weights_of
-from attnflow.bias.terms import Dense, Term, per_head, wide
+from attnflow.bias.terms import Dense, Term, wide
 
 _PAIRS: Final = 1 << 15  # of one bias tile; the guidance network holds its hidden layer for each of them
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
@@ -101,7 +101,7 @@ def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None, se
         means = (t.any(dim=0, keepdim=True) if t.dtype == torch.bool else t.mean(0, keepdim=True) for t in parts)
     else:
         chosen = torch.tensor(heads, device=raw.device)
-        means = (per_head(t[None], call.num_heads)[0, chosen] for t in parts)
+        means = (t.expand(call.num_heads, -1, -1)[chosen] for t in parts)
     return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in means)
 
 

@@ -19,7 +19,7 @@ from attnflow.bias.attention import BACKENDS
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
-from attnflow.bias.kinds import GuidanceConfig
+from attnflow.bias.kinds.networks import GuidanceConfig
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split

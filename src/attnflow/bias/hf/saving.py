@@ -22,7 +22,9 @@ from attnflow._core.files import write_atomically
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.attach import BiasHandle, Train, attach, handle
 from attnflow.bias.hf.layers import CHILD, Layer, layers_of
-from attnflow.bias.kinds import CustomConfig, GuidanceConfig, config_from_dict
+from attnflow.bias.kinds import config_from_dict
+from attnflow.bias.kinds.base import CustomConfig
+from attnflow.bias.kinds.networks import GuidanceConfig
 from attnflow.bias.layer import layer_biases
 from attnflow.models.loaded import Loaded, split
 

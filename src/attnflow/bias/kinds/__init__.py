@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.kinds.custom import CustomConfig
 from attnflow.bias.kinds.networks import CumulativeConfig, GuidanceConfig, KeyConfig
 from attnflow.bias.kinds.positions import AlibiConfig, DenseConfig, RelativeConfig
 from attnflow.bias.kinds.products import BilinearConfig, DotConfig, LowRankConfig
@@ -37,19 +36,3 @@ def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
     return KINDS[kind].from_dict(values)
-
-
-__all__ = [
-    "KINDS",
-    "AlibiConfig",
-    "BilinearConfig",
-    "CumulativeConfig",
-    "CustomConfig",
-    "DenseConfig",
-    "DotConfig",
-    "GuidanceConfig",
-    "KeyConfig",
-    "LowRankConfig",
-    "RelativeConfig",
-    "config_from_dict",
-]

@@ -23,8 +23,6 @@ class GuidanceConfig(VectorConfig):
     Attributes:
         hidden_dim: width of the network's hidden layer.
 
-    The other fields are those of `BiasConfig`.
-
     >>> GuidanceConfig.from_dict(GuidanceConfig(layers=[0, 3]).to_dict()) == GuidanceConfig(layers=[0, 3])
     True
     """
@@ -44,8 +42,6 @@ class KeyConfig(VectorConfig):
 
     Attributes:
         hidden_dim: width of the network's hidden layer.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "key"
@@ -63,8 +59,6 @@ class CumulativeConfig(VectorConfig):
 
     Attributes:
         gain: of the sum of log gates, to start from; 0 is the identity.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "cumulative"

@@ -27,8 +27,6 @@ class DenseConfig(BiasConfig):
     Attributes:
         max_length: positions of the table.
         std: of the normal numbers to start from; 0 is the identity.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "dense"
@@ -50,8 +48,6 @@ class AlibiConfig(BiasConfig):
 
     Attributes:
         gain: of the published slopes, to start from.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "alibi"
@@ -72,8 +68,6 @@ class RelativeConfig(BiasConfig):
         num_buckets: entries of a table.
         max_distance: from which on all distances share one bucket.
         std: of the normal numbers to start from; 0 is the identity.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "relative"

@@ -22,8 +22,6 @@ class LowRankConfig(VectorConfig):
 
     Attributes:
         rank: of the product.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "lowrank"
@@ -37,7 +35,7 @@ class LowRankConfig(VectorConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BilinearConfig(VectorConfig):
-    """A bilinear form of query and key (daa, sec. 3.2.2, an alternative). The fields are those of `BiasConfig`."""
+    """A bilinear form of query and key (daa, sec. 3.2.2, an alternative)."""
 
     kind: ClassVar[str] = "bilinear"
     init: Init = "zero"
@@ -53,8 +51,6 @@ class DotConfig(VectorConfig):
 
     Attributes:
         gain: of the product, to start from; 0 is the identity.
-
-    The other fields are those of `BiasConfig`.
     """
 
     kind: ClassVar[str] = "dot"
