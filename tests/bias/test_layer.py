@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnflow.bias import attention
-from attnflow.bias.kinds import AlibiConfig, CumulativeConfig, CustomConfig, DenseConfig, GuidanceConfig
+from attnflow.bias import AlibiConfig, CumulativeConfig, CustomConfig, DenseConfig, GuidanceConfig, attention
 from attnflow.bias.layer import LayerBias
 from attnflow.bias.terms import Additive, Dense
 from tests.bias.test_kinds import SHAPE, TOKENS, module_of, tile_of, vectors

@@ -53,28 +53,23 @@ class BiasHandle(Handle):
         self._frozen: list[nn.Parameter] = []
 
     @property
-    def biases(self) -> list[LayerBias]:
-        """The module of each layer."""
-        return [bias for _, bias in layer_biases(self.model)]
-
-    @property
     def enabled(self) -> bool:
         """Whether attention uses the bias; without it the model is exactly the base model, at its cost.
 
         A key-value cache filled with the bias cannot be continued without it, nor the other way round.
         """
-        return self.active and all(bias.enabled for bias in self.biases)
+        return self.active and all(bias.enabled for _, bias in layer_biases(self.model))
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
         if not self.active:
             raise RuntimeError("this bias was removed; attach it again")
-        for bias in self.biases:
+        for _, bias in layer_biases(self.model):
             bias.enabled = value
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the bias has added: what guidance-only training optimises."""
-        return [parameter for bias in self.biases for parameter in bias.parameters()]
+        return [parameter for _, bias in layer_biases(self.model) for parameter in bias.parameters()]
 
     @property
     def num_parameters(self) -> int:

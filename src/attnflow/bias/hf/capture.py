@@ -88,7 +88,7 @@ def capture(
     if callable(inputs):
         if generate is not None:
             raise ValueError("a function runs the model as it likes: leave generate= out, and generate there")
-        recorder = record(_of_each_pass(queries))
+        recorder = record(_rows(queries, None))
         recorder.watch(inputs)
         return recorder.map(model_name(model), tokenizer)
     tensors = model_inputs(model, inputs, tokenizer, sequence)
@@ -98,7 +98,7 @@ def capture(
             tensors, prompt, last = _generated(model, tensors, generate, name)
         if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
-        choose = partial(_within, _positions(queries, tensors[name].shape[1], prompt))
+        choose = _rows(queries, tensors[name].shape[1], prompt)
         recorder, run = record(choose), partial(model, **tensors, **sparing(model))
         recorder.watch(run)
         result = recorder.map(model_name(model), tokenizer, None if last is None else int(last[sequence]))
@@ -257,18 +257,6 @@ def _within(positions: Sequence[int], first: int, new: int) -> list[int]:
     return [position - first for position in positions if first <= position < first + new]
 
 
-def _of_each_pass(queries: Queries) -> Choose:
-    """Which rows to keep of passes over a text whose length is not known beforehand."""
-    if queries is None:
-        return lambda first, new: [new - 1]
-    if queries == "all":
-        return lambda first, new: range(new)
-    positions = [queries] if isinstance(queries, int) else sorted(set(queries))
-    if not positions or min(positions) < 0:
-        raise ValueError(f"queries of what a function runs must be positions from 0 on, or 'all', got {positions}")
-    return partial(_within, positions)
-
-
 def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
     biases = {bias.shape.index: (name.rpartition(".")[0], bias) for name, bias in layer_biases(model)}
     if layers is None:
@@ -325,14 +313,21 @@ def _generated(
     return longer, prompt, ids[:, -1]
 
 
-def _positions(queries: Queries, size: int, prompt: int | None) -> list[int]:
-    if queries is None:
-        first = 0 if size <= _ALL else size - _LAST
-        return list(range(first if prompt is None else prompt - 1, size))
+def _rows(queries: Queries, size: int | None, prompt: int | None = None) -> Choose:
+    """Which rows of each pass to keep; `size` is None where a function runs passes over texts of any length."""
     if queries == "all":
-        return list(range(size))
+        return lambda first, new: range(new)
+    if queries is None and size is None:
+        return lambda first, new: [new - 1]
+    if queries is None:
+        assert size is not None
+        start = (0 if size <= _ALL else size - _LAST) if prompt is None else prompt - 1
+        return partial(_within, range(start, size))
     positions = [queries] if isinstance(queries, int) else list(queries)
-    wrong = [position for position in positions if not -size <= position < size]
-    if wrong or not positions:
+    if size is None:
+        if min(positions, default=-1) < 0:
+            raise ValueError(f"queries of what a function runs must be positions from 0 on, or 'all', got {positions}")
+        return partial(_within, sorted(set(positions)))
+    if not positions or not all(-size <= position < size for position in positions):
         raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {positions}")
-    return sorted({position % size for position in positions})
+    return partial(_within, sorted({position % size for position in positions}))
