@@ -63,6 +63,8 @@ def test_the_model_keeps_it_through_wrappers_copies_and_pickles():
             moved = outputs(model, input_ids=ids)
             assert torch.equal(outputs(other, input_ids=ids), moved)
             own.remove()
+            base = {name: value for name, value in model.state_dict().items() if ".score_terms." not in name}
+            assert same_state(other, base), "its own hooks are gone"
             assert not torch.equal(outputs(other, input_ids=ids), moved)
             assert torch.equal(outputs(model, input_ids=ids), moved), "the first model is untouched"
     assert handle.active
