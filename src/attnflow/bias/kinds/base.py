@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -122,11 +123,12 @@ class Kind(nn.Module, Generic[_Config]):
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """The position of each key: exact in float32 up to 16 million."""
-        return keys.positions.to(wide(self.get_parameter(self.last[0])).dtype)[..., None]
+        last: Tensor = getattr(self, self.last[0])
+        return keys.positions.to(torch.float64 if last.dtype == torch.float64 else torch.float32)[..., None]
 
     def is_zero(self) -> bool:
         """Whether the last layer, gain or table is zero."""
-        return not any(bool(self.get_parameter(name).any()) for name in self.last)
+        return not any(bool(attrgetter(name)(self).any()) for name in self.last)
 
 
 class Projection(nn.Module):

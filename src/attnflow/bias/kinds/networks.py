@@ -104,7 +104,7 @@ class KeyNetwork(Kind[GuidanceConfig | KeyConfig]):
 
     def reset_parameters(self) -> None:
         """The hidden layer as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4)."""
-        weights = [self.get_parameter(f"{side}.weight") for side in self.sides]
+        weights: list[Tensor] = [getattr(self, side).weight for side in self.sides]
         for parameter in (*weights, self.hidden_bias):
             as_linear(parameter, sum(weight.shape[-1] for weight in weights))
         nn.init.ones_(self.norm.weight)
