@@ -68,10 +68,9 @@ def strength(call: Call, terms: int) -> float:
     Cost: time O(queries x keys) of each sequence; memory a few MB.
     """
     squares = pairs = 0.0
-    for sequence in range(call.query.shape[0]):
-        for block in _blocks(call, range(call.query.shape[2])):
-            _, centred, allowed = _centred(call, terms, block, sequence)
-            squares, pairs = squares + float(centred.square().sum()), pairs + float(allowed.sum())
+    for block in _blocks(call, range(call.query.shape[2])):
+        _, centred, allowed = _centred(call, terms, block, slice(None))
+        squares, pairs = squares + float(centred.square().sum()), pairs + float(allowed.sum())
     return (squares / pairs) ** 0.5 if pairs else 0.0
 
 
@@ -87,46 +86,43 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
 
 def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None, sequence: int) -> tuple[Tensor, ...]:
     """The parts of `Observed` for neighbouring queries."""
-    raw, centred, allowed = _centred(call, terms, block, sequence)
     one = slice(sequence, sequence + 1)
-    rest = _tiled(call, call.terms[terms:], block, sequence)
-    other = () if rest is None else (Dense(rest[None]),)
+    raw, centred, allowed = _centred(call, terms, block, one)
+    rest = _tiled(call, call.terms[terms:], block, one)
+    other = () if rest is None else (Dense(rest),)
     part = replace(call, query=call.query[one, :, block], key=call.key[one], value=call.value[one], terms=other)
-    part = replace(part, allow=Allow.from_dense(allowed[None]))
-    without = weights_of(part)[0]
-    added = Dense(raw.to(without.dtype)[None])
-    weights = without if terms == 0 else weights_of(replace(part, terms=(*other, added)))[0]
-    parts = (raw, centred, allowed, weights, without)
+    part = replace(part, allow=Allow.from_dense(allowed))
+    without = weights_of(part)
+    added = Dense(raw.to(without.dtype))
+    weights = without if terms == 0 else weights_of(replace(part, terms=(*other, added)))
+    parts = (tensor[0] for tensor in (raw, centred, allowed, weights, without))
     if heads is None:
-        means = (t.any(dim=0, keepdim=True) if t.dtype == torch.bool else t.mean(0, keepdim=True) for t in parts)
+        maps = (t.any(dim=0, keepdim=True) if t.dtype == torch.bool else t.mean(dim=0, keepdim=True) for t in parts)
     else:
         chosen = torch.tensor(heads, device=raw.device)
-        means = (t.expand(call.num_heads, -1, -1)[chosen] for t in parts)
-    return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in means)
+        maps = (t.expand(call.num_heads, -1, -1)[chosen] for t in parts)
+    return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in maps)
 
 
-def _centred(call: Call, terms: int, block: slice, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+def _centred(call: Call, terms: int, block: slice, sequences: slice) -> tuple[Tensor, Tensor, Tensor]:
     """(B in float64, 0 where there is no pair; the same less its mean over the keys of each query; which pairs exist).
 
-    Each is [maps, queries, keys], one map if one serves all heads.
+    Each is [batch, maps, queries, keys], one map if one serves all heads.
     """
-    rows, size = call.allow.rows(block), (block.stop - block.start, call.key.shape[2])
+    rows, size = call.allow.rows(block), (1, 1, block.stop - block.start, call.key.shape[2])
     if rows is None:
-        allowed = torch.ones(1, *size, dtype=torch.bool, device=call.query.device)
-    else:
-        allowed = rows[sequence if rows.shape[0] > 1 else 0].to(call.query.device)
-    bias = _tiled(call, call.terms[:terms], block, sequence)
-    if bias is None:
-        bias = torch.zeros(1, *size, device=call.query.device)
-    maps = max(bias.shape[0], allowed.shape[0])
-    bias, allowed = bias.double().expand(maps, -1, -1), allowed.expand(maps, -1, -1)
+        rows = torch.ones(size, dtype=torch.bool)
+    allowed = rows if len(rows) == 1 else rows[sequences]
+    bias = _tiled(call, call.terms[:terms], block, sequences)
+    bias = torch.zeros(size, device=call.query.device) if bias is None else bias
+    bias, allowed = torch.broadcast_tensors(bias.double(), allowed.to(call.query.device))
     raw = bias.masked_fill(~allowed, 0.0)
     mean = raw.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
     return raw, (raw - mean).masked_fill(~allowed, 0.0), allowed
 
 
-def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequence: int) -> Tensor | None:
-    """The sum of terms for a block of queries and all keys, [1 or heads, queries, keys]; a few columns at a time."""
+def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequences: slice) -> Tensor | None:
+    """The sum of terms for neighbouring queries and all keys, [batch or 1, 1 or heads, queries, keys], in tiles."""
     if not terms:
         return None
     keys, maps = call.key.shape[2], max(term.groups for term in terms)
@@ -135,5 +131,5 @@ def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequence: int) -> 
     for start in range(0, keys, width):
         tile = bias_of(terms, call.num_heads, block, slice(start, min(start + width, keys)))
         assert tile is not None
-        parts.append(wide(tile[sequence if tile.shape[0] > 1 else 0]))
+        parts.append(wide(tile if len(tile) == 1 else tile[sequences]))
     return torch.cat(parts, dim=-1)
