@@ -20,6 +20,24 @@ from attnflow.masks import Mask
 from attnflow.tasks.derivation import derive
 
 LENGTH = 4  # of every axis
+# Results without a picture of their own, whose rows say it all.
+TABLES = {
+    "ActivityReport",
+    "Conditions",
+    "Drift",
+    "Duplicates",
+    "Inspection",
+    "LayerMap",
+    "LayerQuery",
+    "MaskSummary",
+    "Matches",
+    "QueryBias",
+    "Reembedded",
+    "Sparse",
+    "StoreStats",
+    "Strength",
+    "Written",
+}
 
 
 def sample(kind: type[Result]) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 import attnflow
 from attnflow._core.results import Result
-from attnflow.report.registry import EXPANDED, KINDS, TABLES
-from tests.results_samples import sample
+from attnflow.report.registry import EXPANDED, KINDS
+from tests.results_samples import TABLES, sample
 
 LONGEST = 2_000  # characters of what is printed
 

@@ -40,7 +40,7 @@ def test_both_objectives_are_derived() -> None:
     block, butterfly = _demo._objectives(IDS, SMALL)
     assert block.merged.task.mask == af.masks.block_two_stream(3, 3)
     assert butterfly.merged.task.mask == af.masks.butterfly(5)
-    step = _demo._prove(block, [])
+    step = _demo._prove(block)
     assert step.ok
     names = ("num_subtasks", "subtask_positions", "merged_positions", "leaks")
     assert [step.numbers[name] for name in names] == [2, 6 + 9, 12, 0]
@@ -57,19 +57,19 @@ def test_the_printed_mask_loses_all_but_the_last_task() -> None:
 
 def test_nothing_is_called_right_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     _, butterfly = _demo._objectives(IDS, SMALL)
-    assert not _demo._prove(replace(butterfly, closed_form=af.tasks.families.butterfly_as_printed(5)), []).ok
-    assert not _demo._prove(replace(butterfly, merged=replace(butterfly.merged, is_minimal=False)), []).ok
+    assert not _demo._prove(replace(butterfly, closed_form=af.tasks.families.butterfly_as_printed(5))).ok
+    assert not _demo._prove(replace(butterfly, merged=replace(butterfly.merged, is_minimal=False))).ok
     open_mask = replace(butterfly.merged, task=butterfly.under(af.masks.full(butterfly.merged.task.size)))
-    assert not _demo._prove(replace(butterfly, merged=open_mask, closed_form=open_mask.task.mask), []).ok, "it leaks"
+    assert not _demo._prove(replace(butterfly, merged=open_mask, closed_form=open_mask.task.mask)).ok, "it leaks"
     with monkeypatch.context() as patch:
         patch.setattr(af.masks, "full", lambda n: butterfly.merged.task.mask)
-        assert not _demo._prove(butterfly, []).ok, "a control that finds no leak proves nothing"
+        assert not _demo._prove(butterfly).ok, "a control that finds no leak proves nothing"
     with monkeypatch.context() as patch:
         patch.setattr(_demo, "butterfly_as_printed", af.masks.butterfly)
         assert not _demo._disprove(butterfly).ok
         assert not _demo._verify_printed(tiny().double(), butterfly).ok
     wrong = replace(butterfly.merged, task=butterfly.under(af.tasks.families.butterfly_as_printed(5)))
-    assert not _demo._verify(tiny().double(), replace(butterfly, merged=wrong), []).ok
+    assert not _demo._verify(tiny().double(), replace(butterfly, merged=wrong)).ok
 
 
 def test_the_whole_job(job: tuple[Demo, list[Step]]) -> None:
@@ -98,7 +98,7 @@ def test_a_job_with_one_wrong_step_is_not_ok(job: tuple[Demo, list[Step]]) -> No
 def test_a_model_that_sees_the_future_is_not_ok() -> None:
     model = tiny()
     af.masks.attach(model, af.masks.full(8))
-    assert not _demo._audit(model, IDS[:8], 4, []).ok
+    assert not _demo._audit(model, IDS[:8], 4).ok
 
 
 def test_the_model_is_left_as_it_was() -> None:

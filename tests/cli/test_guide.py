@@ -46,7 +46,7 @@ def test_every_command_is_in_the_guide(run: Callable) -> None:
 
     commands = [f"attnflow {command.name}" for command in _main.app.registered_commands]
     for group in ("mask", "bias", "knowledge"):
-        commands += [f"attnflow {group} {command.name}" for command in getattr(_main, group).registered_commands]
+        commands += [f"attnflow {group} {command.name}" for command in _main.GROUPS[group].registered_commands]
     assert [command for command in commands if command not in TEXT] == []
 
 

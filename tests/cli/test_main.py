@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import attnflow
-from attnflow.cli import _main, mask_list
+from attnflow.cli import _main, mask
 
 
 def attnflow_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -29,8 +29,9 @@ def test_version(run: Callable) -> None:
 
 def commands() -> list[list[str]]:
     tree = [[command.name] for command in _main.app.registered_commands]
-    groups = {"mask": _main.mask, "bias": _main.bias}
-    return tree + [[name, command.name] for name, group in groups.items() for command in group.registered_commands]
+    return tree + [
+        [name, command.name] for name, group in _main.GROUPS.items() for command in group.registered_commands
+    ]
 
 
 @pytest.mark.parametrize("command", [[], ["mask"], ["bias"], *commands()], ids=" ".join)
@@ -76,7 +77,7 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
     def explode(*_: object) -> None:
         raise KeyError("planted")
 
-    monkeypatch.setattr(mask_list, "print_json", explode)
+    monkeypatch.setattr(mask, "print_json", explode)
     code, out, err = run("mask", "list", "--json")
     assert (code, out) == (2, "")
     assert "unexpected KeyError: 'planted'" in err
@@ -90,7 +91,7 @@ def test_too_little_memory_is_no_finding(run: Callable, monkeypatch: pytest.Monk
     def explode(*_: object) -> None:
         raise MemoryError("Unable to allocate 728. TiB")
 
-    monkeypatch.setattr(mask_list, "print_json", explode)
+    monkeypatch.setattr(mask, "print_json", explode)
     expected = (2, "", "attnflow: not enough memory: Unable to allocate 728. TiB\n")
     assert run("mask", "list", "--json") == expected
 
@@ -99,7 +100,7 @@ def test_interruption(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mask_list, "print_json", interrupt)
+    monkeypatch.setattr(mask, "print_json", interrupt)
     code, _, err = run("mask", "list", "--json")
     assert code == 130
     assert "Traceback" not in err

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.cli._masks import EXAMPLES
-from attnflow.report.sections import mask as mask_section
+from attnflow.cli._arguments import EXAMPLES
+from attnflow.report import mask as mask_section
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

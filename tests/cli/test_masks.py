@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.cli._masks import EXAMPLES, mask_argument
-from attnflow.cli._options import settings_from
+from attnflow.cli._arguments import EXAMPLES, mask_argument, settings_from
 from attnflow.cli._output import BadUsage
 from attnflow.masks.spec import mask_from_dict, named_masks
 

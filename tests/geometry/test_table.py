@@ -16,7 +16,7 @@ from attnflow.geometry.summary import Quartiles
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
 from attnflow.models.families.find import Place
 from attnflow.models.families.rows import Rows
-from attnflow.report.score_text import overview
+from attnflow.report.geometry import overview
 
 
 def row(layer, head, symmetry=0.25, directionality=-0.5, kind="self", tower="", flags=()):

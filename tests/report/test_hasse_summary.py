@@ -30,16 +30,14 @@ def check(hasse, grouping):
     assert sorted(box_of) == list(range(len(hasse.nodes)))
     assert sum(len(box.classes) for box in grouping.boxes) == len(hasse.nodes)
     inner = sum(box.inner_edges for box in grouping.boxes)
-    assert inner + sum(link.count for link in grouping.links) == len(hasse.edges)
+    assert inner + sum(grouping.links.values()) == len(hasse.edges)
     counts = {}
     for lower, upper in hasse.edges:
         pair = box_of[lower], box_of[upper]
         counts[pair] = counts.get(pair, 0) + 1
-    assert {(link.lower, link.upper): link.count for link in grouping.links} == {
-        pair: count for pair, count in counts.items() if pair[0] != pair[1]
-    }
-    for link in grouping.links:
-        assert grouping.levels[link.lower] < grouping.levels[link.upper]
+    assert grouping.links == {pair: count for pair, count in counts.items() if pair[0] != pair[1]}
+    for lower, upper in grouping.links:
+        assert grouping.levels[lower] < grouping.levels[upper]
     for index, box in enumerate(grouping.boxes):
         inside = [(a, b) for a, b in hasse.edges if box_of[a] == box_of[b] == index]
         assert len(inside) == box.inner_edges

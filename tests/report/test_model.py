@@ -3,8 +3,10 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attnflow import bias
+from attnflow import audit, bias
+from attnflow.audit import declared
 from attnflow.report import model_page
+from tests.models import tiny as tiny_of
 from tests.report.reading import parse_page
 
 
@@ -38,3 +40,13 @@ def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
     assert {"order", "audit", "geometry"} <= set(names)
     assert "bias" not in names
     assert "Knowledge could not be shown" in parse_page(made.html).text
+
+
+def test_the_declared_order_is_found_once_and_keeps_its_words(monkeypatch):
+    model, calls, find = tiny_of("Gemma2", torch.float32), [], declared.declared
+    words = audit.check(model, [5, 6, 7, 8]).order
+    assert "sliding_attention" in words
+    monkeypatch.setattr(declared, "declared", lambda *inputs: calls.append(inputs) or find(*inputs))
+    made = model_page(model, [5, 6, 7, 8])
+    assert len(calls) == 1
+    assert f"against the order: {words}." in parse_page(made.html).text

@@ -18,8 +18,7 @@ from attnflow.audit.findings import AuditReport, ModuleResult, Violation
 from attnflow.order import analyze
 from attnflow.report import page
 from attnflow.report.html import Html
-from attnflow.report.mask_facts import CostModel
-from attnflow.report.part import Section
+from attnflow.report.page import CostModel, Section
 from attnflow.tasks import Label, Task, Token, Verification, check
 from attnflow.tasks.verification import TaskDifference
 from tests.report.reading import parse_page

@@ -84,7 +84,9 @@ def relation_of(model: nn.Module, seen: Survey, order: Mask | Sequence[Mask] | F
                 f"expected an order over {inputs.size} positions ({parts}), got a mask of shape {mask.shape}"
             )
     dense = {id(mask): mask.dense()[None] for mask in masks}
-    name = repr(masks[0]) if repeat else f"{len(masks)} masks, one per layer: {_names([m.name for m in masks])}"
+    name = repr(masks[0])
+    if any(repr(mask) != name for mask in masks):
+        name = f"{len(masks)} masks, one per layer: {_names([mask.name for mask in masks])}"
     return Relation(tuple(dense[id(mask)] for mask in masks), repeat, name)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -13,7 +13,6 @@ from attnflow import audit, masks, tasks
 from attnflow._core.checks import preview
 from attnflow._core.markup import percent, plural
 from attnflow._core.results import Result
-from attnflow.audit import AuditReport
 from attnflow.masks import Mask
 from attnflow.models.evaluation import precision
 from attnflow.order.hasse import label
@@ -21,11 +20,9 @@ from attnflow.tasks import Task, Verification
 from attnflow.tasks.families import butterfly_as_printed
 from attnflow.tasks.merging import MergedTask
 
+# Largest relative difference, in float64, at which a merged task counts as equal to its subtasks: rounding of a
+# 30-layer model gives about 1e-12, one dropped pair of a mask 1e-3 and more.
 TOLERANCE: Final = 1e-9
-"""Largest relative difference, in float64, at which a merged task counts as equal to its subtasks.
-
-Rounding of a 30-layer model in float64 gives about 1e-12; one dropped pair of a mask gives 1e-3 and more.
-"""
 WRONG: Final = 1e-3  # relative difference of outputs above which a mask is wrong, not rounded
 
 
@@ -80,6 +77,15 @@ class Objective:
         return Task(self.merged.task.inputs, self.merged.task.labels, mask)
 
 
+class Outcome(NamedTuple):
+    """Whether a step came out as claimed, in words and in numbers, and what a page shows of it."""
+
+    ok: bool
+    lines: Sequence[str]
+    numbers: dict[str, Any]
+    results: Sequence[object] = ()
+
+
 def run(
     name: str,
     model: Any,
@@ -90,48 +96,41 @@ def run(
 ) -> tuple[Demo, list[Any]]:
     """(what came out, the results for a page): derives, proves, disproves, audits, verifies.
 
-    Args:
-        name: of the model.
-        model: a causal language model, left as it was. The verification runs it in float64.
-        token_ids: of the text.
-        sizes: of the parts.
-        announce: called with the title of a step before it starts.
-        tell: called with each step that is done.
-
-    Raises:
-        ValueError: fewer tokens than the parts need.
+    The causal language model is left as it was; the verification runs it in float64. `announce` is called with the
+    title of each step before it starts, `tell` with the step when it is done.
     """
-    size = sizes or Sizes()
-    needed = max(size.block_tokens, size.butterfly_tokens, size.audit_tokens)
-    if len(token_ids) < needed:
-        raise ValueError(f"the demo needs {needed} tokens of text, got {len(token_ids)}")
     steps: list[Step] = []
     results: list[Any] = []
-
-    def step(key: str, title: str, work: Callable[[list[Any]], Step]) -> None:
+    for key, title, work in _plan(name, model, token_ids, sizes or Sizes()):
         announce(title)
         began = time.perf_counter()
-        steps.append(replace(work(results), name=key, title=title, seconds=time.perf_counter() - began))
+        outcome = work()
+        seconds = time.perf_counter() - began
+        steps.append(Step(key, title, outcome.ok, tuple(outcome.lines), outcome.numbers, seconds))
+        results += outcome.results
         tell(steps[-1])
-
-    objectives = _objectives(token_ids, size)
-    butterfly = objectives[1]
-    for each in objectives:
-        title = f"Derive {each.name} attention from its tasks, and prove it"
-        step(f"derive_{_key(each)}", title, lambda results, each=each: _prove(each, results))
-    step("printed", "Hold the paper's eq. 58, as printed, against the same tasks", lambda _: _disprove(butterfly))
-    step("audit", f"Audit {name}", lambda results: _audit(model, token_ids[: size.audit_tokens], size.passes, results))
-    with precision(model, torch.float64):
-        for each in objectives:
-            title = f"Run {each.name} on {name}, merged and one by one"
-            step(f"verify_{_key(each)}", title, lambda results, each=each: _verify(model, each, results))
-        title = f"Run eq. 58, as printed, on {name}"
-        step("verify_printed", title, lambda _: _verify_printed(model, butterfly))
     return Demo(name, tuple(steps)), results
 
 
-def _key(objective: Objective) -> str:
-    return objective.name.replace(" ", "_").replace("-", "_")
+def _plan(
+    name: str, model: Any, token_ids: Sequence[int], size: Sizes
+) -> Iterator[tuple[str, str, Callable[[], Outcome]]]:
+    """(key, title, work) of each step."""
+    needed = max(size.block_tokens, size.butterfly_tokens, size.audit_tokens)
+    if len(token_ids) < needed:
+        raise ValueError(f"the demo needs {needed} tokens of text, got {len(token_ids)}")
+    block, butterfly = _objectives(token_ids, size)
+    named = {"block_two_stream": block, "butterfly": butterfly}
+    for key, each in named.items():
+        title = f"Derive {each.name} attention from its tasks, and prove it"
+        yield f"derive_{key}", title, lambda each=each: _prove(each)
+    yield "printed", "Hold the paper's eq. 58, as printed, against the same tasks", lambda: _disprove(butterfly)
+    yield "audit", f"Audit {name}", lambda: _audit(model, token_ids[: size.audit_tokens], size.passes)
+    with precision(model, torch.float64):
+        for key, each in named.items():
+            title = f"Run {each.name} on {name}, merged and one by one"
+            yield f"verify_{key}", title, lambda each=each: _verify(model, each)
+        yield "verify_printed", f"Run eq. 58, as printed, on {name}", lambda: _verify_printed(model, butterfly)
 
 
 def _objectives(token_ids: Sequence[int], size: Sizes) -> tuple[Objective, Objective]:
@@ -146,105 +145,96 @@ def _objectives(token_ids: Sequence[int], size: Sizes) -> tuple[Objective, Objec
     )
 
 
-def _prove(objective: Objective, results: list[Any]) -> Step:
+def _prove(objective: Objective) -> Outcome:
     """The least sequence, equal to the closed form, and no label leaks; with all attention allowed some must."""
     merged, check = objective.merged, tasks.check(objective.merged.task)
     control = tasks.check(objective.under(masks.full(merged.task.size)))
-    results += [merged.task.flow, check]
-    equal = merged.task.mask == objective.closed_form
-    alone = sum(task.size for task in objective.family)
-    labels = plural(check.num_labels, "label")
-    leaks = f"none of {labels} leaks, however many layers" if check.ok else f"{len(check.leaks)} of {labels} LEAK"
-    least = "the least possible" if merged.is_minimal else f"NOT minimal, {merged.lower_bound} would do"
-    lines = [
-        f"{plural(len(objective.family), 'subtask')} of {alone:,} positions merge to {merged.task.size:,}",
-        f"{plural(len(merged.nodes), 'node')} in the Hasse diagram: {least}",
-        f"mask: {'equal to' if equal else 'DIFFERENT from'} {objective.formula}",
-        f"depth: {'one layer lets everything flow' if merged.task.is_dense else 'NOT dense'}",
-        f"leaks: {leaks}",
-        *(f"leak: {leak}" for leak in check.leaks[:3]),
-        f"control, all attention allowed: {len(control.leaks)} leaks, such as {control.leaks[0].route}"
-        if control.leaks
-        else "control, all attention allowed: NO leak was found",
-    ]
     numbers = {
         "num_subtasks": len(objective.family),
-        "subtask_positions": alone,
+        "subtask_positions": sum(task.size for task in objective.family),
         "merged_positions": merged.task.size,
         "num_nodes": len(merged.nodes),
         "lower_bound": merged.lower_bound,
         "is_minimal": merged.is_minimal,
         "is_dense": merged.task.is_dense,
-        "equals_closed_form": equal,
+        "equals_closed_form": merged.task.mask == objective.closed_form,
         "leaks": len(check.leaks),
         "leaks_of_control": len(control.leaks),
     }
-    good = merged.is_minimal and merged.task.is_dense and check.ok and equal and not control.ok
-    return Step("", "", good, tuple(lines), numbers)
+    labels = plural(check.num_labels, "label")
+    leaks = f"none of {labels} leaks, however many layers" if check.ok else f"{len(check.leaks)} of {labels} LEAK"
+    least = "the least possible" if merged.is_minimal else f"NOT minimal, {merged.lower_bound} would do"
+    equal = "equal to" if numbers["equals_closed_form"] else "DIFFERENT from"
+    such = "NO leak was found" if control.ok else f"{len(control.leaks)} leaks, such as {control.leaks[0].route}"
+    lines = [
+        f"{plural(len(objective.family), 'subtask')} of {numbers['subtask_positions']:,} positions merge to "
+        f"{merged.task.size:,}",
+        f"{plural(len(merged.nodes), 'node')} in the Hasse diagram: {least}",
+        f"mask: {equal} {objective.formula}",
+        f"depth: {'one layer lets everything flow' if merged.task.is_dense else 'NOT dense'}",
+        f"leaks: {leaks}",
+        *(f"leak: {leak}" for leak in check.leaks[:3]),
+        f"control, all attention allowed: {such}",
+    ]
+    good = all(numbers[name] for name in ("is_minimal", "is_dense", "equals_closed_form"))
+    return Outcome(good and check.ok and not control.ok, lines, numbers, [merged.task.flow, check])
 
 
-def _disprove(butterfly: Objective) -> Step:
+def _disprove(butterfly: Objective) -> Outcome:
     """Eq. 58 as printed is one pair short for n - 1 of n subtasks."""
     n, right = len(butterfly.family), butterfly.closed_form
     printed = butterfly_as_printed(n)
     missing = right.difference(printed, limit=right.num_queries * right.num_keys)
     lost = sorted({node.task for node in tasks.embedded(butterfly.under(printed), butterfly.family).missing})
     pairs = preview([f"{query}->{key}" for query, key in missing], 3)
-    lines = (
+    lines = [
         f"wrong: {plural(len(missing), 'pair')} (query->key) are missing: {pairs}",
         f"not embedded: subtasks {label(tuple(lost))} of {n}, whose centres lack a neighbour",
-    )
+    ]
     good = len(missing) == n - 1 and lost == list(range(n - 1))
-    return Step("", "", good, lines, {"missing_pairs": [list(pair) for pair in missing], "tasks_not_embedded": lost})
+    return Outcome(good, lines, {"missing_pairs": [list(pair) for pair in missing], "tasks_not_embedded": lost})
 
 
-def _audit(model: Any, token_ids: Sequence[int], passes: int, results: list[Any]) -> Step:
+def _audit(model: Any, token_ids: Sequence[int], passes: int) -> Outcome:
     """The model is clean, and with its causal mask taken away it is not."""
     inputs, n = torch.tensor([list(token_ids)]), len(token_ids)
     report = audit.check(model, inputs, passes=passes)
     with masks.attach(model, masks.full(n)):
         control = audit.check(model, inputs, order=masks.causal(n), passes=1)
-    results.append(report)
     tested = f"{percent(report.coverage)} of {report.forbidden:,} forbidden pairs"
+    first = control.violations[0] if control.violations else None
     lines = [
         f"{'clean' if report.ok else 'LEAKS'}: {report.order}",
         f"{report.layers} layers, {len(report.modules)} module outputs, {report.forward_passes} passes, {tested}",
         *(f"leak: {violation}" for violation in report.violations[:3]),
-        "control, causal mask removed: " + _first_leak(control),
+        "control, causal mask removed: "
+        + (f"{first.module} leaks {first.source} -> {first.target}" if first else "NOTHING was found"),
     ]
     numbers = {"leaks": len(report.violations), "leaks_of_control": len(control.violations)}
-    return Step("", "", report.ok and not control.ok, tuple(lines), {**numbers, "coverage": report.coverage})
+    return Outcome(report.ok and not control.ok, lines, {**numbers, "coverage": report.coverage}, [report])
 
 
-def _first_leak(report: AuditReport) -> str:
-    if report.ok:
-        return "NOTHING was found"
-    first = report.violations[0]
-    return f"{first.module} leaks {first.source} -> {first.target}"
-
-
-def _verify(model: Any, objective: Objective, results: list[Any]) -> Step:
+def _verify(model: Any, objective: Objective) -> Outcome:
     """Every subtask alone and the merged task once, forward and backward."""
     comparison = tasks.verify(objective.family, objective.merged, model)
-    results.append(comparison)
     outputs, gradients = comparison.output_difference, comparison.gradient_difference or 0.0
     alone = sum(task.loss for task in comparison.tasks)
-    lines = (
+    lines = [
         f"largest relative difference of outputs {outputs:.1e}, of gradients {gradients:.1e}",
         f"tolerance {TOLERANCE:.0e} (float64 rounds at 1e-16; deep models reach about 1e-12)",
         f"loss of the merged task {comparison.merged_loss:.10f}, of its subtasks {alone:.10f}",
-    )
-    return Step("", "", max(outputs, gradients) <= TOLERANCE, lines, _differences(comparison))
+    ]
+    return Outcome(max(outputs, gradients) <= TOLERANCE, lines, _differences(comparison), [comparison])
 
 
-def _verify_printed(model: Any, butterfly: Objective) -> Step:
+def _verify_printed(model: Any, butterfly: Objective) -> Outcome:
     """What the printed mask does to the outputs of a real model."""
     printed = butterfly.under(butterfly_as_printed(len(butterfly.family)))
     comparison = tasks.verify(butterfly.family, replace(butterfly.merged, task=printed), model, gradients=False)
     wrong = sum(task.output_difference > WRONG for task in comparison.tasks)
     worst = comparison.output_difference
     line = f"outputs differ by up to {worst:.2f} of the largest logit, in {wrong} of {len(comparison.tasks)} subtasks"
-    return Step("", "", worst > WRONG, (line,), _differences(comparison))
+    return Outcome(worst > WRONG, [line], _differences(comparison))
 
 
 def _differences(comparison: Verification) -> dict[str, Any]:

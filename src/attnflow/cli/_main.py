@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Final, cast
 
@@ -16,16 +16,12 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
 from attnflow.cli import (
     audit,
-    bias_show,
-    bias_train,
+    bias,
     demo,
     doctor,
     geometry,
     knowledge_trace,
-    mask_check,
-    mask_list,
-    mask_merge,
-    mask_show,
+    mask,
     report,
 )
 from attnflow.cli._output import BadUsage
@@ -47,24 +43,33 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-mask = typer.Typer(help="Look at masks, check tasks, merge families of tasks.", rich_markup_mode=None)
-app.add_typer(mask, name="mask")
-bias = typer.Typer(help="Look at what a learned bias does; train one.", rich_markup_mode=None)
-app.add_typer(bias, name="bias")
-app.add_typer(knowledge, name="knowledge")
+for command in (audit.audit, geometry.geometry, report.report, doctor.doctor, demo.demo):
+    app.command(command.__name__)(command)
 
-mask.command("list")(mask_list.mask_list)
-mask.command("show")(mask_show.mask_show)
-mask.command("check")(mask_check.mask_check)
-mask.command("merge")(mask_merge.mask_merge)
-bias.command("show")(bias_show.bias_show)
-bias.command("train")(bias_train.bias_train)
+
+def _group(name: str, about: str, *commands: Callable[..., None]) -> typer.Typer:
+    """Commands under one name: `mask_show` is `attnflow mask show`."""
+    group = typer.Typer(help=about, rich_markup_mode=None)
+    for command in commands:
+        group.command(command.__name__.removeprefix(f"{name}_"))(command)
+    app.add_typer(group, name=name)
+    return group
+
+
+GROUPS: Final = {
+    "mask": _group(
+        "mask",
+        "Look at masks, check tasks, merge families of tasks.",
+        mask.mask_list,
+        mask.mask_show,
+        mask.mask_check,
+        mask.mask_merge,
+    ),
+    "bias": _group("bias", "Look at what a learned bias does; train one.", bias.bias_show, bias.bias_train),
+    "knowledge": knowledge,
+}
 knowledge.command("trace")(knowledge_trace.knowledge_trace)
-app.command("audit")(audit.audit)
-app.command("geometry")(geometry.geometry)
-app.command("report")(report.report)
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
+app.add_typer(knowledge, name="knowledge")
 
 
 def _print_version(asked: bool) -> bool:
@@ -106,10 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _ClickException as error:
         context = getattr(error, "ctx", None)
         path = "attnflow" if context is None else context.command_path
-        return _fail(f"{_message(error)}\nSee `{path} --help`.")
-    except typer.Abort:
-        return _fail("interrupted", _INTERRUPTED)
-    except KeyboardInterrupt:
+        message = str(getattr(error, "format_message", error.__str__)())
+        return _fail(f"{message}\nSee `{path} --help`.")
+    except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", _INTERRUPTED)
     except (BrokenPipeError, SystemExit):  # `... | head` has read what it wanted; typer turns the former to the latter
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -126,11 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # a traceback would exit with 1, which means "a finding"
         return _fail(_internal(error))
     return code if isinstance(code, int) else _OK
-
-
-def _message(error: BaseException) -> str:
-    render = getattr(error, "format_message", None)
-    return str(render()) if callable(render) else str(error)
 
 
 def _fail(message: str, code: int = _BAD_USAGE) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from attnflow.cli._masks import EXAMPLES
+from attnflow.cli._arguments import EXAMPLES
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
@@ -36,10 +36,7 @@ def require(name: str) -> None:
 def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
     """The model `name`: a short name, a folder, a GGUF file or a model of the hub.
 
-    Args:
-        name: which model.
-        tokenizer: whether text is read.
-        without: what to do if there is no tokenizer.
+    `tokenizer` is whether text is read, `without` what to do if there is no tokenizer.
 
     Raises:
         BadUsage: there is no such model, or it is none that can be loaded.

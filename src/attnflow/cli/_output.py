@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -50,29 +49,12 @@ def print_result(result: Result) -> None:
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
     """One JSON object on stdout; `schema` names its layout, e.g. "attnflow.mask.list/1"."""
-    print(json.dumps({"schema": schema, **plain(payload)}, indent=2, allow_nan=False))
+    print(json.dumps({"schema": schema, **payload}, indent=2, allow_nan=False))
 
 
-def plain(value: object) -> dict[str, object]:
-    """`value` with tuples, paths, numpy scalars and non-finite numbers replaced by what JSON can hold."""
-    return cast(dict[str, object], _plain(value))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, bool | str | int | None):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in cast(Mapping[object, object], value).items()}
-    if isinstance(value, Path):
-        return str(value)
-    tolist = getattr(value, "tolist", None)
-    if callable(tolist):
-        return _plain(tolist())
-    if isinstance(value, Sequence | set | frozenset):
-        return [_plain(v) for v in cast(Sequence[object], value)]
-    raise TypeError(f"no JSON form for {type(value).__name__}")
+def style(ok: bool) -> str:
+    """How a verdict looks."""
+    return "bold green" if ok else "bold red"
 
 
 def working(title: str) -> Reporter:
@@ -85,10 +67,7 @@ def working(title: str) -> Reporter:
 def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
     """`path` if a file of one of the `suffixes` can be written there; checked before the work, not after it.
 
-    Args:
-        path: where to write.
-        suffixes: what it may end in.
-        chart: what an `.svg` or `.png` would draw with matplotlib, as in "scores as a figure"; "" if it needs none.
+    `chart` names what an `.svg` or `.png` would draw with matplotlib, as in "scores as a figure"; "" if it needs none.
 
     Raises:
         BadUsage: another suffix, no such folder, no permission, or something that is not a plain file.

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from attnflow.cli._masks import is_file, mask_argument
+from attnflow.cli._arguments import integers, is_file, mask_argument
 from attnflow.cli._models import describe, load, require, sample
-from attnflow.cli._options import ModelArgument, TextOption, integers
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
-
-if TYPE_CHECKING:
-    from attnflow.masks import Mask
-
-
-class Mode(StrEnum):
-    """How the model is asked."""
-
-    perturb = "perturb"
-    vjp = "vjp"
 
 
 def audit(
-    model: ModelArgument,
-    text: TextOption = None,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, a folder, a GGUF file or a hub id.")
+    ],
+    text: Annotated[str | None, typer.Option("--text", help="The text to read (default: Shakespeare).")] = None,
     ids: Annotated[str | None, typer.Option("--ids", metavar="5,6,7", help="Token ids in place of a text.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read at most so many tokens.")] = 64,
     order: Annotated[
         str | None,
         typer.Option("--order", metavar="MASK", help="causal, full or a JSON file (default: what the model declares)."),
     ] = None,
-    mode: Annotated[Mode, typer.Option("--mode", help="Change inputs, or pull gradients back.")] = Mode.perturb,
+    mode: Annotated[
+        Literal["perturb", "vjp"], typer.Option("--mode", help="Change inputs, or pull gradients back.")
+    ] = "perturb",
     passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Inputs to change.")] = 32,
     cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the cache.")] = False,
     double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which sees weaker leaks.")] = False,
@@ -47,8 +39,15 @@ def audit(
         raise BadUsage("give --text or --ids, not both")
     require(model)
     token_ids = None if ids is None else integers(ids, "--ids")
-    declared = None if order in (None, "causal", "full") else _of_file(order)
-    if cache and mode is Mode.vjp:
+    declared = None
+    if order not in (None, "causal", "full"):
+        from attnflow._core.plain import close_to
+
+        if not is_file(order):
+            near = close_to(order, ("causal", "full"))
+            raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
+        declared = mask_argument(order, None, [])
+    if cache and mode == "vjp":
         raise BadUsage("--cache is audited by changing inputs: leave out --mode vjp")
     with working(f"loading {model}") as spinner:
         import torch
@@ -66,7 +65,7 @@ def audit(
             loaded,
             inputs,
             declared,
-            mode.value,
+            mode,
             cache=cache,
             passes=passes,
             dtype=torch.float64 if double else None,
@@ -79,12 +78,3 @@ def audit(
         say(screen, describe(model, loaded), "bold")
         screen.print(report) if screen.is_terminal else print(report)  # to a file with room for the names of modules
     raise typer.Exit(0 if report.ok else 1)
-
-
-def _of_file(order: str) -> Mask:
-    from attnflow._core.plain import close_to
-
-    if not is_file(order):
-        near = close_to(order, ("causal", "full"))
-        raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
-    return mask_argument(order, None, [])

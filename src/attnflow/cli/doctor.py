@@ -7,7 +7,7 @@ from typing import Final
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_result, say, working
+from attnflow.cli._output import JsonFlag, console, print_result, say, style, working
 
 _STYLES: Final = {"ok": "green", "absent": "dim", "note": "yellow", "broken": "bold red"}
 
@@ -37,5 +37,5 @@ def doctor(json_output: JsonFlag = False) -> None:
             )
         say(screen, (line + advice).rstrip(), _STYLES[part.status])
     verdict = "everything needed works" if environment.ok else f"broken: {', '.join(environment.broken)}"
-    say(screen, f"\n{verdict}", "bold green" if environment.ok else "bold red")
+    say(screen, f"\n{verdict}", style(environment.ok))
     raise typer.Exit(0 if environment.ok else 1)

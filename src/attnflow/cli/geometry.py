@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
+from attnflow.cli._arguments import OutputOption, settings_from
 from attnflow.cli._models import require
-from attnflow.cli._options import OutputOption, settings_from
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
-
-
-class Mode(StrEnum):
-    """What directionality sums up."""
-
-    excess = "excess"
-    norm = "norm"
-
-
-class Attention(StrEnum):
-    """Which attention is scored."""
-
-    self = "self"
-    cross = "cross"
-    all = "all"
-
-
-class Picture(StrEnum):
-    """What a figure shows."""
-
-    plane = "plane"
-    layers = "layers"
-    heads = "heads"
 
 
 def geometry(
@@ -43,19 +19,24 @@ def geometry(
         list[str], typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, folders, files or hub ids.")
     ],
     per_head: Annotated[bool, typer.Option("--per-head", help="Score each head, too, and list them.")] = False,
-    attention: Annotated[Attention, typer.Option("--attention", help="Which attention.")] = Attention.self,
+    attention: Annotated[
+        Literal["self", "cross", "all"], typer.Option("--attention", help="Which attention.")
+    ] = "self",
     gamma: Annotated[
         float, typer.Option("--gamma", help="Standard deviations above the mean from which a norm is outstanding.")
     ] = 2.0,
     mode: Annotated[
-        Mode, typer.Option("--mode", help="Sum by how much norms exceed the threshold, or the norms.")
-    ] = Mode.excess,
+        Literal["excess", "norm"],
+        typer.Option("--mode", help="Sum by how much norms exceed the threshold, or the norms."),
+    ] = "excess",
     config: Annotated[
         list[str] | None,
         typer.Option("--config", metavar="NAME=N", help="What config.json lacks, as in num_attention_heads=12."),
     ] = None,
     output: OutputOption = None,
-    picture: Annotated[Picture, typer.Option("--picture", help="What an .svg or .png shows.")] = Picture.plane,
+    picture: Annotated[
+        Literal["plane", "layers", "heads"], typer.Option("--picture", help="What an .svg or .png shows.")
+    ] = "plane",
     json_output: JsonFlag = False,
 ) -> None:
     """Score the geometry of models.
@@ -66,37 +47,32 @@ def geometry(
     """
     target = None if output is None else output_path(output, _SUFFIXES, "scores as a figure")
     drawn = target is not None and target.suffix.lower() in (".svg", ".png")
-    if drawn and picture is Picture.heads and len(set(models)) > 1:
+    if drawn and picture == "heads" and len(set(models)) > 1:
         raise BadUsage(f"--picture heads shows one model, got {len(set(models))}; an .html report shows them all")
-    heads = per_head or picture is Picture.heads or (target is not None and target.suffix.lower() == ".html")
+    heads = per_head or picture == "heads" or (target is not None and target.suffix.lower() == ".html")
     if len(set(models)) == 1:
         require(models[0])
-    overrides = {name: _number(name, text) for name, text in settings_from(config or [], "--config").items()}
+    overrides: dict[str, int] = {}
+    for name, text in settings_from(config or [], "--config").items():
+        try:
+            overrides[name] = int(text)
+        except ValueError:
+            raise BadUsage(f"--config {name}=... must be a whole number, got {text!r}") from None
     with working(f"opening {models[0]}") as spinner:
         from attnflow.geometry.score import survey
-        from attnflow.report import figure, page
+        from attnflow.report import figure
 
-        result = survey(
-            models,
-            gamma,
-            mode.value,
-            heads,
-            attention.value,
-            config=overrides,
-            progress=spinner,
-        )
+        result = survey(models, gamma, mode, heads, attention, config=overrides, progress=spinner)
         if target is not None and result.models:
             spinner.stage(f"writing {output}")
             if drawn:
-                save_picture(figure(result, picture=picture.value), target)
-            elif target.suffix.lower() == ".html":
-                page(result).save(target)
+                save_picture(figure(result, picture=picture), target)
             else:
                 result.save(target)
     if json_output and result.models:
         print_result(result)
     elif result.models:
-        from attnflow.report.score_text import details, overview
+        from attnflow.report.geometry import details, overview
 
         screen = console()
         width = screen.width if screen.is_terminal else 110  # with room for the names of models
@@ -106,10 +82,3 @@ def geometry(
     for name, reason in result.unscored.items():
         print(f"attnflow: {name}: {reason}", file=sys.stderr)
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise BadUsage(f"--config {name}=... must be a whole number, got {text!r}") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from attnflow.cli import _models
-from attnflow.cli._options import integers
+from attnflow.cli._arguments import integers
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
 if TYPE_CHECKING:

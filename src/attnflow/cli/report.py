@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._masks import EXAMPLES, is_file, mask_argument
+from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, mask_argument
 from attnflow.cli._models import describe, load, require, sample
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, style, working
 
 if TYPE_CHECKING:
     from attnflow._core.progress import Reporter
@@ -22,10 +22,8 @@ def report(
         str, typer.Argument(metavar="MODEL_OR_MASK", help="A mask, a JSON file with a mask or a task, or a model.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The .html file to write.")],
-    n: Annotated[int | None, typer.Option("--n", metavar="N", min=0, help="Tokens of the mask (default 16).")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the mask.")
-    ] = None,
+    n: MaskLength = None,
+    settings: Settings = None,
     text: Annotated[str | None, typer.Option("--text", help="The text that a model reads.")] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", min=2, help="Tokens that a model reads at most.")
@@ -54,7 +52,7 @@ def report(
         print_json("attnflow.report/1", {**about, "written": str(output)})
     else:
         verdict = "" if page.ok else " It reports a leak."
-        say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if page.ok else "bold red")
+        say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if page.ok else style(page.ok))
     raise typer.Exit(0 if page.ok else 1)
 
 

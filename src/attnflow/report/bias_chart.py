@@ -1,4 +1,4 @@
-"""Charts of a bias: keys that a query is drawn to (blue) or turned away from (red), and what becomes of its weights."""
+"""Charts of a bias: keys that a query is drawn to (blue) or turned away from (red), weights, a training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from attnflow._core.markup import grouped, shorten, token_label
 from attnflow.bias.map import BiasMap
-from attnflow.report.charts import INK, SIGNED, blank, chart, heat_map, literal, name_axis, table_size
+from attnflow.bias.trained import Trained
+from attnflow.report.charts import INK, SERIES, SIGNED, SOFT, blank, chart, heat_map, literal, name_axis, table_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,22 +35,8 @@ def map_chart(
     """The row-centred bias over the context (daa, fig. 1): blue for keys that a query is drawn to, zero in the middle.
 
     The paper shows one query in one layer. Without arguments all captured layers are shown for the last query, which
-    is the one that generates; with `layer`, all captured queries in that layer; with both, that one row.
-
-    Args:
-        bias_map: what `af.bias.capture` returned.
-        others: maps of the same text under other biases, for "compare".
-        picture: "bias"; "weights", the post-softmax weights with it; or "compare" (daa, fig. 6), the weights of one
-            query with and without the bias and in the base model, as bars coloured by the bias.
-        layer: number of a layer.
-        query: position of a query, -1 for the last captured one.
-        head: one of the captured heads; None for the mean over the maps.
-        names: for "compare", a name for each map.
-        title: heading; by default what is shown.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-        ValueError: a layer, query or head that was not captured, or maps of different texts.
+    is the one that generates; with `layer`, all captured queries in that layer; with both, that one row. "compare"
+    (daa, fig. 6): the weights of one query with and without the bias and in the base model, as bars coloured by it.
     """
     if picture == "compare":
         return _bars([bias_map, *others], layer, -1 if query is None else query, head, names, title)
@@ -129,9 +116,6 @@ def weight_panels(
     """(name, weights, row-centred bias or None) of one query: in the base model if it was run, then with each bias.
 
     Of a single map also the weights for the same queries and keys without the bias.
-
-    Raises:
-        ValueError: maps of different texts, or another number of names than of maps.
     """
     first = maps[0]
     labels = list(names) or (["with the bias"] if len(maps) == 1 else [f"bias {i}" for i in range(1, len(maps) + 1)])
@@ -186,3 +170,41 @@ def _heads(bias_map: BiasMap, head: int | None) -> str:
     if head is not None:
         return f", head {head}"
     return ", mean over heads" if not bias_map.heads else f", mean over {len(bias_map.heads)} heads"
+
+
+@chart
+def training_chart(trained: Trained, *, title: str | None = None) -> Figure:
+    """Losses and |B| of each layer against steps."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    curve = trained.curve
+    figure = blank(9.0, 3.6)
+    left, right = figure.subplots(1, 2)
+    for name, label, colour, mark in (("loss", "training", SOFT, ""), ("eval_loss", "held out", SERIES[1], "o")):
+        points = [(entry["step"], entry[name]) for entry in curve if name in entry]
+        left.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=4, linewidth=1.3, label=label)
+    left.set(xlabel="step", ylabel="loss (nats per token)")
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)  # above: no line is covered
+    layers = trained.layers
+    numbers = [int(name.rpartition("_")[2]) for name in layers]
+    colours, scale = colormaps["viridis"], Normalize(min(numbers, default=0), max([1, *numbers]))
+    highest = max((entry[name] for entry in curve for name in layers if name in entry), default=0.0)
+    ends: list[float] = []
+    for name, number in zip(layers, numbers, strict=True):
+        points = [(entry["step"], entry[name]) for entry in curve if name in entry]
+        right.plot(*zip(*points, strict=True), color=colours(scale(number)), linewidth=1.2)
+        if all(abs(points[-1][1] - end) > 0.03 * highest for end in ends):  # a number would lie on another one
+            place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
+            right.annotate(str(number), points[-1], fontsize=7, **place)
+            ends.append(points[-1][1])
+    right.set(xlabel="step", ylabel="|B|, row-centred")
+    if layers:
+        bar = figure.colorbar(ScalarMappable(scale, colours), ax=right, pad=0.06, fraction=0.05, label="layer")
+        bar.ax.invert_yaxis()  # layer 0 at the top, as everywhere
+        bar.locator.set_params(integer=True)
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(title or "")
+    return figure

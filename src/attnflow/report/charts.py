@@ -120,13 +120,8 @@ def svg_of(figure: Figure, title: str) -> str:
             else:
                 _clean(node, used, prefix)
     width, height = (float(root.get(name, "0").removesuffix("pt")) for name in ("width", "height"))
-    place = {
-        "width": f"{width * 4 / 3:.0f}",
-        "height": f"{height * 4 / 3:.0f}",
-        "role": "img",
-        "class": "af-svg af-chart",
-    }
-    root.attrib.update(place | {"font-family": SANS, "stroke-linejoin": "round"})
+    root.attrib |= {"width": f"{width * 4 / 3:.0f}", "height": f"{height * 4 / 3:.0f}", "role": "img"}
+    root.attrib |= {"class": "af-svg af-chart", "font-family": SANS, "stroke-linejoin": "round"}
     root.attrib.pop("version", None)
     words = ElementTree.Element(f"{_SVG}title")
     words.text = title
@@ -137,10 +132,7 @@ def svg_of(figure: Figure, title: str) -> str:
 def in_page(draw: Callable[[], Figure], title: str, caption: html.Content | None = None) -> Html:
     """A chart with its caption; without matplotlib, a remark which extra draws it: the page's tables hold the numbers.
 
-    Args:
-        draw: makes the figure.
-        title: what it shows, for readers that cannot see it.
-        caption: below it.
+    The title says what it shows to readers that cannot see it.
     """
     try:
         picture = svg_of(draw(), title)
@@ -171,9 +163,5 @@ def _clean(node: ElementTree.Element, used: set[str], prefix: str) -> None:
             plain = name if name == "clip-path" else "href"
             node.set(plain, target.replace("#", f"#{prefix}-") if "#" in target[:5] else "".join(target.split()))
     if node.tag == f"{_SVG}path":
-        node.set("d", " ".join(_rounded(node.get("d", "")).split()))
-
-
-def _rounded(path: str) -> str:
-    """Coordinates of a path with two decimals."""
-    return re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", path)
+        path = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", node.get("d", ""))
+        node.set("d", " ".join(path.split()))

@@ -23,12 +23,8 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool 
     """A graph as one `<svg>`: a box for each token that has an edge, an arrow from each key to its query.
 
     A token stands above all earlier ones that it has an edge with; an arrow that runs against the order of the text,
-    as only bidirectional attention has them, points down. Thick arrows are strong, and each carries its bias.
-
-    Args:
-        graph: the graph.
-        max_edges: of a larger graph the strongest edges are drawn, and the picture says so.
-        standalone: bring colours for a file of its own; False where a page's style sheet sets them.
+    as only bidirectional attention has them, points down. Thick arrows are strong, and each carries its bias. Of a
+    larger graph the strongest edges are drawn, and the picture says so.
     """
     checks.integer("max_edges", max_edges, 1)
     drawn = graph.strongest(max_edges)

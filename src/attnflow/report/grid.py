@@ -1,11 +1,10 @@
-"""A mask at the resolution of a picture: allowed pairs per cell, counted from row intervals, never n x n."""
+"""A mask in cells and blocks: allowed pairs of each, counted from row intervals, never n x n."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
@@ -16,11 +15,7 @@ from attnflow.masks.mask import Mask
 class Grid:
     """How much of each cell of `query_step` queries by `key_step` keys a mask allows.
 
-    Attributes:
-        counts: allowed pairs, int64[rows, columns].
-        pairs: all pairs, int64[rows, columns]; cells at the far edges may be smaller than the others.
-        query_step: queries per row.
-        key_step: keys per column.
+    `counts` are its allowed pairs, `pairs` all of them, both int64[rows, columns]; cells at the far edges are smaller.
     """
 
     counts: IntArray
@@ -29,18 +24,13 @@ class Grid:
     key_step: int
 
     @property
-    def share(self) -> npt.NDArray[np.float64]:
-        """Allowed share of each cell, in [0, 1]; exactly 0 and 1 only where nothing and everything is allowed."""
-        return self.counts / self.pairs
-
-    @property
     def is_exact(self) -> bool:
         """Whether a cell is one pair."""
         return self.query_step == self.key_step == 1
 
     def levels(self, steps: int) -> IntArray:
         """0 for nothing allowed, `steps` for everything, 1..steps - 1 for evenly spaced shares between them."""
-        between = 1 + np.minimum((self.share * (steps - 1)).astype(np.int64), steps - 2)
+        between = 1 + np.minimum((self.counts / self.pairs * (steps - 1)).astype(np.int64), steps - 2)
         return np.where(self.counts == 0, 0, np.where(self.counts == self.pairs, steps, between))
 
 
@@ -74,3 +64,47 @@ def ticks(size: int, most: int = 6) -> list[int]:
         return list(range(size))
     step = next(s for power in range(20) for s in (10**power, 2 * 10**power, 5 * 10**power) if size / s <= most - 1)
     return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]
+
+
+@dataclass(frozen=True)
+class BlockSparsity:
+    """The blocks of a mask at one block size, as FlexAttention sees them.
+
+    Attributes:
+        block: queries and keys per block.
+        full: blocks that allow every pair; they need no mask inside.
+        partial: blocks that allow some pairs.
+        empty: blocks that allow none; a block-sparse kernel skips them.
+        used: allowed pairs as a share of the pairs in full and partial blocks, in [0, 1].
+    """
+
+    block: int
+    full: int
+    partial: int
+    empty: int
+    used: float
+
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self.full + self.partial + self.empty
+
+    @property
+    def computed(self) -> int:
+        """Blocks that a kernel computes."""
+        return self.full + self.partial
+
+
+def block_sparsity(mask: Mask, block: int = 128) -> BlockSparsity:
+    """Counts full, partial and empty blocks; like torch, a block that sticks out of the sequence is never full."""
+    counts = grid(mask, block, block).counts
+    full = int((counts == block * block).sum())
+    computed = int((counts > 0).sum())
+    used = mask.nnz / (computed * block * block) if computed else 0.0
+    return BlockSparsity(block, full, computed - full, counts.size - computed, used)
+
+
+def block_sizes(mask: Mask) -> list[int]:
+    """128, FlexAttention's block, and up to two smaller ones that cut a short sequence into 2 to 32 blocks."""
+    n = max(mask.shape)
+    return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]

@@ -8,6 +8,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.order.hasse import Hasse
@@ -38,27 +40,18 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Link:
-    """Covers from classes of one box to classes of another: `count` of them, drawn as one line."""
-
-    lower: int
-    upper: int
-    count: int
-
-
-@dataclass(frozen=True)
 class Grouping:
     """A diagram of boxes, every class in exactly one and every cover in exactly one box or link.
 
     Attributes:
         boxes: in topological order.
-        links: sorted by upper box.
+        links: (lower box, upper box) -> how many covers this line stands for; sorted by upper box.
         levels: longest chain of boxes below each.
         how: what the classes of a box have in common, for the caption; empty if nothing was summarised.
     """
 
     boxes: tuple[Box, ...]
-    links: tuple[Link, ...]
+    links: dict[tuple[int, int], int]
     levels: tuple[int, ...]
     how: str
 
@@ -85,30 +78,28 @@ def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Ite
     as a box: the coarsest equitable partition, in which all classes of a box cover equally many of every other box,
     so nothing but names is lost; 4. classes with the same numbers of covers below and above (and those of their
     neighbours, in rounds) as a box, connected parts apart: the roles in a repeating pattern.
-
-    Args:
-        diagram: the Hasse diagram.
-        max_nodes: largest number of boxes.
-        pinned: classes that should keep a box of their own.
+    Pinned classes should keep a box of their own.
     """
     size = len(diagram.nodes)
     edges = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)
-    pins = np.unique(np.array(pinned[:_MAX_PINNED] if len(pinned) <= _MAX_PINNED else (), dtype=np.int64))
     level = np.array(diagram.levels, dtype=np.int64)
-    own = np.arange(size)
+    pins = np.unique(np.array(pinned if len(pinned) <= _MAX_PINNED else (), dtype=np.int64))
     chains = _chains(size, edges, pins)
-    in_chains = "runs of single covers are one box"
-    candidates = [(own, ""), (_with_ends(chains, level, max_nodes), in_chains), (chains, in_chains)]
-    for group, how in candidates:
-        yield from _fitting(diagram, group, edges, level, max_nodes, how)
-    alike = _equitable(chains, edges, pins, 4 * max_nodes)
-    if alike is not None:
-        yield from _fitting(diagram, alike, edges, level, max_nodes, "classes with the same surroundings are one box")
-    for pinning in (pins, pins[:0]) if len(pins) else (pins,):
-        for rounds in range(3):
-            role = _roles(size, edges, pinning, rounds)
-            how = "classes with equally many covers below and above are one box"
-            yield from _fitting(diagram, role, edges, level, max_nodes, how)
+
+    def candidates() -> Iterator[tuple[IntArray | None, str]]:
+        yield np.arange(size), ""
+        for group in (_with_ends(chains, level, max_nodes), chains):
+            yield group, "runs of single covers are one box"
+        yield _equitable(chains, edges, pins, 4 * max_nodes), "classes with the same surroundings are one box"
+        for pinning in (pins, pins[:0]) if len(pins) else (pins,):
+            for rounds in range(3):
+                how = "classes with equally many covers below and above are one box"
+                yield _roles(size, edges, pinning, rounds), how
+
+    for group, how in candidates():
+        grouping = None if group is None else _grouping(group, edges, level, max_nodes, how)
+        if grouping is not None:
+            yield grouping
 
 
 def bands(diagram: Hasse, limit: int = _MAX_LEVELS) -> list[Band]:
@@ -117,10 +108,10 @@ def bands(diagram: Hasse, limit: int = _MAX_LEVELS) -> list[Band]:
     count = int(level.max(initial=-1)) + 1
     height = max(1, -(-count // limit))
     number = -(-count // height)
-    size = np.fromiter((len(node) for node in diagram.nodes), np.int64, len(diagram.nodes))
+    size = np.fromiter(map(len, diagram.nodes), np.int64, len(diagram.nodes))
     upper = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)[:, 1]
     classes = np.bincount(level // height, minlength=number)
-    positions = np.bincount(level // height, size, minlength=number).astype(np.int64)
+    positions = np.bincount(level // height, size, minlength=number)
     covers = np.bincount(level[upper] // height, minlength=number)
     return [
         Band(i * height, min((i + 1) * height, count) - 1, int(classes[i]), int(positions[i]), int(covers[i]))
@@ -128,61 +119,38 @@ def bands(diagram: Hasse, limit: int = _MAX_LEVELS) -> list[Band]:
     ]
 
 
-def _fitting(
-    diagram: Hasse, group: IntArray, edges: IntArray, level: IntArray, max_nodes: int, how: str
-) -> Iterator[Grouping]:
+def _grouping(group: IntArray, edges: IntArray, level: IntArray, max_nodes: int, how: str) -> Grouping | None:
     """The grouping, if it is small enough to be read and no information flows in a circle between its boxes."""
-    values, group = np.unique(group, return_inverse=True)
-    number = len(values)
+    group = np.unique(group, return_inverse=True)[1]
+    size, number = len(group), int(group.max(initial=-1)) + 1
     if number > max_nodes:
-        return
-    pair = group[edges]
-    across = pair[:, 0] != pair[:, 1]
-    keys, counts = np.unique(pair[across, 0] * number + pair[across, 1], return_counts=True)
-    lower, upper = keys // number, keys % number
-    if len(keys) > 4 * max_nodes:
-        return
-    depth = _longest_paths(number, lower, upper)
+        return None
+    across = group[edges[:, 0]] != group[edges[:, 1]]
+    pairs = np.unique(group[edges[across]], axis=0)
+    depth = _longest_paths(number, pairs) if len(pairs) <= 4 * max_nodes else None
     if depth is None or int(depth.max(initial=0)) >= _MAX_LEVELS:
-        return
+        return None
+    order = np.lexsort((np.arange(size), level))
+    lowest = order[np.unique(group[order], return_index=True)[1]]  # class of each box
+    rank = np.lexsort((lowest, depth))
+    group = np.argsort(rank)[group]  # boxes in topological order
+    links, counts = np.unique(group[edges[across]][:, ::-1], axis=0, return_counts=True)
     inner = edges[~across]
-    parts = _components(len(group), inner)
-    most = np.maximum(np.bincount(inner[:, 0], minlength=len(group)), np.bincount(inner[:, 1], minlength=len(group)))
-    order = np.lexsort((np.arange(len(group)), level))
-    members: list[list[int]] = [[] for _ in range(number)]
-    for index in order.tolist():
-        members[group[index]].append(index)
-    heads, inner_count = parts == np.arange(len(group)), np.bincount(group[inner[:, 0]], minlength=number)
-    boxes = [
-        Box(
-            tuple(part),
-            int(inner_count[i]),
-            int(heads[part].sum()),
-            bool(inner_count[i] and most[part].max() <= 1),
-        )
-        for i, part in enumerate(members)
-    ]
-    rank = sorted(range(number), key=lambda i: (int(depth[i]), boxes[i].classes[0]))
-    place = np.argsort(np.array(rank, dtype=np.int64))
-    links = sorted(
-        (Link(int(place[a]), int(place[b]), int(c)) for a, b, c in zip(lower, upper, counts, strict=True)),
-        key=lambda link: (link.upper, link.lower),
-    )
-    yield Grouping(
-        tuple(boxes[i] for i in rank),
-        tuple(links),
-        tuple(int(depth[i]) for i in rank),
-        how if number < len(group) else "",
-    )
+    heads = _components(size, inner) == np.arange(size)
+    boxes: list[Box] = []
+    for box in range(number):
+        classes, covers = order[group[order] == box], inner[group[inner[:, 0]] == box]
+        is_chain = len(covers) > 0 and all(len(np.unique(ends)) == len(covers) for ends in covers.T)
+        boxes.append(Box(tuple(classes.tolist()), len(covers), int(heads[classes].sum()), is_chain))
+    counted = {(lower, upper): count for (upper, lower), count in zip(links.tolist(), counts.tolist(), strict=True)}
+    return Grouping(tuple(boxes), counted, tuple(depth[rank].tolist()), how if number < size else "")
 
 
 def _chains(size: int, edges: IntArray, pins: IntArray) -> IntArray:
     """For each class the lowest one of its chain: a run in which each is the only upper cover of its only lower one."""
-    above, below = np.bincount(edges[:, 0], minlength=size), np.bincount(edges[:, 1], minlength=size)
-    loose = np.ones(size, dtype=bool)
-    loose[pins] = False
-    link = edges[(above[edges[:, 0]] == 1) & (below[edges[:, 1]] == 1) & loose[edges[:, 0]] & loose[edges[:, 1]]]
-    return _components(size, link)
+    above, below = (np.bincount(ends, minlength=size) for ends in edges.T)
+    single = (above[edges[:, 0]] == 1) & (below[edges[:, 1]] == 1)
+    return _components(size, edges[single & ~np.isin(edges, pins).any(axis=1)])
 
 
 def _with_ends(chains: IntArray, level: IntArray, max_nodes: int) -> IntArray:
@@ -194,32 +162,25 @@ def _with_ends(chains: IntArray, level: IntArray, max_nodes: int) -> IntArray:
     for head in heads[length > 2 * _ENDS + 2].tolist():
         members = np.flatnonzero(chains == head)
         members = members[np.argsort(level[members])]
-        ends = [*members[:_ENDS].tolist(), *members[-_ENDS:].tolist()]
+        group[members] = members
         group[members[_ENDS:-_ENDS]] = members[_ENDS]
-        group[ends] = ends
     return group
 
 
 def _equitable(start: IntArray, edges: IntArray, pins: IntArray, limit: int) -> IntArray | None:
     """The coarsest equitable partition of the diagram whose nodes are the groups of `start`; None above `limit`."""
-    _, group = np.unique(start, return_inverse=True)
-    number = int(group.max(initial=-1)) + 1
-    pair = group[edges]
-    pair = pair[pair[:, 0] != pair[:, 1]]
-    down = _longest_paths(number, pair[:, 0], pair[:, 1])
-    up = _longest_paths(number, pair[:, 1], pair[:, 0])
+    _, group, length = np.unique(start, return_inverse=True, return_counts=True)
+    pairs = group[edges]
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    down, up = _longest_paths(len(length), pairs), _longest_paths(len(length), pairs[:, ::-1])
     if down is None or up is None:
         return None
-    length = np.bincount(group, minlength=number)
-    colour = np.unique(np.stack([down, up, length]), axis=1, return_inverse=True)[1].reshape(-1)
-    colour[group[pins]] = number + np.arange(len(pins))
-    while True:
-        known = len(np.unique(colour))
-        if known > limit:
-            return None
-        colour = _refined(colour, pair)
-        if len(np.unique(colour)) == known:
-            return colour[group]
+    colour = _numbered(down, up, length)
+    colour[group[pins]] = len(length) + np.arange(len(pins))
+    count = 0
+    while count < (now := len(np.unique(colour))) <= limit:
+        count, colour = now, _refined(colour, pairs)
+    return colour[group] if count == now else None
 
 
 def _roles(size: int, edges: IntArray, pins: IntArray, rounds: int) -> IntArray:
@@ -227,19 +188,20 @@ def _roles(size: int, edges: IntArray, pins: IntArray, rounds: int) -> IntArray:
 
     Connected parts of a role are told apart while they are few, otherwise by their size.
     """
-    above, below = np.bincount(edges[:, 0], minlength=size), np.bincount(edges[:, 1], minlength=size)
-    colour = np.unique(np.stack([above, below]), axis=1, return_inverse=True)[1].reshape(-1)
+    colour = _numbered(*(np.bincount(ends, minlength=size) for ends in edges.T))
     colour[pins] = size + np.arange(len(pins))
     for _ in range(rounds):
         colour = _refined(colour, edges)
     part = _components(size, edges[colour[edges[:, 0]] == colour[edges[:, 1]]])
     extent = np.bincount(part, minlength=size)[part]
-    heads = np.flatnonzero(part == np.arange(size))
-    parts_of_role = np.bincount(np.unique(colour[heads], return_inverse=True)[1])
-    many = dict(zip(np.unique(colour[heads]).tolist(), (parts_of_role > _SEPARATE).tolist(), strict=True))
-    crowded = np.array([many[c] for c in colour.tolist()], dtype=bool)
-    key = np.stack([colour, np.where(crowded, extent, -1 - part)])
-    return np.unique(key, axis=1, return_inverse=True)[1].reshape(-1)
+    colour = _numbered(colour)
+    parts_of_role = np.bincount(colour[part == np.arange(size)])
+    return _numbered(colour, np.where(parts_of_role[colour] > _SEPARATE, extent, -1 - part))
+
+
+def _numbered(*features: IntArray) -> IntArray:
+    """Equal numbers for what is alike in all features."""
+    return np.unique(np.stack(features), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 def _refined(colour: IntArray, edges: IntArray) -> IntArray:
@@ -264,32 +226,19 @@ def _scramble(values: Words) -> Words:
 
 def _components(size: int, edges: IntArray) -> IntArray:
     """For each node the smallest node that undirected `edges` connect it with."""
-    label = np.arange(size)
-    while True:
-        new = label.copy()
-        np.minimum.at(new, edges[:, 0], label[edges[:, 1]])
-        np.minimum.at(new, edges[:, 1], label[edges[:, 0]])
-        np.minimum.at(new, label, new.copy())  # hook the old representative, too
-        while True:  # compress the pointers
-            shorter = new[new]
-            if np.array_equal(shorter, new):
-                break
-            new = shorter
-        if np.array_equal(new, label):
-            return label
-        label = new
+    graph = coo_array((np.ones(len(edges), np.int8), (edges[:, 0], edges[:, 1])), shape=(size, size))
+    _, label = connected_components(graph, directed=False)
+    return np.unique(label, return_index=True)[1][label]
 
 
-def _longest_paths(size: int, lower: IntArray, upper: IntArray) -> IntArray | None:
+def _longest_paths(size: int, edges: IntArray) -> IntArray | None:
     """For each node the longest path that ends there; None if there is a cycle."""
-    depth = np.zeros(size, dtype=np.int64)
-    waiting = np.bincount(upper, minlength=size)
-    order = np.argsort(lower, kind="stable")
-    first = np.searchsorted(lower[order], np.arange(size + 1))
-    targets, ready = upper[order].tolist(), np.flatnonzero(waiting == 0).tolist()
-    bounds, left, longest = first.tolist(), waiting.tolist(), depth.tolist()
+    longest, left = [0] * size, np.bincount(edges[:, 1], minlength=size).tolist()
+    edges = edges[np.argsort(edges[:, 0], kind="stable")]
+    first, targets = np.searchsorted(edges[:, 0], np.arange(size + 1)).tolist(), edges[:, 1].tolist()
+    ready = [node for node in range(size) if left[node] == 0]
     for node in ready:  # grows while it is walked
-        for other in targets[bounds[node] : bounds[node + 1]]:
+        for other in targets[first[node] : first[node + 1]]:
             longest[other] = max(longest[other], longest[node] + 1)
             left[other] -= 1
             if left[other] == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final
 
 from attnflow._core import checks
@@ -13,8 +13,8 @@ from attnflow._core.markup import columns, element, escape, grouped, number, per
 from attnflow.order.hasse import Hasse
 from attnflow.report import hasse_summary as summary
 from attnflow.report import layered_layout as layout
-from attnflow.report.hasse_summary import Band, Box, Grouping
-from attnflow.report.layered_layout import Placement, Point
+from attnflow.report.hasse_summary import Box, Grouping
+from attnflow.report.layered_layout import Point
 from attnflow.report.svg import MONO, SANS, STYLE
 
 _HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
@@ -38,15 +38,8 @@ def hasse_svg(
     names is lost); then classes with equally many covers below and above, the roles of a repeating pattern. Where
     that does not help, the profile is drawn: how many classes lie on each level. The picture says what was done.
 
-    Args:
-        hasse: the diagram, `flow.hasse`.
-        labels: a text for each position (its token), shown above the position's number.
-        highlight: positions of a path, as `flow.path` returns it; drawn emphasised, each move with its layer.
-        max_nodes: boxes above which the diagram is summarised.
-        standalone: bring colours for a file of its own; False where a page's style sheet sets them.
-
-    Raises:
-        ValueError: labels are not as many as positions, or a highlighted position is not in the diagram.
+    Positions of `highlight` are drawn as a path, each move with its layer. `standalone` brings colours for a file of
+    its own; a page's style sheet sets them.
     """
     checks.integer("max_nodes", max_nodes, 2)
     class_of = {position: index for index, node in enumerate(hasse.nodes) for position in node}
@@ -73,27 +66,27 @@ def _boxes(
     highlight: Sequence[int],
     standalone: bool,
 ) -> str | None:
+    """The diagram of boxes, or None if it is too large for a page."""
     texts = [_text(hasse, box, labels) for box in grouping.boxes]
     sizes = [(max(44.0, 20 + max(7.4 * columns(a), 6.4 * columns(b))), 42.0 if b else 28.0) for a, b, _ in texts]
     box_of = grouping.box_of()
     stops = [box_of[index] for index in path]
-    moves = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1)))}
-    edges = [(link.lower, link.upper) for link in grouping.links]
-    hot = {edge: layer for edge, layer in moves.items() if edge[0] != edge[1]}
-    edges += [edge for edge in hot if edge not in set(edges)]  # a layer may pass several covers in one move
+    hot = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1))) if a != b}
+    edges = list(grouping.links)
+    edges += [edge for edge in hot if edge not in grouping.links]  # a layer may pass several covers in one move
     placement = layout.place(sizes, grouping.levels, edges)
     if placement.width > _MAX_WIDTH or placement.height > _MAX_HEIGHT:
         return None
-    counts = {(link.lower, link.upper): link.count for link in grouping.links}
-    parts: list[str] = []
-    for edge, route in sorted(zip(edges, placement.routes, strict=True), key=lambda item: item[0] in hot):
-        note = _edge_note(grouping, edge, counts.get(edge))
-        parts.append(_line(route, hot.get(edge), note, counts.get(edge)))
+    routes = dict(zip(edges, placement.routes, strict=True))
+    parts = [
+        _line(routes[edge], hot.get(edge), _edge_note(grouping, edge), grouping.links.get(edge))
+        for edge in sorted(edges, key=hot.__contains__)
+    ]
     for index, box in enumerate(grouping.boxes):
-        parts.append(_box(placement, index, sizes[index], texts[index], len(box.classes) > 1, index in stops))
-    parts += [_badge(route, hot[edge]) for edge, route in zip(edges, placement.routes, strict=True) if edge in hot]
-    inside = sum(a == b for a, b in pairwise(stops))
-    caption = _caption(hasse, grouping, highlight, inside)
+        several = len(box.classes) > 1
+        parts.append(_box(placement.centres[index], sizes[index], texts[index], several, index in stops))
+    parts += [_badge(routes[edge], hot[edge]) for edge in edges if edge in hot]
+    caption = _caption(hasse, grouping, highlight, sum(a == b for a, b in pairwise(stops)))
     what = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
     return page("".join(parts), placement.width, placement.height, caption, standalone, what)
 
@@ -128,31 +121,26 @@ def runs(positions: Sequence[int]) -> str:
     >>> runs([0, 1, 2, 5, 7, 8])
     '0–2, 5, 7, 8'
     """
-    parts: list[str] = []
     steps = {b - a for a, b in pairwise(positions)} if len(positions) > 4 else set[int]()
     if len(steps) == 1 and steps != {1}:
         return f"{positions[0]}, {positions[1]}, …, {positions[-1]}"
-    start = previous = None
-    for position in [*positions, None]:
-        if start is not None and previous is not None and position != previous + 1:
-            long = previous > start + 1
-            parts += [f"{start}–{previous}"] if long else [str(p) for p in range(start, previous + 1)]
-            start = position
-        start = position if start is None else start
-        previous = position
+    parts: list[str] = []
+    for _, run in groupby(enumerate(positions), lambda item: item[1] - item[0]):
+        numbers = [position for _, position in run]
+        parts += [f"{numbers[0]}–{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
         if len(parts) > 200:
             return ", ".join(parts) + ", …"
     return ", ".join(parts)
 
 
-def _edge_note(grouping: Grouping, edge: tuple[int, int], count: int | None) -> str:
-    lower, upper = (grouping.boxes[end] for end in edge)
+def _edge_note(grouping: Grouping, edge: tuple[int, int]) -> str:
+    lower, upper = (len(grouping.boxes[end].classes) for end in edge)
+    count = grouping.links.get(edge)
     if count is None:
         return "information moves here in one layer, past several covers"
-    if len(lower.classes) == len(upper.classes) == 1:
+    if lower == upper == 1:
         return ""
-    each = count / len(upper.classes)
-    return f"{plural(count, 'cover')}: {number(each)} below each of {plural(len(upper.classes), 'class', 'classes')}"
+    return f"{plural(count, 'cover')}: {number(count / upper)} below each of {plural(upper, 'class', 'classes')}"
 
 
 def bent(route: Sequence[Point]) -> str:
@@ -191,10 +179,8 @@ def _badge(route: list[Point], layer: int) -> str:
     return element("g", element("title", f"layer {layer}") + disc + text, class_="af-badge")
 
 
-def _box(
-    placement: Placement, index: int, size: tuple[float, float], text: tuple[str, str, str], several: bool, hot: bool
-) -> str:
-    (x, y), (width, height) = placement.centres[index], size
+def _box(centre: Point, size: tuple[float, float], text: tuple[str, str, str], several: bool, hot: bool) -> str:
+    (x, y), (width, height) = centre, size
     first, second, tooltip = text
     colour = _HOT if hot else "currentColor"
     common = {"width": width, "height": height, "rx": 7, "stroke": colour, "stroke_width": 2.0 if hot else 1.2}
@@ -203,12 +189,10 @@ def _box(
     if several:
         parts.append(element("rect", x=left + 4, y=top - 4, fill="none", stroke_opacity=0.45, **common))
     parts.append(element("rect", x=left, y=top, class_="af-face", fill="currentColor", fill_opacity=0.07, **common))
-    middle = y + 4.3 if not second else y - 3
-    parts.append(element("text", escape(first), x=x, y=middle, font_size=12, fill="currentColor"))
+    ink = {"fill": "currentColor"}
+    parts.append(element("text", escape(first), x=x, y=y - 3 if second else y + 4.3, font_size=12, **ink))
     if second:
-        parts.append(
-            element("text", escape(second), x=x, y=y + 12, font_size=10.4, fill="currentColor", fill_opacity=0.72)
-        )
+        parts.append(element("text", escape(second), x=x, y=y + 12, font_size=10.4, **ink, fill_opacity=0.72))
     kind = "af-node" + (" af-several" if several else "") + (" af-hot" if hot else "")
     return element("g", "".join(parts), class_=kind, text_anchor="middle", font_family=MONO)
 
@@ -219,7 +203,7 @@ def _caption(hasse: Hasse, grouping: Grouping, highlight: Sequence[int], inside:
         shown = plural(len(grouping.boxes), "box", "boxes")
         total = f"{plural(len(hasse.nodes), 'class', 'classes')} and {plural(len(hasse.edges), 'cover')}"
         lines.append(f"Summarised: {total} drawn as {shown}; {grouping.how}.")
-        if max((link.count for link in grouping.links), default=1) > 1:
+        if max(grouping.links.values(), default=1) > 1:
             lines.append("A thick line stands for many covers.")
     if len(highlight) > 1:
         within = "all" if inside == len(highlight) - 1 else str(inside)
@@ -236,24 +220,28 @@ def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone
     widest = max(band.classes for band in bands)
     step, axis, reach = 26.0, 300.0, 300.0
     parts: list[str] = []
+    heights: dict[int, float] = {}  # by level
     for index, band in enumerate(bands):
         y = (len(bands) - index - 0.5) * step
+        heights |= dict.fromkeys(range(band.first_level, band.last_level + 1), y)
         length = max(3.0, reach * band.classes / widest)
-        bar = element(
-            "rect", x=axis - length / 2, y=y - 8, width=length, height=16, rx=4, fill="currentColor", fill_opacity=0.28
-        )
-        name = _level_name(band)
-        left = element("text", escape(name), x=0, y=y + 4, font_size=12, fill="currentColor", fill_opacity=0.72)
-        count = f"{plural(band.classes, 'class', 'classes')}"
-        right = element("text", count, x=axis + reach / 2 + 14, y=y + 4, font_size=12, fill="currentColor")
+        bar = {"x": axis - length / 2, "y": y - 8, "width": length, "height": 16, "rx": 4}
+        ink = {"y": y + 4, "font_size": 12, "fill": "currentColor"}
+        ends = [grouped(level) for level in (band.first_level, band.last_level)]
+        name = f"level {ends[0]}" if ends[0] == ends[1] else f"levels {ends[0]}–{ends[1]}"
+        count = plural(band.classes, "class", "classes")
         note = f"{name}: {count}, {plural(band.positions, 'position')}, {plural(band.covers, 'cover')} from below"
-        parts.append(element("g", element("title", escape(note)) + bar + left + right, class_="af-band"))
-    band_of = {level: i for i, band in enumerate(bands) for level in range(band.first_level, band.last_level + 1)}
-    marks = [(axis, (len(bands) - band_of[hasse.levels[index]] - 0.5) * step) for index in path]
+        pieces = [
+            element("title", escape(note)),
+            element("rect", **bar, fill="currentColor", fill_opacity=0.28),
+            element("text", escape(name), x=0, **ink, fill_opacity=0.72),
+            element("text", count, x=axis + reach / 2 + 14, **ink),
+        ]
+        parts.append(element("g", "".join(pieces), class_="af-band"))
+    marks = list(dict.fromkeys((axis, heights[hasse.levels[index]]) for index in path))
     if marks:
-        line = "M" + "L".join(pair(mark) for mark in dict.fromkeys(marks))
-        dots = [element("circle", cx=x, cy=y, r=4.5, fill=_HOT) for x, y in dict.fromkeys(marks)]
-        stroke = element("path", d=line, fill="none", stroke=_HOT, stroke_width=2.25)
+        dots = [element("circle", cx=x, cy=y, r=4.5, fill=_HOT) for x, y in marks]
+        stroke = element("path", d="M" + "L".join(map(pair, marks)), fill="none", stroke=_HOT, stroke_width=2.25)
         parts.append(element("g", stroke + "".join(dots), class_="af-hot"))
     total = f"{plural(len(hasse.nodes), 'class', 'classes')} and {plural(len(hasse.edges), 'cover')}"
     share = percent(sum(len(node) == 1 for node in hasse.nodes) / len(hasse.nodes))
@@ -265,12 +253,6 @@ def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone
         caption.append(f"Emphasised: the levels on the path from {highlight[0]} to {highlight[-1]}.")
     what = f"Profile of a Hasse diagram of {total}"
     return page("".join(parts), axis + reach / 2 + 120, len(bands) * step, caption, standalone, what)
-
-
-def _level_name(band: Band) -> str:
-    if band.first_level == band.last_level:
-        return f"level {grouped(band.first_level)}"
-    return f"levels {grouped(band.first_level)}–{grouped(band.last_level)}"
 
 
 def page(body: str, width: float, height: float, caption: Sequence[str], standalone: bool, what: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from attnflow._core.markup import element, escape
+from attnflow._core.markup import element, escape, grouped
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ def paragraph(*content: Content, kind: str | None = None) -> Html:
     return tag("p", *content, class_=kind)
 
 
+def rest(count: int) -> Html:
+    """What a list leaves out: nothing if `count` is not positive."""
+    return paragraph(f"… and {grouped(count)} more.", kind="lead") if count > 0 else Html("")
+
+
 def facts(rows: Sequence[tuple[str, Content]], kind: str = "facts") -> Html:
     """A list of names and values."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows), class_=kind)
@@ -57,11 +62,7 @@ def table(
 ) -> Html:
     """A table that scrolls inside its own box on a narrow screen.
 
-    Args:
-        head: column names.
-        rows: cells of each row.
-        text_columns: how many columns, from the left, hold words; the others are numbers, set flush right.
-        marked: indices of rows to emphasise.
+    The first `text_columns` hold words; the others are numbers, set flush right. Rows of index `marked` stand out.
     """
     emphasised = set(marked)
 
@@ -69,15 +70,16 @@ def table(
         return tag(kind, content, class_=None if index < text_columns else "n", scope="col" if kind == "th" else None)
 
     top = tag("tr", *(cell("th", i, name) for i, name in enumerate(head)))
-    body = (
-        tag(
-            "tr",
-            *(cell("td", i, content) for i, content in enumerate(row)),
-            class_="marked" if r in emphasised else None,
-        )
-        for r, row in enumerate(rows)
-    )
+    body: list[Html] = []
+    for index, row in enumerate(rows):
+        cells = (cell("td", i, content) for i, content in enumerate(row))
+        body.append(tag("tr", *cells, class_="marked" if index in emphasised else None))
     return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll", tabindex=0, role="region")
+
+
+def columns_table(columns: Mapping[str, Sequence[str]], *, text_columns: int = 1) -> Html:
+    """A table by its columns."""
+    return table(list(columns), zip(*columns.values(), strict=True), text_columns=text_columns)
 
 
 def figure(picture: str | Html, caption: Content | None = None, *, read_out: bool = False, kind: str = "") -> Html:

@@ -36,19 +36,38 @@ class Placement:
     height: float
 
 
-@dataclass
 class _Rows:
     """The vertices of each row, real ones first numbered, then one dummy for each row that an edge passes."""
 
-    rows: list[list[int]]
-    row_of: list[int]
-    below: list[list[int]]
-    above: list[list[int]]
-    widths: list[float]
-    trails: list[list[int]]
-    num_real: int
-    spine: set[tuple[int, int]]
-    place: list[int]
+    def __init__(self, widths: Sequence[float], levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> None:
+        self.num_real = len(widths)
+        self.widths, self.row_of = list(widths), list(levels)
+        self.trails: list[list[int]] = []  # the dummies of each edge
+        for lower, upper in edges:
+            if levels[lower] >= levels[upper]:
+                raise ValueError(f"edge ({lower}, {upper}) must go up, got levels {levels[lower]} and {levels[upper]}")
+            passed = range(levels[lower] + 1, levels[upper])
+            self.trails.append(list(range(len(self.row_of), len(self.row_of) + len(passed))))
+            self.row_of += passed
+        self.widths += [0.0] * (len(self.row_of) - self.num_real)
+        self.rows: list[list[int]] = [[] for _ in range(max(levels, default=-1) + 1)]
+        for vertex, row in enumerate(self.row_of):
+            self.rows[row].append(vertex)
+        self.below: list[list[int]] = [[] for _ in self.row_of]
+        self.above: list[list[int]] = [[] for _ in self.row_of]
+        for (lower, upper), trail in zip(edges, self.trails, strict=True):
+            for a, b in pairwise([lower, *trail, upper]):
+                self.above[a].append(b)
+                self.below[b].append(a)
+        self.spine = _spine(self.num_real, levels, edges)
+        self.place = [0] * len(self.row_of)  # within the row
+
+    def order(self, rows: Sequence[Sequence[int]]) -> None:
+        """Put the vertices of each row in this order."""
+        self.rows = [list(row) for row in rows]
+        for row in rows:
+            for index, vertex in enumerate(row):
+                self.place[vertex] = index
 
     def pull(self, lower: int, upper: int) -> float:
         """How strongly a segment wants to be vertical (Gansner et al., IEEE TSE 19, 1993): long edges, then spines."""
@@ -60,6 +79,13 @@ class _Rows:
         space = _NODE_GAP if left < self.num_real or right < self.num_real else _LINE_GAP
         return (self.widths[left] + self.widths[right]) / 2 + space
 
+    def room(self, vertex: int, x: list[float]) -> tuple[float, float]:
+        """Between which places a vertex can be moved."""
+        row, place = self.rows[self.row_of[vertex]], self.place[vertex]
+        low = x[row[place - 1]] + self.gap(row[place - 1], vertex) if place else -math.inf
+        high = x[row[place + 1]] - self.gap(vertex, row[place + 1]) if place + 1 < len(row) else math.inf
+        return low, max(low, high)  # rounding may leave them a hair apart
+
 
 def place(
     sizes: Sequence[tuple[float, float]], levels: Sequence[int], edges: Sequence[tuple[int, int]], row_gap: float = 40.0
@@ -68,64 +94,34 @@ def place(
 
     Cost: O(sweeps x vertices x log), with a vertex for each node and for each row that an edge passes.
     """
-    graph = _with_dummies([width for width, _ in sizes], levels, edges)
+    graph = _Rows([width for width, _ in sizes], levels, edges)
     _reduce_crossings(graph)
     x = _coordinates(graph)
-    left = min((x[v] - graph.widths[v] / 2 for v in range(len(x))), default=0.0)
-    right = max((x[v] + graph.widths[v] / 2 for v in range(len(x))), default=0.0)
+    left = min((centre - width / 2 for centre, width in zip(x, graph.widths, strict=True)), default=0.0)
+    right = max((centre + width / 2 for centre, width in zip(x, graph.widths, strict=True)), default=0.0)
+    x = [value - left for value in x]
     heights = [max((sizes[v][1] for v in row if v < len(sizes)), default=0.0) for row in graph.rows]
     gaps = [_row_gap(graph, x, row, row_gap) for row in range(len(graph.rows) - 1)]
     total = sum(heights, 0.0) + sum(gaps, 0.0)
     bottoms: list[float] = []
     y = total
-    for row, height in enumerate(heights):
+    for height, gap in zip(heights, [*gaps, 0.0], strict=False):
         bottoms.append(y)
-        y -= height + (gaps[row] if row < len(gaps) else 0.0)
-    x = [value - left for value in x]
-    middle = [bottoms[row] - heights[row] / 2 for row in range(len(heights))]
-    centres = [(x[v], middle[levels[v]]) for v in range(len(sizes))]
+        y -= height + gap
+    middle = [bottom - height / 2 for bottom, height in zip(bottoms, heights, strict=True)]
     routes: list[list[Point]] = []
     for (lower, upper), trail in zip(edges, graph.trails, strict=True):
-        route = [(x[lower], middle[levels[lower]] - sizes[lower][1] / 2)]
-        if sizes[lower][1] < heights[levels[lower]]:
-            route += [(x[lower], bottoms[levels[lower]] - heights[levels[lower]])]
-        else:
-            route += route[-1:]
+        row, top = levels[lower], middle[levels[lower]] - sizes[lower][1] / 2
+        end_of_row = bottoms[row] - heights[row] if sizes[lower][1] < heights[row] else top
+        route = [(x[lower], top), (x[lower], end_of_row)]
         for dummy in trail:
             row = graph.row_of[dummy]
             route += [(x[dummy], bottoms[row]), (x[dummy], bottoms[row] - heights[row])]
         row = levels[upper]
         route += [(x[upper], bottoms[row]), (x[upper], middle[row] + sizes[upper][1] / 2)]
         routes.append(route)
+    centres = [(x[v], middle[levels[v]]) for v in range(len(sizes))]
     return Placement(centres, routes, right - left, total)
-
-
-def _with_dummies(widths: list[float], levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> _Rows:
-    rows: list[list[int]] = [[] for _ in range(max(levels, default=-1) + 1)]
-    row_of, all_widths = list(levels), list(widths)
-    for node, level in enumerate(levels):
-        rows[level].append(node)
-    below: list[list[int]] = [[] for _ in widths]
-    above: list[list[int]] = [[] for _ in widths]
-    trails: list[list[int]] = []
-    for lower, upper in edges:
-        if levels[lower] >= levels[upper]:
-            raise ValueError(f"edge ({lower}, {upper}) must go up, got levels {levels[lower]} and {levels[upper]}")
-        trail: list[int] = []
-        for row in range(levels[lower] + 1, levels[upper]):
-            trail.append(len(row_of))
-            rows[row].append(len(row_of))
-            row_of.append(row)
-            all_widths.append(0.0)
-            below.append([])
-            above.append([])
-        trails.append(trail)
-        stops = [lower, *trail, upper]
-        for a, b in pairwise(stops):
-            above[a].append(b)
-            below[b].append(a)
-    spine = _spine(len(widths), levels, edges)
-    return _Rows(rows, row_of, below, above, all_widths, trails, len(widths), spine, [0] * len(row_of))
 
 
 def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -146,34 +142,31 @@ def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -
 def _reduce_crossings(graph: _Rows) -> None:
     """Sorts each row by the mean place of its neighbours, down and up, swaps neighbours, keeps the best order seen."""
     best: list[list[int]] = []
-    fewest = -1
-    for start in (_by_index(graph), _by_descent(graph)):
-        rows = [list(row) for row in start]
-        place = _places(rows, len(graph.row_of))
+    fewest = math.inf
+    for start in (_by_index(graph), _by_descent(graph)):  # each is the better one for some diagrams
+        graph.order(start)
         for sweep in range(_SWEEPS):
-            crossings = _crossings(rows, graph.above, place)
-            if fewest < 0 or crossings < fewest:
-                best, fewest = [list(row) for row in rows], crossings
+            crossings = _crossings(graph)
+            if crossings < fewest:
+                best, fewest = [list(row) for row in graph.rows], crossings
             if crossings == 0:
                 break
             upwards = sweep % 2 == 0
-            neighbours = graph.below if upwards else graph.above
-            for index in range(len(rows)) if upwards else reversed(range(len(rows))):
-                _sort_row(rows[index], neighbours, place)
-            for row in rows:
-                _swap(row, graph, place)
-    graph.rows[:] = best
-    graph.place[:] = _places(best, len(graph.row_of))
+            for row in graph.rows if upwards else reversed(graph.rows):
+                _sort_row(row, graph.below if upwards else graph.above, graph.place)
+            for row in graph.rows:
+                _swap(row, graph)
+    graph.order(best)
 
 
-def _swap(row: list[int], graph: _Rows, place: list[int]) -> None:
+def _swap(row: list[int], graph: _Rows) -> None:
     """Swaps neighbours in a row wherever that removes crossings."""
+    place = graph.place
     for index in range(len(row) - 1):
         left, right = row[index], row[index + 1]
         gain = 0
         for side in (graph.below, graph.above):
-            a, b = [place[u] for u in side[left]], [place[u] for u in side[right]]
-            gain += sum((p > q) - (p < q) for p in a for q in b)
+            gain += sum((place[u] > place[v]) - (place[u] < place[v]) for u in side[left] for v in side[right])
         if gain > 0:
             row[index], row[index + 1] = right, left
             place[left], place[right] = index + 1, index
@@ -183,49 +176,37 @@ def _by_index(graph: _Rows) -> list[list[int]]:
     """Nodes as they come (by position), dummies between the ends of their edge."""
     key = [float(v) for v in range(len(graph.row_of))]
     for trail in graph.trails:
-        if trail:
-            key_of_ends = (graph.below[trail[0]][0] + graph.above[trail[-1]][0]) / 2
-            for dummy in trail:
-                key[dummy] = key_of_ends
+        for dummy in trail:
+            key[dummy] = (graph.below[trail[0]][0] + graph.above[trail[-1]][0]) / 2
     return [sorted(row, key=lambda v: (key[v], v)) for row in graph.rows]
 
 
 def _by_descent(graph: _Rows) -> list[list[int]]:
     """Nodes in the order of a depth-first walk from the top, which keeps what hangs together side by side."""
-    seen: set[int] = set()
-    rows: list[list[int]] = [[] for _ in graph.rows]
+    rows: list[dict[int, None]] = [{} for _ in graph.rows]
     stack = [v for row in graph.rows for v in reversed(row) if not graph.above[v]]
     while stack:
         v = stack.pop()
-        if v not in seen:
-            seen.add(v)
-            rows[graph.row_of[v]].append(v)
+        if v not in rows[graph.row_of[v]]:
+            rows[graph.row_of[v]][v] = None
             stack += reversed(graph.below[v])
-    return rows
-
-
-def _places(rows: list[list[int]], size: int) -> list[int]:
-    place = [0] * size
-    for row in rows:
-        for index, v in enumerate(row):
-            place[v] = index
-    return place
+    return [list(row) for row in rows]
 
 
 def _sort_row(row: list[int], neighbours: list[list[int]], place: list[int]) -> None:
-    centre = {v: (sum(place[u] for u in neighbours[v]) / len(neighbours[v]) if neighbours[v] else None) for v in row}
-    free = iter(sorted((v for v in row if centre[v] is not None), key=lambda v: (centre[v] or 0.0, place[v])))
-    row[:] = [v if centre[v] is None else next(free) for v in row]  # vertices without neighbours keep their place
+    centre = {v: sum(place[u] for u in neighbours[v]) / len(neighbours[v]) for v in row if neighbours[v]}
+    ordered = iter(sorted(centre, key=lambda v: (centre[v], place[v])))
+    row[:] = [next(ordered) if v in centre else v for v in row]  # vertices without neighbours keep their place
     for index, v in enumerate(row):
         place[v] = index
 
 
-def _crossings(rows: list[list[int]], above: list[list[int]], place: list[int]) -> int:
+def _crossings(graph: _Rows) -> int:
     total = 0
-    for row in rows:
+    for row in graph.rows:
         seen: list[int] = []
         for v in row:
-            ends = sorted(place[u] for u in above[v])
+            ends = sorted(graph.place[u] for u in graph.above[v])
             total += sum(len(seen) - bisect_right(seen, end) for end in ends)
             for end in ends:
                 insort(seen, end)
@@ -242,9 +223,8 @@ def _coordinates(graph: _Rows) -> list[float]:
         for v in row:
             x[v] -= centre
     for sweep in range(_RELAXATIONS):
-        upwards = sweep % 2 == 0
-        for index in range(len(graph.rows)) if upwards else reversed(range(len(graph.rows))):
-            _settle(graph, graph.rows[index], x)
+        for row in graph.rows if sweep % 2 == 0 else reversed(graph.rows):
+            _settle(graph, row, x)
     lines = sorted(_lines(graph), key=lambda line: -len(line))
     straight = {v for line in lines if len(line) > 1 for v in line}
     for _ in range(_STRAIGHTENINGS):
@@ -254,7 +234,7 @@ def _coordinates(graph: _Rows) -> list[float]:
             for v in row:
                 if v not in straight and (graph.below[v] or graph.above[v]):
                     near = [x[u] for u in graph.below[v] + graph.above[v]]
-                    low, high = _room(graph, v, x)
+                    low, high = graph.room(v, x)
                     x[v] = min(max(sum(near) / len(near), low), high)
     return x
 
@@ -276,7 +256,7 @@ def _straighten(graph: _Rows, line: list[int], x: list[float]) -> None:
     stretch: list[int] = []
     low, high = -math.inf, math.inf
     for v in [*line, -1]:
-        room = _room(graph, v, x) if v >= 0 else (math.inf, -math.inf)
+        room = graph.room(v, x) if v >= 0 else (math.inf, -math.inf)
         if max(low, room[0]) > min(high, room[1]):
             target = min(max(sum(x[u] for u in stretch) / len(stretch), low), high)
             for u in stretch:
@@ -285,13 +265,6 @@ def _straighten(graph: _Rows, line: list[int], x: list[float]) -> None:
         else:
             low, high = max(low, room[0]), min(high, room[1])
         stretch.append(v)
-
-
-def _room(graph: _Rows, v: int, x: list[float]) -> tuple[float, float]:
-    row, place = graph.rows[graph.row_of[v]], graph.place[v]
-    low = x[row[place - 1]] + graph.gap(row[place - 1], v) if place else -math.inf
-    high = x[row[place + 1]] - graph.gap(v, row[place + 1]) if place + 1 < len(row) else math.inf
-    return low, max(low, high)  # rounding may leave them a hair apart
 
 
 def _settle(graph: _Rows, row: list[int], x: list[float]) -> None:

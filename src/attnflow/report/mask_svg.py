@@ -34,14 +34,8 @@ def mask_svg(
     Up to 64 queries and keys every pair is a cell. Larger masks are drawn as a heat map of at most 96 x 96 blocks,
     shaded by the share of pairs that a block allows; only a block that allows everything has the full colour.
 
-    Args:
-        mask: any mask, square or not.
-        labels: a text for each position (its token), written at both axes of a square mask of at most 32 positions.
-        size: width of the cells in pixels, about.
-        title: accessible name; by default the mask's repr.
-        standalone: bring colours for a file of its own; False where a page's style sheet sets them.
-
-    Cost: O(intervals + cells), never n x n.
+    The labels are written at both axes of a square mask of at most 32 positions. `standalone` brings colours for a file
+    of its own; a page's style sheet sets them. Cost: O(intervals + cells), never n x n.
     """
     checks.integer("size", size, 64)
     if labels is not None and mask.shape != (len(labels), len(labels)):

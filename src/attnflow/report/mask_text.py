@@ -24,23 +24,6 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     Small masks show a sign for each pair; masks of up to 64 queries that fit the width show two queries per line in
     half blocks, still exact; larger ones are shaded by the share of allowed pairs per character, with a blank only
     where nothing and the darkest sign only where everything is allowed. A line under the picture says which it is.
-
-    Args:
-        mask: any mask.
-        width: columns to use, at least 20; by default the terminal's, at most 100.
-        ascii_only: avoid everything beyond ASCII; by default only where the terminal's encoding demands it.
-
-    >>> import attnflow as af
-    >>> print(mask_text(af.masks.causal(3), width=40, ascii_only=True))
-    causal(n=3)
-    3 queries x 3 keys, 66.7 % allowed
-    <BLANKLINE>
-       0 1 2
-    0  # . .
-    1  # # .
-    2  # # #
-    <BLANKLINE>
-    # allowed   . not
     """
     columns = (
         min(100, shutil.get_terminal_size().columns) if width is None else checks.integer("width", width, _NARROWEST)

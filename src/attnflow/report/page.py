@@ -1,4 +1,7 @@
-"""`Page`: one self-contained HTML document, under a policy that lets nothing but its own style and script run."""
+"""`Page`: one self-contained HTML document, under a policy that lets nothing but its own style and script run.
+
+Each result is a `Part` of it: a paragraph, key numbers, sections.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,14 +18,89 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
+from attnflow._core import checks
 from attnflow._core.files import write_atomically
 from attnflow._core.markup import escape, shorten
 from attnflow._core.version import __version__
+from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.part import Part, Section
 
 _REPORTED: Final = ("torch", "numpy", "transformers")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what stands below it; `name` is its anchor within the page."""
+
+    name: str
+    title: str
+    body: Html
+
+
+@dataclass(frozen=True)
+class Part:
+    """All that a page says of one result.
+
+    Attributes:
+        title: what the result is, as a heading.
+        sections: in order.
+        reading: the result in a sentence or two.
+        numbers: the few that head the page, by name.
+        source: rows of the provenance.
+        failed: whether a judgement went against it; such a part comes first.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    reading: Sequence[Content] = ()
+    numbers: Sequence[tuple[str, Content]] = ()
+    source: Sequence[tuple[str, Content]] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The model whose attention is priced.
+
+    Attributes:
+        num_layers: layers with this mask.
+        num_heads: query heads per layer.
+        head_dim: channels per head.
+        bytes_per_score: bytes of a stored score; 2 for bfloat16.
+    """
+
+    num_layers: int = 1
+    num_heads: int = 1
+    head_dim: int = 64
+    bytes_per_score: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "head_dim", "bytes_per_score"):
+            checks.integer(name, getattr(self, name), 1)
+
+    def flops(self, pairs: int) -> int:
+        """Forward pass of attention: 2 x head_dim for a score, 2 x head_dim for its value, per pair, head and layer."""
+        return 4 * self.head_dim * self.num_heads * self.num_layers * pairs
+
+    def score_bytes(self, pairs: int) -> int:
+        """One layer's scores if they are stored (a fused kernel keeps none)."""
+        return self.bytes_per_score * self.num_heads * pairs
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a page knows besides a result.
+
+    Attributes:
+        flow: the order that the page is about, on which leaks are drawn; None without one.
+        labels: a text for each position.
+        cost: the model whose attention is priced.
+    """
+
+    flow: Flow | None = None
+    labels: tuple[str, ...] | None = None
+    cost: CostModel = field(default_factory=CostModel)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,47 +1,46 @@
-"""Which function shows which kind of result: as a picture, on a page, in a terminal."""
+"""Which function shows which kind of result: as a picture, on a page, in a terminal; and a page about a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from attnflow._core.errors import MissingExtra
+from torch import Tensor, nn
+
+from attnflow import audit, bias, geometry, knowledge
+from attnflow._core.errors import AttnflowError, MissingExtra
+from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.findings import AuditReport
 from attnflow.bias.graph import BiasGraph
+from attnflow.bias.layer import layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.bias.trained import Trained
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
+from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
-from attnflow.report.audit_chart import audit_chart
-from attnflow.report.bias_chart import map_chart
+from attnflow.report.audit import audit_chart, audit_part
+from attnflow.report.bias import bias_part, graph_part, training_part
+from attnflow.report.bias_chart import map_chart, training_chart
 from attnflow.report.charts import svg_of
+from attnflow.report.geometry import overview, scores_part
 from attnflow.report.graph_svg import graph_svg
-from attnflow.report.growth_chart import growth_chart
 from attnflow.report.hasse_svg import hasse_svg
-from attnflow.report.mask_facts import CostModel
+from attnflow.report.knowledge import trace_chart, trace_part
+from attnflow.report.leaks import leak_part, verification_part
+from attnflow.report.mask import flow_of, mask_part
 from attnflow.report.mask_svg import mask_svg
 from attnflow.report.mask_text import mask_text
-from attnflow.report.page import Page, build
-from attnflow.report.part import Context, Part, Section
+from attnflow.report.order import growth_chart, hasse_part
+from attnflow.report.page import Context, CostModel, Page, Part, Section, build
 from attnflow.report.score_chart import score_chart
-from attnflow.report.score_text import overview
-from attnflow.report.sections.audit import audit_part
-from attnflow.report.sections.bias import bias_part, graph_part, training_part
-from attnflow.report.sections.geometry import scores_part
-from attnflow.report.sections.knowledge import trace_part
-from attnflow.report.sections.leaks import leak_part, verification_part
-from attnflow.report.sections.mask import flow_of, mask_part
-from attnflow.report.sections.order import hasse_part
 from attnflow.report.svg import Svg
-from attnflow.report.trace_chart import trace_chart
-from attnflow.report.training_chart import training_chart
 from attnflow.tasks.derivation import Derivation
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.task import Task
@@ -79,16 +78,12 @@ def _survey_figure(survey: Survey, **options: Any) -> Figure:
     return score_chart(*survey.models, **options)
 
 
-def _survey_text(survey: Survey, width: int = 110) -> str:
-    return overview(survey.models, width)
-
-
-def _score_text(scores: GeometryScores, width: int = 110) -> str:
-    return overview([scores], width)
-
-
 def _plain_text(result: object, **_: object) -> str:
     return str(result)
+
+
+def _overview(scores: GeometryScores | Survey, width: int = 110) -> str:
+    return overview(scores.models if isinstance(scores, Survey) else [scores], width)
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,7 @@ class Kind:
     together: bool = False
 
 
+_ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
     Mask: Kind(mask_part, _as_svg(mask_svg), mask_text),
@@ -118,31 +114,11 @@ KINDS: Final[dict[type, Kind]] = {
     AuditReport: Kind(audit_part, audit_chart),
     BiasMap: Kind(bias_part, map_chart),
     BiasGraph: Kind(graph_part, _as_svg(graph_svg)),
-    GeometryScores: Kind(scores_part, score_chart, _score_text, together=True),
-    Survey: Kind(figure=_survey_figure, text=_survey_text),
+    GeometryScores: Kind(scores_part, score_chart, _overview, together=True),
+    Survey: Kind(figure=_survey_figure, text=_overview),
     Trace: Kind(trace_part, trace_chart),
     Trained: Kind(training_part, training_chart),
 }
-# Results without a picture of their own, whose rows say it all.
-TABLES: Final = frozenset(
-    {
-        "ActivityReport",
-        "Conditions",
-        "Drift",
-        "Duplicates",
-        "Inspection",
-        "LayerMap",
-        "LayerQuery",
-        "MaskSummary",
-        "Matches",
-        "QueryBias",
-        "Reembedded",
-        "Sparse",
-        "StoreStats",
-        "Strength",
-        "Written",
-    }
-)
 EXPANDED: Final = (Task, Derivation)  # a page shows their parts, see `_subjects`
 
 
@@ -169,13 +145,22 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
     Args:
         result: a mask, or any result that has a picture.
         others: more results of the same kind, where one picture shows several: scores, maps to compare.
-        options: of the drawing. Of all charts: `title`. Mask: `labels`, `size`. Flow: `picture` ("hasse", "growth").
-            Hasse, and a flow's: `labels`, `highlight`, `max_nodes`. BiasMap: `picture` ("bias", "weights", "compare"),
-            `layer`, `query`, `head`, `names`. BiasGraph: `max_edges`. GeometryScores: `picture` ("plane", "layers",
-            "heads"). Trace: `picture` ("all", "layers", "entries"), `position`, `count`.
+        options: of the drawing. Of all charts: `title`.
+            Mask: `labels`, a text for each position, and `size`, the width of the cells in pixels, about.
+            Flow: `picture`, "hasse" or "growth".
+            Hasse, and a flow's: `labels`; `highlight`, a path as `flow.path` returns it; `max_nodes`, the number of
+            boxes above which the diagram is summarised.
+            BiasMap: `picture`: "bias", "weights" (post-softmax, with it) or "compare" (the weights of a query with and
+            without the bias, of several maps with `names`); `layer`; `query`, a position, -1 for the last one; `head`,
+            None for the mean.
+            BiasGraph: `max_edges`, of which the strongest are drawn.
+            GeometryScores: `picture`, "plane", "layers" or "heads".
+            Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
+            shown, -1 for the last one; their `count`.
 
     Raises:
         TypeError: there is no picture of it; the message lists what can be drawn.
+        ValueError: an option that this result cannot follow, such as a layer that it does not have.
         MissingExtra: a chart without matplotlib.
 
     >>> import attnflow as af
@@ -202,7 +187,7 @@ def page(
     """Any results on one self-contained HTML page; what failed comes first.
 
     A mask is shown with its order. Leaks are drawn on the order of the first mask or flow on the page. A `Section` of
-    one's own (`attnflow.report.part`) stands where it is given.
+    one's own (`attnflow.report.page`) stands where it is given.
 
     Args:
         results: masks, flows, and results of all rooms.
@@ -233,7 +218,7 @@ def page(
     if labels is not None and size is not None and len(labels) != size:
         raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
     flow = first if isinstance(first, Flow) else None
-    given = Context(flow, None if labels is None else tuple(labels), cost or CostModel())
+    context = Context(flow, None if labels is None else tuple(labels), cost or CostModel())
     parts: list[Part] = []
     gathered: set[Kind] = set()
     for subject in subjects:
@@ -241,10 +226,9 @@ def page(
             parts.append(Part(subject.title, [subject]))
             continue
         kind = kind_of(subject)
-        other = isinstance(subject, Mask | Flow) and subject is not first
-        context = Context(flow, None, given.cost) if other else given
         if not kind.together:
-            parts.append(kind.part(subject, context))
+            other = isinstance(subject, Mask | Flow) and subject is not first
+            parts.append(kind.part(subject, replace(context, labels=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
@@ -263,6 +247,63 @@ def _subjects(result: object) -> list[object]:
     if isinstance(result, Survey):
         return list(result.models)
     return [result]
+
+
+def model_page(
+    model: nn.Module | Loaded,
+    inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
+    *,
+    title: str | None = None,
+    details: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Page:
+    """The order that a model declares, its audit, its bias if there is one, its geometry, and which entries fired.
+
+    Args:
+        model: any model, or what `af.load_model` returned.
+        inputs: a text, token ids, or the model's inputs by name.
+        title: heading; by default the model's name.
+        details: more rows for the provenance.
+        progress: called as progress(done, total, what) before each step.
+
+    Returns:
+        The page. What cannot be found out about this model is among its problems, with the reason; the rest is shown.
+
+    Cost: an audit of the model, one pass over its queries and keys, and about four forward passes.
+    """
+    from attnflow.models.inputs import model_inputs, model_name  # with transformers, which other pages do without
+
+    module, tokenizer = split(model)
+    name = title or model_name(module)
+    named = model_inputs(module, inputs, tokenizer, 0)
+    results: list[object] = []
+
+    def audited() -> AuditReport:
+        flow = next((result for result in results if isinstance(result, Flow)), None)
+        alone = len(named["input_ids"]) == 1  # sequences of a batch may differ in their orders
+        return audit.check(module, named, flow if alone else None)
+
+    steps: list[tuple[str, Callable[[], object]]] = [
+        ("Order", lambda: audit.declared_order(module, named)),
+        ("Audit", audited),
+        ("Geometry", lambda: replace(geometry.score(module), model=name)),
+        ("Knowledge", lambda: replace(knowledge.trace(module, named, tokenizer=tokenizer), model=name)),
+    ]
+    if any(layer_biases(module)):
+        steps.insert(2, ("Bias", lambda: replace(bias.capture(module, named, tokenizer=tokenizer), model=name)))
+    problems: dict[str, str] = {}
+    for done, (step, find) in enumerate(steps):
+        if progress is not None:
+            progress(done, len(steps), step.lower())
+        try:
+            results.append(find())
+        except _ERRORS as error:
+            problems[step] = str(error)
+    labels = None
+    if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
+        rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
+        labels = [str(tokenizer.decode([token])) for row in rows for token in row]
+    return page(*results, title=name, labels=labels, details=details, problems=problems)
 
 
 def text(result: object, **options: Any) -> str:

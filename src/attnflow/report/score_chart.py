@@ -30,21 +30,11 @@ _SPREAD: Final = {"excess": 4.7, "norm": 3.2}
 def score_chart(
     scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane", title: str | None = None
 ) -> Figure:
-    """The scores of one or more models.
+    """The scores of models: in a plane, by layer, or (of one model) by head.
 
-    Args:
-        scores: of a model.
-        others: more models for "plane" and "layers", scored with the same gamma and mode.
-        picture: "plane" (symmetry against directionality: each layer of a single model, coloured and numbered, or the
-            medians and quartiles of several; the published records behind), "layers" (both scores by layer) or "heads"
-            (heat maps of layers by heads, of one model). The grey band is that of chance: random weights of the same
-            width lie in it 19 times of 20.
-        title: heading; by default what is shown.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-        ValueError: there is no such picture, models that were scored in different ways, or "heads" of several models
-            or of a table without heads.
+    "plane" is symmetry against directionality: each layer of a single model, coloured and numbered, or the medians and
+    quartiles of several; the published records behind. The grey band is that of chance: random weights of the same
+    width lie in it 19 times of 20.
     """
     if picture not in ("plane", "layers", "heads"):
         raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
@@ -61,18 +51,24 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
     axes = figure.add_subplot()
     axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
     axes.axvline(0, color=SOFT, linewidth=0.6, zorder=0)
-    width = _width(models)
+    width, chance = _chance(models)
     if width:
+        grey = {"color": SOFT, "alpha": 0.13, "linewidth": 0, "zorder": 0}
         spread = 2 * _SPREAD[reading[1]] / math.sqrt(width)
-        axes.axhspan(-spread, spread, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=_chance(models))
-        axes.axvspan(-1.8 / width, 3.8 / width, color=SOFT, alpha=0.13, linewidth=0, zorder=0)
+        axes.axhspan(-spread, spread, **grey, label=chance)
+        axes.axvspan(-1.8 / width, 3.8 / width, **grey)
     if reading == (2.0, "excess"):
         for modality, mark in _MODALITIES.items():
             records = [record for record in background() if record.modality == modality]
             x, y = ([getattr(record, name).median for record in records] for name in _SCORES)
             label = f"published, {modality.removesuffix('-models')} ({len(records)})"
             axes.scatter(x, y, s=11, marker=mark, color="none", edgecolors=SOFT, alpha=0.5, linewidths=0.7, label=label)
-    stacks = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all" and _scored(s)]
+    stacks = [
+        (scores, one)
+        for scores in models
+        for one in scores.summaries
+        if one.matrix == "all" and not math.isnan(one.symmetry.median)
+    ]
     if len(stacks) == 1:
         _numbered(axes, *stacks[0])
     for index, (scores, summary) in enumerate(stacks):
@@ -92,12 +88,10 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
 
 def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
     """Every layer of the one model, coloured from the first to the last, with its number."""
-    rows = [row for row in _rows(scores, summary) if row.head == "all" and not math.isnan(row.symmetry)]
-    x, y = [row.symmetry for row in rows], [row.directionality for row in rows]
-    layers = [row.layer for row in rows]
-    dots = axes.scatter(
-        x, y, c=layers, cmap="viridis", s=26, zorder=2, edgecolors=SOFT, linewidths=0.5, label="layers, by number"
-    )
+    rows = [row for row in rows_of(scores, summary) if not math.isnan(row.symmetry)]
+    x, y, layers = ([getattr(row, name) for row in rows] for name in (*_SCORES, "layer"))
+    look = {"s": 26, "zorder": 2, "edgecolors": SOFT, "linewidths": 0.5, "label": "layers, by number"}
+    dots = axes.scatter(x, y, c=layers, cmap="viridis", **look)
     for row in rows:
         place = {"xytext": (3.5, 2.5), "textcoords": "offset points"}
         axes.annotate(str(row.layer), (row.symmetry, row.directionality), fontsize=7, **place)
@@ -113,18 +107,17 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
     figure = blank(9.0, 3.6)
     panels = figure.subplots(1, 2)
     lines = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all"]
-    width = _width(models)
+    width, chance = _chance(models)
     spreads = {"symmetry": (-1.8, 3.8), "directionality": (-2 * _SPREAD[reading[1]], 2 * _SPREAD[reading[1]])}
     for name, axes in zip(_SCORES, panels, strict=True):
         axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
         if width:
             low, high = (end / (width if name == "symmetry" else math.sqrt(width)) for end in spreads[name])
-            axes.axhspan(low, high, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=_chance(models))
+            axes.axhspan(low, high, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=chance)
         for index, (scores, summary) in enumerate(lines):
-            rows = [row for row in _rows(scores, summary) if row.head == "all"]
-            values = [getattr(row, name) for row in rows]
+            rows = rows_of(scores, summary)
             look = _style(index) | {"markersize": 4, "linewidth": 1.4, "label": _label(scores, summary)}
-            axes.plot([row.layer for row in rows], values, **look)
+            axes.plot([row.layer for row in rows], [getattr(row, name) for row in rows], **look)
         axes.set_xlabel("layer")
         axes.set_ylabel(name if name == "symmetry" else f"{name} ({_words(reading)})")
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -138,7 +131,7 @@ def _heads(scores: GeometryScores, title: str | None) -> Figure:
     groups = [summary for summary in scores.summaries if summary.matrix == "head"]
     if not groups:
         raise ValueError(f"{scores.model} was scored without its heads: call score(..., per_head=True)")
-    grids = [[head_grid(_rows(scores, summary), name) for name in _SCORES] for summary in groups]
+    grids = [[head_grid(rows_of(scores, summary), name) for name in _SCORES] for summary in groups]
     figure = blank(9.0, sum(min(9.0, max(1.6, 0.16 * len(pair[0]))) + 0.9 for pair in grids) + 0.3)
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for summary, row, pair in zip(groups, panels, grids, strict=True):
@@ -157,10 +150,9 @@ def _heads(scores: GeometryScores, title: str | None) -> Figure:
 
 def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """One score of layers (rows) by heads (columns), NaN where a layer has no such head."""
-    cells = [(row.layer, row.head, getattr(row, name)) for row in rows if row.head != "all"]
-    grid = np.full((1 + max(layer for layer, _, _ in cells), 1 + max(head for _, head, _ in cells)), math.nan)
-    for layer, head, value in cells:
-        grid[layer, head] = value
+    grid = np.full((1 + max(row.layer for row in rows), 1 + max(int(row.head) for row in rows)), math.nan)
+    for row in rows:
+        grid[row.layer, int(row.head)] = getattr(row, name)
     return grid
 
 
@@ -169,15 +161,11 @@ def background() -> tuple[PublishedScores, ...]:
     return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
 
 
-def _width(models: Sequence[GeometryScores]) -> int:
-    """The width of the narrowest model, in which chance reaches farthest; 0 if a width is not known."""
-    widths = [row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"]
-    return min(widths, default=0)
-
-
-def _chance(models: Sequence[GeometryScores]) -> str:
+def _chance(models: Sequence[GeometryScores]) -> tuple[int, str]:
+    """The width of the narrowest model, in which chance reaches farthest, and in words; 0 if no width is known."""
     widths = {row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"}
-    return f"chance at width {min(widths)}" + (" (less at larger ones)" if len(widths) > 1 else "")
+    least = min(widths, default=0)
+    return least, f"chance at width {least}" + (" (less at larger ones)" if len(widths) > 1 else "")
 
 
 def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
@@ -188,12 +176,20 @@ def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
     return readings.pop()
 
 
-def _rows(scores: GeometryScores, summary: Summary) -> list[MatrixScores]:
-    return [row for row in scores if (row.tower, row.kind) == (summary.tower, summary.kind)]
+def rows_of(scores: GeometryScores, summary: Summary) -> list[MatrixScores]:
+    """The rows that a summary is of."""
+    group = (summary.tower, summary.kind, summary.matrix == "all")
+    return [row for row in scores if (row.tower, row.kind, row.head == "all") == group]
 
 
-def _scored(summary: Summary) -> bool:
-    return not math.isnan(summary.symmetry.median)
+def has_several(scores: GeometryScores) -> bool:
+    """Whether a model has more than one kind of attention, so that each is named."""
+    return len({(row.tower, row.kind) for row in scores}) > 1
+
+
+def name_of(scores: GeometryScores, summary: Summary) -> str:
+    """The model, and its attention if it has several."""
+    return f"{scores.model}: {summary.what}" if has_several(scores) else scores.model
 
 
 def _words(reading: tuple[float, str]) -> str:
@@ -205,8 +201,7 @@ def _title(models: Sequence[GeometryScores], what: str) -> str:
 
 
 def _label(scores: GeometryScores, summary: Summary) -> str:
-    several = len({(other.tower, other.kind) for other in scores.summaries}) > 1
-    return literal(shorten(f"{scores.model}: {summary.what}" if several else scores.model, 44))
+    return literal(shorten(name_of(scores, summary), 44))
 
 
 def _style(index: int) -> dict[str, Any]:

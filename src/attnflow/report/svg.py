@@ -120,11 +120,8 @@ def _draw(axes: Any, node: ElementTree.Element, place: Any, outer: Mapping[str, 
     place = _moved(node.get("transform", ""), place)
     kind = node.tag.rpartition("}")[2]
     x, y, width, height, corner = (float(node.get(name, "0")) for name in ("x", "y", "width", "height", "rx"))
-    look: dict[str, Any] = {
-        "facecolor": _colour(style, "fill", _INK),
-        "edgecolor": _colour(style, "stroke", "none"),
-        "zorder": 1,
-    }
+    fill, stroke = _colour(style, "fill", _INK), _colour(style, "stroke", "none")
+    look: dict[str, Any] = {"facecolor": fill, "edgecolor": stroke, "zorder": 1}
     look |= {"linewidth": _POINTS * float(style.get("stroke-width", 1)), "transform": place + axes.transData}
     if node.get("stroke-dasharray"):
         look["linestyle"] = (0, [float(length) for length in node.get("stroke-dasharray", "").split()])
@@ -183,26 +180,20 @@ def _path(data: str) -> Any:
 
     points: list[tuple[float, float]] = []
     codes: list[int] = []
-    x = y = start_x = start_y = 0.0
+    x, y = start = (0.0, 0.0)
     for step, values in _STEP.findall(data):
         numbers = [float(value) for value in values.replace(",", " ").split()]
+        code = Outline.CURVE4 if step == "C" else Outline.MOVETO if step == "M" else Outline.LINETO
         if step in "Zz":
-            x, y = start_x, start_y
-            points.append((x, y))
-            codes.append(int(Outline.CLOSEPOLY))
-            continue
-        if step == "C":
-            corners = list(zip(numbers[::2], numbers[1::2], strict=True))
+            code, corners = Outline.CLOSEPOLY, [start]
         elif step in "Hh":
             corners = [(numbers[0] + (x if step == "h" else 0.0), y)]
         elif step in "Vv":
             corners = [(x, numbers[0] + (y if step == "v" else 0.0))]
         else:
-            corners = [(numbers[0], numbers[1])]
+            corners = list(zip(numbers[::2], numbers[1::2], strict=True))
         points += corners
-        x, y = corners[-1]
-        if step == "M":
-            start_x, start_y = x, y
-        code = Outline.CURVE4 if step == "C" else Outline.MOVETO if step == "M" else Outline.LINETO
         codes += [int(code)] * len(corners)
+        x, y = corners[-1]
+        start = (x, y) if step == "M" else start
     return Outline(points or [(0.0, 0.0)], codes or [int(Outline.MOVETO)])

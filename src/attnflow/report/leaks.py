@@ -9,9 +9,9 @@ from typing import Final
 from attnflow._core.markup import grouped, percent, plural, shorten
 from attnflow.report import html
 from attnflow.report.hasse_svg import runs
-from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.part import Context, Part, Section
-from attnflow.report.sections.order import diagram
+from attnflow.report.html import Html, code, tag
+from attnflow.report.order import diagram
+from attnflow.report.page import Context, Part, Section
 from attnflow.tasks.leaks import Leak, LeakReport
 from attnflow.tasks.verification import Verification
 
@@ -21,20 +21,18 @@ _LISTED: Final = 24  # rows of a list before the rest is only counted
 
 def leak_part(report: LeakReport, context: Context) -> Part:
     """Labels that reach the position that predicts them, each with its witness path by layer."""
-    leaks = len(report.leaks)
-    reading: list[Content] = []
+    leaks, dead = len(report.leaks), len(report.dead)
+    reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]
     if leaks:
         first = report.leaks[0]
-        reading.append(
+        reading = [
             f"{plural(leaks, 'label')} can be read by the position that must predict it; the first "
             f"comes to position {first.position} from {first.carrier} in {plural(len(first.witness) - 1, 'layer')}."
+        ]
+    if dead:
+        reading.append(
+            f" {plural(dead, 'position')} {'reaches' if dead == 1 else 'reach'} no label and could be dropped."
         )
-    else:
-        reading.append(f"No label can leak: this is proved for all {grouped(report.num_labels)}.")
-    if report.dead:
-        verb = "reaches" if len(report.dead) == 1 else "reach"
-        reading.append(f" {plural(len(report.dead), 'position')} {verb} no label and could be dropped.")
-    dead = len(report.dead)
     numbers = [
         ("Leaks", tag("span", grouped(leaks) if leaks else "none", class_="bad-ink" if leaks else "good-ink")),
         ("Dead positions", tag("span", grouped(dead) if dead else "none", class_="bad-ink" if dead else None)),
@@ -52,9 +50,7 @@ def _leaks(report: LeakReport, context: Context) -> Section:
     sentence = f"{count} can be read by the position that must predict it: the model would learn to copy."
     parts = [html.note("bad", html.paragraph(sentence))]
     parts += [_leak(leak, context, drawn=index < _DRAWN) for index, leak in enumerate(report.leaks[:_LISTED])]
-    if len(report.leaks) > _LISTED:
-        parts.append(html.paragraph(f"… and {grouped(len(report.leaks) - _LISTED)} more.", kind="lead"))
-    return Section("leaks", "Leaks", html.join(parts))
+    return Section("leaks", "Leaks", html.join([*parts, html.rest(len(report.leaks) - _LISTED)]))
 
 
 def _leak(leak: Leak, context: Context, drawn: bool) -> Html:
@@ -86,11 +82,9 @@ def _idle(report: LeakReport) -> Section:
     dead, unsupervised = sorted(report.dead), sorted(report.unsupervised)
     parts: list[Html] = []
     if dead:
+        count = f"{plural(len(dead), 'position')} ({percent(len(dead) / report.num_positions)})"
         verb = "reaches" if len(dead) == 1 else "reach"
-        share = percent(len(dead) / report.num_positions)
-        sentence = (
-            f"{plural(len(dead), 'position')} ({share}) {verb} no labelled position: computing it trains nothing."
-        )
+        sentence = f"{count} {verb} no labelled position: computing it trains nothing."
         parts.append(html.note("bad", html.paragraph(sentence), html.paragraph(code(shorten(runs(dead), 400)))))
     else:
         parts.append(html.note("good", html.paragraph("Every position can reach a labelled one: none is dead.")))
@@ -112,9 +106,7 @@ def verification_part(result: Verification, _: Context) -> Part:
             ("Summed loss", f"{result.merged_loss:.6g}"),
         ]
     )
-    body += html.table(["subtask", "output difference", "loss"], rows)
-    if len(result.tasks) > _LISTED:
-        body += html.paragraph(f"… and {grouped(len(result.tasks) - _LISTED)} more.", kind="lead")
+    body += html.table(["subtask", "output difference", "loss"], rows) + html.rest(len(result.tasks) - _LISTED)
     title = "Merged against its subtasks"
     reading = f"In one pass it gives what its subtasks give, but for {result.output_difference:.1e} of the outputs."
     if not result.ok:

@@ -11,11 +11,10 @@ from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap
 from attnflow.bias.trained import Trained
 from attnflow.report import charts, html
-from attnflow.report.bias_chart import map_chart, query_name, token_name
+from attnflow.report.bias_chart import map_chart, query_name, token_name, training_chart
 from attnflow.report.graph_svg import STRONGEST, graph_svg
 from attnflow.report.html import Content, Html, tag
-from attnflow.report.part import Context, Part, Section
-from attnflow.report.training_chart import training_chart
+from attnflow.report.page import Context, Part, Section
 
 _MAPS: Final = 3  # layers whose whole map is drawn
 _RANKS: Final = (1, 8)
@@ -51,9 +50,9 @@ def training_part(trained: Trained, _: Context) -> Part:
     """The course of a training."""
     curve = trained.curve
     names = list(dict.fromkeys(name for entry in curve for name in entry))
-    columns = [html.numbers([entry.get(name, math.nan) for entry in curve]) for name in names]
+    columns = {name: html.numbers([entry.get(name, math.nan) for entry in curve]) for name in names}
     picture = charts.in_page(lambda: training_chart(trained), "Losses and strength of the bias by step")
-    table = html.table(names, [list(row) for row in zip(*columns, strict=True)], text_columns=0)
+    table = html.columns_table(columns, text_columns=0)
     body = picture + tag("details", tag("summary", "Numbers"), table)
     numbers = [(name, f"{value:.3f}") for name, value in (("Before", trained.before), ("After", trained.after))]
     reading = f"Training takes the held-out loss from {trained.before:.3f} to {trained.after:.3f} nats per token."
@@ -69,17 +68,17 @@ def _layers(bias_map: BiasMap) -> Section:
         "that a bias per key, and a product of eight numbers, could give: near 100 %, a network per pair buys little."
     )
     layers = list(bias_map)
-    head = ["Layer", "Strength", "Strongest pull", "Strongest push", "Moved", *(f"Rank {rank}" for rank in _RANKS)]
-    energies = [bias_map.energy(rank) for rank in _RANKS]
-    columns = [
-        [str(one.layer) for one in layers],
-        html.numbers([one.strength for one in layers]),
-        html.numbers([float(one.bias.max()) for one in layers], signed=True),
-        html.numbers([float(one.bias.min()) for one in layers], signed=True),
-        [_share(one.moved) for one in layers],
-        *([_share(energy[one.layer]) for one in layers] for energy in energies),
-    ]
-    table = html.table(head, [list(row) for row in zip(*columns, strict=True)], text_columns=1)
+    columns = {
+        "Layer": [str(one.layer) for one in layers],
+        "Strength": html.numbers([one.strength for one in layers]),
+        "Strongest pull": html.numbers([float(one.bias.max()) for one in layers], signed=True),
+        "Strongest push": html.numbers([float(one.bias.min()) for one in layers], signed=True),
+        "Moved": [_share(one.moved) for one in layers],
+    }
+    for rank in _RANKS:
+        energy = bias_map.energy(rank)
+        columns[f"Rank {rank}"] = [_share(energy[one.layer]) for one in layers]
+    table = html.columns_table(columns)
     parts = [html.paragraph(lead, kind="lead"), table]
     strongest = max(layers, key=lambda one: one.strength, default=None)
     if strongest is not None and strongest.strength > 0 and len(layers) > 1:

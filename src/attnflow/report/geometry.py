@@ -1,20 +1,21 @@
-"""In which geometry models attend: symmetry and directionality, over layers and heads, beside published values."""
+"""In which geometry models attend: symmetry and directionality beside published values, on a page and as text."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from attnflow._core.markup import grouped, plural
+from attnflow._core.markup import aligned, plural
 from attnflow.geometry.summary import Quartiles, Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.report import charts, html
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.part import Context, Part, Section
-from attnflow.report.score_chart import background, score_chart
+from attnflow.report.page import Context, Part, Section
+from attnflow.report.score_chart import background, has_several, name_of, rows_of, score_chart
 
 _MAPS: Final = 24  # models whose heads are drawn
 _HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "directionality", "quartiles")
@@ -30,7 +31,7 @@ def scores_part(models: Models, _: Context) -> Part:
         sections.append(_by_head(models))
     numbers: list[tuple[str, Content]] = []
     for summary in (s for s in models[0].summaries if s.matrix == "all") if len(models) == 1 else ():
-        where = tag("small", summary.what if _several(models[0]) else f"median of {plural(summary.count, 'layer')}")
+        where = tag("small", summary.what if has_several(models[0]) else f"median of {plural(summary.count, 'layer')}")
         numbers.append(("Symmetry", tag("span", _text(summary.symmetry.median), where)))
         numbers.append(("Directionality", tag("span", _text(summary.directionality.median), where)))
     title = f"Geometry of {models[0].model if len(models) == 1 else plural(len(models), 'model')}"
@@ -71,8 +72,11 @@ def _by_layer(models: Models) -> Section:
     for model in models:
         for summary in model.summaries:
             if summary.matrix == "all":
-                name = f"Numbers of {_name(model, summary)}"
-                parts.append(tag("details", tag("summary", name), html.table(_LAYER_HEAD, _layer_rows(model, summary))))
+                name = f"Numbers of {name_of(model, summary)}"
+                rows = [
+                    [str(row.layer), _text(row.symmetry), _text(row.directionality)] for row in rows_of(model, summary)
+                ]
+                parts.append(tag("details", tag("summary", name), html.table(_LAYER_HEAD, rows)))
     return Section("layers", "Layer by layer", html.join(parts))
 
 
@@ -87,9 +91,7 @@ def _by_head(models: Models) -> Section:
     for model in scored[:_MAPS]:
         draw = partial(score_chart, model, picture="heads")
         parts.append(charts.in_page(draw, f"Scores of each head of {model.model}"))
-    if len(scored) > _MAPS:
-        parts.append(html.paragraph(f"… and {grouped(len(scored) - _MAPS)} more.", kind="lead"))
-    return Section("heads", "Head by head", html.join(parts))
+    return Section("heads", "Head by head", html.join([*parts, html.rest(len(scored) - _MAPS)]))
 
 
 def _reading(models: Models) -> list[Content]:
@@ -115,9 +117,9 @@ def _reading(models: Models) -> list[Content]:
     last = min(scored, key=lambda pair: pair[1].symmetry.median)
     return [
         f"Of {len(scored)} stacks of self-attention, ",
-        code(_name(*first)),
+        code(name_of(*first)),
         f" is the most symmetric ({_text(first[1].symmetry.median)}) and ",
-        code(_name(*last)),
+        code(name_of(*last)),
         f" the least ({_text(last[1].symmetry.median)}).",
     ]
 
@@ -127,7 +129,7 @@ def _rows(models: Models) -> list[list[Content]]:
     for model in models:
         for index, summary in enumerate(model.summaries):
             matrices = plural(summary.count, "layer" if summary.matrix == "all" else "head")
-            where = f"{summary.what}: {matrices}" if _several(model) else matrices
+            where = f"{summary.what}: {matrices}" if has_several(model) else matrices
             cells = [*_cells(summary.symmetry), *_cells(summary.directionality)]
             rows.append(["" if index else code(model.model), where, *cells])
         for comparison in model.compare():
@@ -153,11 +155,6 @@ def _remarks(models: Models) -> list[Html]:
     return remarks
 
 
-def _layer_rows(model: GeometryScores, summary: Summary) -> list[list[Content]]:
-    chosen = [r for r in model if r.head == "all" and (r.tower, r.kind) == (summary.tower, summary.kind)]
-    return [[str(row.layer), _text(row.symmetry), _text(row.directionality)] for row in chosen]
-
-
 def _cells(quartiles: Quartiles) -> tuple[str, str]:
     if math.isnan(quartiles.median):
         return "none", ""
@@ -165,12 +162,63 @@ def _cells(quartiles: Quartiles) -> tuple[str, str]:
 
 
 def _text(value: float) -> str:
-    return "none" if math.isnan(value) else f"{value:z.3f}".replace("-", "−")
+    return _score(value).replace("-", "−")
 
 
-def _several(model: GeometryScores) -> bool:
-    return len({(summary.tower, summary.kind) for summary in model.summaries}) > 1
+def overview(models: Sequence[GeometryScores], width: int = 110) -> str:
+    """Medians and quartiles of several models, what they leave out, how they compare.
+
+    A table that is wider than the terminal becomes a list.
+    """
+    rows: list[list[str]] = []
+    for scores in models:
+        for index, one in enumerate(scores.summaries):
+            quartiles = ("none" if math.isnan(q.median) else str(q) for q in (one.symmetry, one.directionality))
+            rows.append(["" if index else scores.model, _matrices(scores, one), *quartiles])
+    head = ["model", "matrices", "symmetry", "directionality"]
+    table = aligned([head, *rows], left=range(4))
+    if max(map(len, table.splitlines())) > width:
+        lines: list[str] = []
+        for model, matrices, symmetry, directionality in rows:
+            lines += [model] if model else []
+            lines += [f"  {matrices}", f"    symmetry        {symmetry}", f"    directionality  {directionality}"]
+        table = "\n".join(lines)
+    readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
+    remarks = [f"Median [quartiles]. Directionality has {', '.join(readings)}. Ignored: {IGNORED}."]
+    for scores in models:
+        remarks += [f"{scores.model}: {_flags(scores, one)}" for one in scores.summaries if one.flagged]
+        remarks += [f"{scores.model}: {note}" for note in scores.notes]
+        remarks += [str(comparison) for comparison in scores.compare()]
+    wrapped = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in remarks]
+    return "\n".join([table, "", *wrapped])
 
 
-def _name(model: GeometryScores, summary: Summary) -> str:
-    return f"{model.model}: {summary.what}" if _several(model) else model.model
+def details(scores: GeometryScores, *, heads: bool = True, width: int = 110) -> str:
+    """Every row of one model as a table; without its heads if they are not wanted."""
+    counted = width >= 80  # there is room for the counts of outstanding rows and columns
+    several = has_several(scores)
+    head = [*(["attention"] if several else []), "layer", "head", "symmetry", "directionality", "norm"]
+    table = [[*head, *(["rows", "columns"] if counted else []), "flags"]]
+    for row in scores if heads else (row for row in scores if row.head == "all"):
+        where = [", ".join(filter(None, (row.tower, row.kind)))] if several else []
+        numbers = (_score(row.symmetry), _score(row.directionality), f"{row.norm:.4g}")
+        counts = [str(row.outlier_rows), str(row.outlier_columns)] if counted else []
+        table.append([*where, str(row.layer), str(row.head), *numbers, *counts, ", ".join(row.flags)])
+    words = len(table[0]) - (6 if counted else 4)
+    lines = aligned(table, left=[*range(words), len(table[0]) - 1])
+    return "\n".join([scores.model, "", lines, *(["", "rows, columns: how many have an outstanding norm"] * counted)])
+
+
+def _matrices(scores: GeometryScores, summary: Summary) -> str:
+    count = f"{summary.count} {'layers' if summary.matrix == 'all' else 'heads'}"
+    return f"{summary.what}: {count}" if has_several(scores) else count
+
+
+def _flags(scores: GeometryScores, summary: Summary) -> str:
+    counts = Counter(flag for row in rows_of(scores, summary) for flag in row.flags)
+    listed = ", ".join(f"{count} flagged {flag!r}" for flag, count in counts.items())
+    return f"of {_matrices(scores, summary)}, {listed}"
+
+
+def _score(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:z.3f}"

@@ -1,23 +1,26 @@
-"""What a mask is and generates: its picture, order, growth, blocks and cost."""
+"""What a page says of a mask: its picture, the order that it generates, growth, blocks and cost; a mask in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
+from attnflow._core.results import Result
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
-from attnflow.report import html
+from attnflow.report import html, order
+from attnflow.report.grid import BlockSparsity, block_sizes, block_sparsity
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.mask_facts import CostModel, block_sizes, block_sparsity, mask_memory, prices
 from attnflow.report.mask_svg import mask_svg
-from attnflow.report.part import Context, Part, Section
-from attnflow.report.sections import order
+from attnflow.report.page import Context, CostModel, Part, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
 LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gigabytes
+_DECIMAL: Final = tuple((1000**power, f"{prefix}FLOP") for power, prefix in zip(range(6, 0, -1), "EPTGMk", strict=True))
+_BINARY: Final = tuple((1024**power, f"{prefix}iB") for power, prefix in zip(range(4, 0, -1), "TGMK", strict=True))
 
 Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (from 1) that use it
 
@@ -62,19 +65,15 @@ def _distinct(masks: Sequence[Mask]) -> Layers:
 
 def _reading(masks: Sequence[Mask], layers: Layers, flow: Flow | None, missing: str) -> list[Content]:
     mask = masks[0]
-    queries, keys = mask.shape
+    queries, keys = plural(mask.num_queries, "query", "queries"), plural(mask.num_keys, "key")
     if 0 in mask.shape:
-        return [
-            f"The mask has {plural(queries, 'query', 'queries')} and {plural(keys, 'key')}: there is nothing to allow."
-        ]
+        return [f"The mask has {queries} and {keys}: there is nothing to allow."]
     if len(layers) > 1:
-        stack = plural(len(masks), "layer")
-        first = f"A stack of {stack} with {len(layers)} different masks over {plural(queries, 'position')}."
+        positions = plural(mask.num_queries, "position")
+        first = f"A stack of {plural(len(masks), 'layer')} with {len(layers)} different masks over {positions}."
     else:
-        first = (
-            f"Each of {plural(queries, 'query', 'queries')} may attend to {mask.nnz / queries:.4g} of "
-            f"{plural(keys, 'key')} on average, {percent(mask.density)} of all pairs."
-        )
+        mean = f"{mask.nnz / mask.num_queries:.4g}"
+        first = f"Each of {queries} may attend to {mean} of {keys} on average, {percent(mask.density)} of all pairs."
     return [first, f" There is no order to report: {missing}." if flow is None else order.reading(flow)]
 
 
@@ -98,14 +97,11 @@ def _picture(masks: Sequence[Mask], layers: Layers, labels: Sequence[str] | None
         svg = mask_svg(mask, labels=small, size=520, standalone=False)
         left = html.figure(svg, _caption(mask), read_out=True)
         return Section("mask", "Mask", tag("div", left, html.facts(_facts(mask)), class_="pair"))
-    figures = [
-        tag(
-            "div",
-            tag("h3", _layers(numbers)),
-            html.figure(mask_svg(mask, size=280, standalone=False), _line(mask), read_out=True),
-        )
-        for mask, numbers in layers[:_SHOWN]
-    ]
+    figures: list[Html] = []
+    for mask, numbers in layers[:_SHOWN]:
+        allowed = _name(mask) + Html(f", {percent(mask.density)} allowed")
+        picture = html.figure(mask_svg(mask, size=280, standalone=False), allowed, read_out=True)
+        figures.append(tag("div", tag("h3", _layers(numbers)), picture))
     lead = f"{plural(len(masks), 'layer')} with {len(layers)} different masks."
     if len(layers) > _SHOWN:
         lead += f" The first {_SHOWN} are shown."
@@ -153,31 +149,26 @@ def _caption(mask: Mask) -> str:
     )
 
 
-def _line(mask: Mask) -> Html:
-    return _name(mask) + Html(f", {percent(mask.density)} allowed")
-
-
 def _layers(layers: list[int]) -> str:
     return f"Layer {layers[0]}" if len(layers) == 1 else f"Layers {runs(layers)}"
 
 
+def _titled(masks: Layers) -> Iterator[tuple[Mask, Html]]:
+    """The masks that are shown, each with its heading if there are several."""
+    for mask, where in masks[:_SHOWN]:
+        yield mask, tag("h3", f"{_layers(where)} · ", _name(mask)) if len(masks) > 1 else Html("")
+
+
 def _blocks(masks: Layers) -> Section:
     """Full, partial and empty blocks, as a block-sparse kernel meets them."""
-    parts = [
-        html.paragraph(
-            "A block-sparse kernel such as FlexAttention skips blocks without an allowed pair, and applies the mask "
-            "inside partial blocks only. “Used” is the share of the computed pairs that the mask allows.",
-            kind="lead",
-        ),
-        tag(
-            "ul",
-            *(tag("li", tag("span", class_=f"swatch-{k}"), k) for k in ("full", "partial", "empty")),
-            class_="keyline",
-        ),
-    ]
-    for mask, where in masks[:_SHOWN]:
-        if len(masks) > 1:
-            parts.append(tag("h3", f"{_layers(where)} · ", _name(mask)))
+    lead = (
+        "A block-sparse kernel such as FlexAttention skips blocks without an allowed pair, and applies the mask "
+        "inside partial blocks only. “Used” is the share of the computed pairs that the mask allows."
+    )
+    kinds = ("full", "partial", "empty")
+    key = tag("ul", *(tag("li", tag("span", class_=f"swatch-{kind}"), kind) for kind in kinds), class_="keyline")
+    body = html.paragraph(lead, kind="lead") + key
+    for mask, title in _titled(masks):
         rows: list[list[Content]] = []
         for size in block_sizes(mask):
             s = block_sparsity(mask, size)
@@ -186,40 +177,56 @@ def _blocks(masks: Layers) -> Section:
             share = percent(s.computed / s.total)
             rows.append([str(size), Html(bar), share, computed, grouped(s.full), grouped(s.partial), percent(s.used)])
         head = ["size", "full, partial, empty", "computed", "blocks", "full", "partial", "used"]
-        parts.append(html.table(head, rows, text_columns=2))
-    return Section("blocks", "Block sparsity", html.join(parts))
+        body += title + html.table(head, rows, text_columns=2)
+    return Section("blocks", "Block sparsity", body)
 
 
 def _cost(masks: Layers, model: CostModel) -> Section:
     """What attention under the mask costs, next to dense and causal attention."""
     heads, layers = plural(model.num_heads, "head"), plural(model.num_layers, "layer")
     lead = f"For {layers} of {heads} with {model.head_dim} channels, one sequence, forward pass, attention alone."
-    parts = [html.paragraph(lead, kind="lead")]
-    for mask, where in masks[:_SHOWN]:
-        if len(masks) > 1:
-            parts.append(tag("h3", f"{_layers(where)} · ", _name(mask)))
+    body = html.paragraph(lead, kind="lead")
+    for mask, title in _titled(masks):
+        dense = mask.num_queries * mask.num_keys
         rows = [
-            [p.name, grouped(p.pairs), percent(p.relative), _si(p.flops, "FLOP"), _bytes(p.score_bytes)]
-            for p in prices(mask, model)
+            [
+                name,
+                grouped(pairs),
+                percent(pairs / dense),
+                _scaled(model.flops(pairs), _DECIMAL, "FLOP"),
+                _bytes(model.score_bytes(pairs)),
+            ]
+            for name, pairs in computed_pairs(mask).items()
         ]
         head = ["attention over", "pairs", "of dense", "attention", "scores per layer"]
-        parts.append(html.table(head, rows, marked=()))
         memory = mask_memory(mask)
         sizes = (
-            f"The mask itself takes {_bytes(memory.table)} as a table of bools, {_bytes(memory.additive)} as an "
-            f"additive bfloat16 table, {_bytes(memory.blocks)} as block tables, and {_bytes(memory.intervals)} as the "
-            "row intervals of this package."
+            f"The mask itself takes {_bytes(dense)} as a table of bools, {_bytes(2 * dense)} as an additive bfloat16 "
+            f"table, {_bytes(memory['blocks'])} as block tables, and {_bytes(memory['intervals'])} as the row "
+            "intervals of this package."
         )
-        parts.append(html.paragraph(sizes))
-    parts.append(
-        html.paragraph(
-            "attention = 4 · head_dim · heads · layers · pairs (2 · head_dim each for a score and for its value; a "
-            f"multiply-add is 2 FLOP). scores per layer = {model.bytes_per_score} bytes · heads · pairs, if a kernel "
-            "stores them; fused kernels do not. Projections and feed-forward layers are not affected by a mask.",
-            kind="lead",
-        )
+        body += title + html.table(head, rows) + html.paragraph(sizes)
+    formula = (
+        "attention = 4 · head_dim · heads · layers · pairs (2 · head_dim each for a score and for its value; a "
+        f"multiply-add is 2 FLOP). scores per layer = {model.bytes_per_score} bytes · heads · pairs, if a kernel "
+        "stores them; fused kernels do not. Projections and feed-forward layers are not affected by a mask."
     )
-    return Section("cost", "Cost", html.join(parts))
+    return Section("cost", "Cost", body + html.paragraph(formula, kind="lead"))
+
+
+def computed_pairs(mask: Mask, block: int = 128) -> dict[str, int]:
+    """All pairs, the causal half (square masks), this mask pair by pair, and this mask in whole blocks."""
+    queries, keys = mask.shape
+    in_blocks = min(block_sparsity(mask, block).computed * block * block, queries * keys)
+    causal = {"causal pairs": queries * (queries + 1) // 2} if queries == keys else {}
+    return {"every pair": queries * keys, **causal, "this mask's pairs": mask.nnz, f"its blocks of {block}": in_blocks}
+
+
+def mask_memory(mask: Mask, block: int = 128) -> dict[str, int]:
+    """Bytes of the row intervals, and of the tables of torch's BlockMask, forward and backward, 4 bytes an entry."""
+    rows, columns = (-(-size // block) for size in mask.shape)
+    intervals = sum(part.nbytes for part in (mask._rows.indptr, mask._rows.starts, mask._rows.ends))
+    return {"intervals": intervals, "blocks": 4 * (4 * rows * columns + 2 * rows + 2 * columns)}
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
@@ -238,19 +245,103 @@ def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
     return element("svg", body, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} 12", **look)
 
 
-def _si(value: int, unit: str) -> str:
-    for size, prefix in ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if value >= size:
-            return f"{_three(value / size)} {prefix}{unit}"
-    return f"{value} {unit}"
-
-
 def _bytes(value: int) -> str:
-    for size, prefix in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    return _scaled(value, _BINARY, "B")
+
+
+def _scaled(value: int, units: Sequence[tuple[int, str]], least: str) -> str:
+    """With three digits of the largest unit that it reaches."""
+    for size, unit in units:
         if value >= size:
-            return f"{_three(value / size)} {prefix}"
-    return f"{value} B"
+            share = value / size
+            decimals = 0 if share >= 99.95 else 1 if share >= 9.995 else 2
+            return f"{share:.{decimals}f} {unit}"
+    return f"{value} {least}"
 
 
-def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+@dataclass(frozen=True)
+class OrderNumbers:
+    """Numbers of the order that a mask generates; see `attnflow.order.Flow`."""
+
+    depth: int
+    is_dense: bool
+    num_classes: int
+    largest_class: int
+    num_hasse_edges: int
+    num_levels: int
+
+
+@dataclass(frozen=True)
+class MaskSummary(Result):
+    """A mask in numbers.
+
+    Attributes:
+        order: None where there is none; `no_order` then says why.
+        blocks: its blocks at a few sizes, as FlexAttention sees them.
+    """
+
+    name: str
+    parameters: Mapping[str, object]
+    num_queries: int
+    num_keys: int
+    allowed_pairs: int
+    density: float
+    order: OrderNumbers | None
+    no_order: str | None
+    blocks: tuple[BlockSparsity, ...]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(label, text) pairs for a terminal."""
+        pairs = f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,} ({percent(self.density)})"
+        lines = [("allowed pairs", pairs)]
+        if self.order is None:
+            lines.append(("order", f"none: {self.no_order}"))
+        else:
+            order = self.order
+            largest = f", the largest of {order.largest_class:,} positions" if order.largest_class > 1 else ""
+            lines += [
+                ("depth", plural(order.depth, "layer")),
+                ("dense", "yes (one layer lets everything flow)" if order.is_dense else "no"),
+                ("classes", f"{order.num_classes:,}{largest}"),
+                ("Hasse diagram", f"{plural(order.num_hasse_edges, 'edge')}, {plural(order.num_levels, 'level')}"),
+            ]
+        for each in self.blocks:
+            counts = f"{each.full:,} full, {each.partial:,} partial, {each.empty:,} empty"
+            share = f" ({percent(each.empty / each.total)} skipped)" if each.total else ""
+            lines.append((f"blocks of {each.block}", counts + share))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"{label:<16}{text}" for label, text in self.lines())])
+
+
+def summarise(mask: Mask, block_size: int | None = None) -> MaskSummary:
+    """The numbers of a mask: depth, density, classes, Hasse diagram, block sparsity.
+
+    Args:
+        mask: any mask.
+        block_size: of the block sparsity; by default a few that suit the mask.
+    """
+    flow, no_order = flow_of(mask)
+    order = None
+    if flow is not None:
+        order = OrderNumbers(
+            depth=flow.depth,
+            is_dense=flow.is_dense,
+            num_classes=len(flow.classes),
+            largest_class=max(map(len, flow.classes), default=0),
+            num_hasse_edges=len(flow.hasse.edges),
+            num_levels=max(flow.hasse.levels, default=-1) + 1,
+        )
+    sizes = block_sizes(mask) if block_size is None else [block_size]
+    return MaskSummary(
+        name=mask.name,
+        parameters=dict(mask.parameters),
+        num_queries=mask.num_queries,
+        num_keys=mask.num_keys,
+        allowed_pairs=mask.nnz,
+        density=mask.density,
+        order=order,
+        no_order=no_order or None,
+        blocks=tuple(block_sparsity(mask, size) for size in sizes),
+    )

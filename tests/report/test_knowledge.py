@@ -4,10 +4,12 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from attnflow._core.markup import token_label
-from attnflow.report import page
-from attnflow.report.trace_chart import entry_name
+from attnflow.report import figure, page
+from attnflow.report.knowledge import entry_name
+from attnflow.report.svg import encode
 from tests.knowledge.test_provenance import made
 from tests.report.reading import parse_page, parse_svg, texts
 
@@ -70,3 +72,26 @@ def test_nothing_fired_for_the_last_token():
     for one in found:
         one.ids[-1] = -1
     assert "No entry fired for the last token" in read(page(found)).text
+
+
+@pytest.mark.parametrize("effects", [True, False])
+def test_figure_shows_layers_tokens_and_entries(effects):
+    pytest.importorskip("matplotlib")
+    found = made(effects)
+    drawn = figure(found, count=5, title="the $title")
+    shares, written, bars = drawn.axes[:3]
+    assert shares.images[0].get_array().shape == (2, 3)
+    expected = [one.active / 20 for one in found]
+    assert torch.allclose(torch.tensor(shares.images[0].get_array()), torch.stack(expected).double())
+    table = [one.effect if effects else one.output_norm for one in found]
+    assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
+    strongest = found.fired(-1, count=5)
+    sizes = [one.effect if effects else one.norm for one in strongest]
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
+    assert [text.get_text() for text in bars.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in strongest]
+    for axes in (shares, written):
+        assert axes.get_ylim()[0] > axes.get_ylim()[1]  # layer 0 is at the top
+    for suffix in (".png", ".svg"):
+        assert len(encode(drawn, suffix)) > 5000
+    with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):
+        figure(found, position=2)

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from attnflow import masks, testing
 from attnflow.order import analyze
-from attnflow.report.grid import grid, square_grid, ticks
-from attnflow.report.mask_facts import CostModel, block_sizes, block_sparsity, growth, mask_memory, prices
+from attnflow.report.grid import block_sizes, block_sparsity, grid, square_grid, ticks
+from attnflow.report.mask import computed_pairs, mask_memory
+from attnflow.report.order import growth
+from attnflow.report.page import CostModel
 from tests.strategies import dense_masks, permuted_masks, square_masks
 
 
@@ -52,30 +54,27 @@ def test_growth_is_the_size_of_each_power(mask):
     flow = analyze(mask)
     if not flow.size:
         return
-    grown = growth(flow)
-    assert grown.complete
-    assert len(grown.sizes) in (flow.depth, flow.depth + 1)  # depth is at least 1, also where nothing ever grows
-    for layers, row in enumerate(grown.sizes):
+    sizes, positions = growth(flow)
+    assert positions.tolist() == list(range(flow.size))
+    assert len(sizes) in (flow.depth, flow.depth + 1)  # depth is at least 1, also where nothing ever grows
+    for layers, row in enumerate(sizes):
         assert row.tolist() == testing.power(mask.dense(), layers).sum(axis=1).tolist()
-    assert (grown.shares[-1] == 1).all()
 
 
 def test_growth_of_a_stack_follows_its_layers():
     stack = [masks.sliding_window(12, 2), masks.causal(12), masks.sliding_window(12, 3, causal=False)]
-    grown = growth(analyze(stack))
-    for layers, row in enumerate(grown.sizes):
+    for layers, row in enumerate(growth(analyze(stack))[0]):
         expected = testing.product([mask.dense() for mask in stack[:layers]]) if layers else np.eye(12, dtype=bool)
         assert row.tolist() == expected.sum(axis=1).tolist()
 
 
 def test_growth_of_a_long_sequence_is_sampled_from_end_to_end():
     flow = analyze(masks.sliding_window(2000, 101))
-    grown = growth(flow)
-    assert not grown.complete
-    assert (grown.positions[0], grown.positions[-1]) == (0, 1999)
-    assert len(grown.sizes) - 1 == flow.depth == 20
-    expected = np.minimum(grown.positions[None] + 1, 1 + 100 * np.arange(21)[:, None])
-    assert np.array_equal(grown.sizes, expected)
+    sizes, positions = growth(flow)
+    assert len(positions) < flow.size
+    assert (positions[0], positions[-1]) == (0, 1999)
+    assert len(sizes) - 1 == flow.depth == 20
+    assert np.array_equal(sizes, np.minimum(positions[None] + 1, 1 + 100 * np.arange(21)[:, None]))
 
 
 @settings(max_examples=100)
@@ -100,23 +99,22 @@ def test_short_sequences_get_smaller_blocks(n, sizes):
 
 def test_prices_state_their_formula():
     model = CostModel(num_layers=3, num_heads=2, head_dim=5, bytes_per_score=4)
-    by_name = {price.name: price for price in prices(masks.sliding_window(300, 10), model)}
-    assert by_name["every pair"].pairs == 300 * 300
-    assert by_name["causal pairs"].pairs == 300 * 301 // 2
     pairs = sum(min(10, q + 1) for q in range(300))
-    exact = by_name["this mask's pairs"]
-    assert (exact.pairs, exact.flops, exact.score_bytes) == (pairs, 4 * 5 * 2 * 3 * pairs, 4 * 2 * pairs)
-    assert exact.relative == pairs / 300**2
-    assert by_name["its blocks of 128"].pairs == 5 * 128 * 128  # three on the diagonal, two below it
-    assert "causal pairs" not in {price.name for price in prices(masks.full(3, 5), model)}
+    assert computed_pairs(masks.sliding_window(300, 10)) == {
+        "every pair": 300 * 300,
+        "causal pairs": 300 * 301 // 2,
+        "this mask's pairs": pairs,
+        "its blocks of 128": 5 * 128 * 128,  # three on the diagonal, two below it
+    }
+    assert "causal pairs" not in computed_pairs(masks.full(3, 5))
+    assert (model.flops(pairs), model.score_bytes(pairs)) == (4 * 5 * 2 * 3 * pairs, 4 * 2 * pairs)
     with pytest.raises(ValueError, match="head_dim must be at least 1"):
         CostModel(head_dim=0)
 
 
 def test_memory_of_a_mask():
     memory = mask_memory(masks.causal(1024))
-    assert (memory.table, memory.additive) == (1 << 20, 2 << 20)
-    assert memory.intervals == 8 * 1025 + 4 * 1024 + 4 * 1024
+    assert memory["intervals"] == 8 * 1025 + 4 * 1024 + 4 * 1024
     block_mask = masks.causal(1024).block_mask()
     parts = [getattr(block_mask, name) for name in dir(block_mask) if name.endswith(("num_blocks", "_indices"))]
-    assert memory.blocks == sum(part.nbytes for part in parts if part is not None)
+    assert memory["blocks"] == sum(part.nbytes for part in parts if part is not None)

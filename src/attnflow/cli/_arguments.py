@@ -1,19 +1,26 @@
-"""Masks and tasks that commands name: of the catalogue, or in a JSON file."""
+"""What the arguments and options of commands stand for: masks, settings, numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from attnflow.cli._options import settings_from
+import typer
+
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-    from attnflow.tasks import Task
 
-PICTURES: Final = (".svg", ".png", ".html")
+MaskLength = Annotated[
+    int | None, typer.Option("--n", metavar="N", min=0, help="Tokens of a mask of the catalogue (default 16).")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter, as in window=4 or horizon=3.")
+]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a file.")]
+
 _DEFAULT_N: Final = 16
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
 EXAMPLES: Final[Mapping[str, str]] = {
@@ -49,39 +56,24 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str]) -> Mask:
         BadUsage: options that do not go together, or a parameter that is missing.
         ValueError: an unknown name, a value that the mask refuses, or a bad file.
     """
-    from attnflow._core.plain import read_json
-    from attnflow.masks.spec import mask_from_dict
+    from attnflow._core.plain import close_to, read_json
+    from attnflow.masks.spec import mask_from_dict, named_masks
 
-    if not is_file(name):
-        return _of_catalogue(name, n, settings_from(texts))
-    if n is not None or texts:
-        raise BadUsage(f"--n and --set belong to masks of the catalogue; {name} is a file that says it all")
-    spec = read_json(name)
-    return mask_from_dict(spec.get("mask", spec), name)
-
-
-def task_argument(path: str) -> Task:
-    """The task in a JSON file."""
-    from attnflow._core.plain import read_json
-    from attnflow.tasks import Task
-
-    return Task.from_dict(read_json(path), path)
-
-
-def _of_catalogue(name: str, n: int | None, texts: Mapping[str, str]) -> Mask:
-    from attnflow._core.plain import close_to
-    from attnflow.masks.spec import named_masks
-
-    catalogue = named_masks()
+    if is_file(name):
+        if n is not None or texts:
+            raise BadUsage(f"--n and --set belong to masks of the catalogue; {name} is a file that says it all")
+        spec = read_json(name)
+        return mask_from_dict(spec.get("mask", spec), name)
+    settings, catalogue = settings_from(texts), named_masks()
     if name not in catalogue:
         raise BadUsage(f"unknown mask {name!r}{close_to(name, catalogue)} (`attnflow mask list` shows all)")
     entry, example = catalogue[name], f"for example: attnflow mask show {name} {EXAMPLES[name]}"
     length = next((parameter for parameter in entry.parameters if parameter.name == "n"), None)
     if n is not None and length is None:
         raise BadUsage(f"{entry.signature} has no parameter n; {example}")
-    if n is not None and "n" in texts:
+    if n is not None and "n" in settings:
         raise BadUsage("n is given twice, by --n and by --set n=...")
-    values = entry.read(texts)
+    values = entry.read(settings)
     if length is not None and "n" not in values:
         values["n"] = _DEFAULT_N if n is None else length.bounded(n)
     try:
@@ -91,11 +83,24 @@ def _of_catalogue(name: str, n: int | None, texts: Mapping[str, str]) -> Mask:
     return entry.function(**values)
 
 
-def write_picture(mask: Mask, path: Path) -> None:
-    """Write the picture, or for `.html` the report, that the suffix of `path` asks for; whole or not at all."""
-    from attnflow.report import figure, page
+def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]:
+    """`["window=4", "causal=false"]` as a dict; every name once."""
+    values: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = (part.strip() for part in text.partition("="))
+        if not sign or not name:
+            raise BadUsage(f"{option} takes NAME=VALUE, such as {option} window=4, got {text!r}")
+        if name in values:
+            raise BadUsage(f"{option} {name}=... is given twice")
+        values[name] = value
+    return values
 
-    if path.suffix.lower() == ".html":
-        page(mask).save(path)
-    else:
-        figure(mask).savefig(path)
+
+def integers(text: str, option: str) -> list[int]:
+    """The integers of `5,6,7`."""
+    try:
+        return [int(item) for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    except ValueError:
+        raise BadUsage(
+            f"{option} must be integers with commas between them, such as {option} 0,2,5, got {text}"
+        ) from None

@@ -1,0 +1,161 @@
+"""What the audit of a model found: the first offending module first, how far each break is carried, as a chart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from attnflow._core.markup import grouped, percent, plural, shorten
+from attnflow.audit.findings import AuditReport, ModuleResult, Violation
+from attnflow.report import charts, html
+from attnflow.report.charts import INK, blank, chart, literal
+from attnflow.report.hasse_svg import runs
+from attnflow.report.html import Content, code, tag
+from attnflow.report.page import Context, Part, Section
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LISTED: Final = 24  # rows of a list before the rest is only counted
+_LOOKS: Final = {
+    "clean": ("#9fcdb3", "clean"),
+    "breaks": ("#b40426", "breaks the order"),
+    "carries": ("#e8a9ac", "carries a break on"),
+}
+_ROWS: Final = 48  # runs of layers that a chart shows
+
+
+def audit_part(report: AuditReport, _: Context) -> Part:
+    """The verdict, what was tested, each violation, every watched module."""
+    count = len(report.violations)
+    if report.ok:
+        tested = f"{percent(report.coverage)} of the forbidden pairs tested"
+        reading: list[Content] = [f" The audit found no flow against its order ({tested})."]
+        verdict = html.note("good", html.paragraph(f"No output moved against the order: {report.order}."))
+    elif not report.violations:
+        reading = [" The audit tested nothing: the order forbids no pair of these inputs."]
+        verdict = html.note("neutral", html.paragraph(f"Nothing was tested: {report.order}."))
+    else:
+        first = report.violations[0]
+        reading = ["The audit found flow against its order, first in ", code(first.module), "."]
+        where = "" if first.layer is None else f" (layer {first.layer})"
+        sentence = f"Information flows against the declared order in {plural(count, 'place')}. The first is "
+        verdict = html.note("bad", html.paragraph(sentence, code(first.module), f"{where}."))
+    body = verdict + html.facts(_effort(report))
+    if report.violations:
+        head = ["kind", "module", "layer", "source", "target", "change"]
+        rows = [_violation(violation) for violation in report.violations[:_LISTED]]
+        body += html.table(head, rows, text_columns=2, marked=[0])
+        body += html.rest(count - _LISTED)
+    if report.modules:
+        watched = f"{plural(len(report.modules), 'module')} watched"
+        body += tag("h3", watched) + charts.in_page(lambda: audit_chart(report, title=" "), watched)
+    for remark in report.notes:
+        body += html.note("neutral", html.paragraph(remark))
+    ink = "bad-ink" if count else "good-ink" if report.ok else ""
+    verdict_ = tag("span", plural(count, "violation") if count else report.verdict, class_=ink)
+    sections = [Section("audit", "Audit of the model", body)]
+    return Part("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
+
+
+def _effort(report: AuditReport) -> list[tuple[str, Content]]:
+    passes = plural(report.forward_passes, "forward pass", "forward passes")
+    if report.backward_passes:
+        passes += f", {plural(report.backward_passes, 'backward pass', 'backward passes')}"
+    tested = f"{percent(report.coverage)} of {grouped(report.forbidden)}"
+    return [
+        ("Order tested", report.order),
+        ("Inputs", f"{plural(report.batch, 'sequence')}, {plural(report.positions, 'position')}"),
+        ("Forbidden pairs tested", tested),
+        ("Mode", report.mode),
+        ("Effort", f"{passes}, {report.seconds:.1f} s"),
+        ("Noise between equal runs", f"{report.noise:.2g}"),
+    ]
+
+
+def _violation(violation: Violation) -> list[Content]:
+    source = "–" if violation.source is None else grouped(violation.source)
+    target = grouped(violation.target)
+    if violation.kind == "batch":
+        source, target = f"{source} (row {violation.source_row})", f"{target} (row {violation.target_row})"
+    layer = "–" if violation.layer is None else str(violation.layer)
+    return [violation.kind, code(violation.module), layer, source, target, f"{violation.change:.3g}"]
+
+
+Strip = tuple[str, tuple[str, ...], list[tuple[str, tuple[str | None, ...]]]]
+"""The modules of one stack of layers: its name, a column for each module, a named row for layers that are alike."""
+
+
+@chart
+def audit_chart(report: AuditReport, *, title: str | None = None) -> Figure:
+    """Every watched module, layers downwards: where a flow against the order starts and how far it is carried."""
+    from matplotlib.patches import Patch
+
+    strips = strips_of(report.modules)
+    if not strips:
+        raise ValueError("no module was watched: there is nothing to draw")
+    widest = max(len(names) for _, names, _ in strips)
+    heights = [0.24 * min(len(rows), _ROWS) + 0.085 * max(map(len, names)) + 0.35 for _, names, rows in strips]
+    figure = blank(min(14.0, max(5.0, 1.9 + 0.3 * widest)), sum(heights) + 0.8)
+    panels = figure.subplots(len(strips), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, strip in zip(panels, strips, strict=True):
+        _draw(axes, strip, widest)
+    count = plural(len(report.violations), "violation")
+    verdict = count if report.violations else "no flow against the order" if report.ok else report.verdict
+    tested = percent(report.coverage).replace("\xa0", " ")
+    heading = f"{verdict}: {report.order}; {tested} of the forbidden pairs tested"
+    figure.suptitle(literal(title or shorten(heading, 110)))
+    handles = [Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, label=name) for colour, name in _LOOKS.values()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw(axes: Any, strip: Strip, widest: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    stack, names, every = strip
+    rows = every[:_ROWS]
+    for y, (_, cells) in enumerate(rows):
+        for x, status in enumerate(cells):
+            if status is not None:
+                look: dict[str, Any] = {"facecolor": _LOOKS[status][0], "edgecolor": INK, "linewidth": 0.4}
+                axes.add_patch(Rectangle((x - 0.42, y - 0.42), 0.84, 0.84, **look))
+                if status == "breaks":
+                    axes.text(x, y, "!", color="white", weight="bold", ha="center", va="center_baseline")
+    axes.set(xlim=(-0.6, widest - 0.4), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_xticks(range(len(names)), [literal(name) for name in names], rotation=90)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    remark = f" (the first {_ROWS} rows)" if len(every) > _ROWS else ""
+    axes.set_title(literal(stack) + remark, loc="left", fontsize=9)
+    axes.set_aspect("equal", anchor="NW")
+
+
+def strips_of(modules: Sequence[ModuleResult]) -> list[Strip]:
+    """The watched modules by stack, layer and name within the layer; those outside of all layers last."""
+    cells: dict[str, dict[int, dict[str, str]]] = {}  # path before the layer's number -> layer -> name -> status
+    outside: dict[str, str] = {}
+    for result in modules:
+        match = None if result.layer is None else re.match(rf"(.*?\b){result.layer}(?:\.(.+))?$", result.module)
+        if match is None or result.layer is None:
+            outside[result.module] = result.status
+        else:
+            stack = cells.setdefault(match[1].rstrip(".") or "layers", {})
+            stack.setdefault(result.layer, {})[match[2] or "(layer)"] = result.status
+    strips: list[Strip] = []
+    for stack, layers in cells.items():
+        names = tuple(dict.fromkeys(name for layer in layers.values() for name in layer))
+        cells_of = [(number, tuple(layer.get(name) for name in names)) for number, layer in sorted(layers.items())]
+        rows: list[tuple[str, tuple[str | None, ...]]] = []
+        for row, alike in groupby(cells_of, itemgetter(1)):
+            numbers = [number for number, _ in alike]
+            rows.append((f"layer{'s' if len(numbers) > 1 else ''} {runs(numbers)}", row))
+        strips.append((stack, names, rows))
+    if outside:
+        strips.append(("outside the layers", tuple(outside), [("", tuple(outside.values()))]))
+    return strips

@@ -1,0 +1,201 @@
+"""What a mask generates: its order, its Hasse diagram, how receptive fields grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from attnflow._core.checks import IntArray
+from attnflow._core.markup import grouped, percent, plural, shorten
+from attnflow.masks.intervals import IntervalRows
+from attnflow.order.flow import Flow
+from attnflow.order.hasse import Hasse
+from attnflow.report import charts, html
+from attnflow.report.charts import POSITIVE, blank, chart
+from attnflow.report.hasse_svg import hasse_svg, runs
+from attnflow.report.html import Content, Html, tag
+from attnflow.report.page import Context, Part, Section
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_CLASSES: Final = 8
+_WIDE: Final = 640  # pixels above which a diagram takes the width of the page
+_FEW: Final = 256  # positions up to which the receptive field of every one is followed
+_SAMPLE: Final = 64
+_POINTS: Final = 160  # layers up to which a chart shows each
+_SPREAD: Final = (np.min, np.mean, np.max)
+
+
+def hasse_part(hasse: Hasse, context: Context) -> Part:
+    """A diagram alone."""
+    title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
+    return Part(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
+
+
+def order(flow: Flow, labels: Sequence[str] | None) -> Section:
+    """The Hasse diagram and the classes."""
+    lead = (
+        "Positions that can read each other form a class. An arrow leads from a class to the next one that reads it "
+        "(a cover of the order): information flows upwards, and only upwards."
+    )
+    if flow.num_layers is not None:
+        lead += " For a stack of layers, this is the order that repeating the whole stack generates."
+    body = html.paragraph(lead, kind="lead") + diagram(flow.hasse, labels, (), html.facts(_facts(flow)))
+    return Section("order", "Order and Hasse diagram", body + _classes(flow))
+
+
+def diagram(
+    hasse: Hasse,
+    labels: Sequence[str] | None,
+    path: Sequence[int] = (),
+    beside: Html = Html(""),  # noqa: B008
+) -> Html:
+    """The Hasse diagram, a path emphasised, with something beside it, or below it where the diagram is wide."""
+    svg = hasse_svg(hasse, labels=labels, highlight=path, standalone=False)
+    caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
+    width = float(svg.split(' width="', 1)[1].split('"', 1)[0])
+    kind = "beside" if width < _WIDE else "beside wide"
+    return tag("div", html.figure(svg, caption, kind="centre"), beside, class_=kind)
+
+
+def reading(flow: Flow) -> str:
+    """The order in a sentence."""
+    count, levels = len(flow.classes), max(flow.hasse.levels) + 1
+    if flow.size == 1:
+        return " The only position reads itself."
+    if count == 1:
+        shape = "Every position can read every other, so that the order is a single class"
+    elif not flow.hasse.edges:
+        shape = f"Its {plural(count, 'class', 'classes')} read nothing of each other"
+    elif levels == count:
+        shape = f"Its {grouped(count)} classes form a chain, in which each reads all below it"
+    else:
+        shape = f"Its {grouped(count)} classes form an order of {plural(levels, 'level')}"
+    if flow.depth == 1:
+        return f" {shape}; one layer lets everything flow that ever will."
+    return f" {shape}; it takes {plural(flow.depth, 'layer')} until everything has flowed."
+
+
+def numbers(flow: Flow) -> list[tuple[str, Content]]:
+    """The numbers of an order that head a page."""
+    levels = plural(max(flow.hasse.levels) + 1, "level")
+    return [
+        ("Depth", tag("span", grouped(flow.depth), tag("small", "dense" if flow.is_dense else "layers"))),
+        ("Classes", tag("span", grouped(len(flow.classes)), tag("small", f"on {levels}"))),
+    ]
+
+
+def _facts(flow: Flow) -> list[tuple[str, Content]]:
+    hasse, count = flow.hasse, len(flow.classes)
+    levels = np.bincount(hasse.levels)
+    densities = {percent(mask.density) for mask in flow.masks}
+    return [
+        ("Positions", grouped(flow.size)),
+        ("Classes", grouped(count)),
+        ("Largest class", plural(max(map(len, flow.classes)), "position")),
+        ("Covers", grouped(len(hasse.edges))),
+        ("Levels", f"{grouped(len(levels))}, up to {plural(int(levels.max()), 'class', 'classes')} each"),
+        ("Read no other class", plural(count - len({upper for _, upper in hasse.edges}), "class", "classes")),
+        ("Read by no other class", plural(count - len({lower for lower, _ in hasse.edges}), "class", "classes")),
+        ("Pairs in the closure", f"{percent(flow.closure_density)} of all"),
+        ("Pairs in one layer", f"{densities.pop()} of all" if len(densities) == 1 else "differs by layer"),
+        ("Depth", plural(flow.depth, "layer")),
+        ("Dense", "yes: one layer does all" if flow.is_dense else "no"),
+    ]
+
+
+def _classes(flow: Flow) -> Html:
+    """The lowest and the highest classes as a table."""
+    count = len(flow.classes)
+    edges = np.array(flow.hasse.edges, dtype=np.int64).reshape(-1, 2)
+    above, below = (np.bincount(ends, minlength=count) for ends in edges.T)
+    shown = list(range(count))
+    if count > _CLASSES + 2:
+        shown = [*shown[: _CLASSES // 2], *shown[-_CLASSES // 2 :]]
+    rows: list[list[Content]] = []
+    for previous, index in zip([-1, *shown], shown, strict=False):
+        if index != previous + 1:
+            rows.append([f"… {grouped(index - previous - 1)} more", "", "", "", ""])
+        members = flow.classes[index]
+        cells = (len(members), flow.hasse.levels[index], int(below[index]), int(above[index]))
+        rows.append([shorten(runs(members), 80), *map(grouped, cells)])
+    title = tag("h3", "Classes, lower ones first, with their covers below and above")
+    return title + html.table(["positions", "size", "level", "below", "above"], rows)
+
+
+def growth_by_layer(flow: Flow) -> Section:
+    """How much of its final receptive field a position has after each number of layers."""
+    sizes, positions = growth(flow)
+    shares = sizes / sizes[-1]
+    whole = "every position" if len(positions) == flow.size else f"{len(positions)} evenly spaced positions"
+    if flow.depth == 1:
+        first = "After one layer every position has everything that can ever reach it: more layers add no new source."
+    else:
+        first = f"It takes {plural(flow.depth, 'layer')} until every position has everything that can ever reach it."
+    if flow.num_layers is not None and flow.num_layers > flow.depth:
+        first += f" The stack has {flow.num_layers}."
+    caption = f"Share of the final receptive field (a row of the closure) after each number of layers, over {whole}."
+    picture = charts.in_page(lambda: growth_chart(flow), "Receptive fields by layer", caption)
+    last = len(shares) - 1
+    milestones = sorted({0, last, *(1 << power for power in range(20) if 1 << power < last)})
+    rows = [
+        [grouped(layer), f"{sizes[layer].mean():.1f}", *(percent(float(part(shares[layer]))) for part in _SPREAD)]
+        for layer in milestones
+    ]
+    table = html.table(["layers", "mean size", "least", "mean", "largest"], rows, text_columns=0)
+    body = html.paragraph(first) + tag("div", picture, table, class_="pair")
+    return Section("growth", "Depth and receptive fields", body)
+
+
+@chart
+def growth_chart(flow: Flow, *, title: str | None = None) -> Figure:
+    """Least, mean and largest share of the final receptive field after each number of layers, up to the depth."""
+    sizes, _ = growth(flow)
+    last = len(sizes) - 1
+    layers = np.unique(np.linspace(0, last, min(_POINTS, last + 1)).round().astype(np.int64))
+    figure = blank(6.4, 2.7)
+    axes = figure.add_subplot()
+    low, mean, high = (100 * reduce((sizes / sizes[-1])[layers], axis=1) for reduce in _SPREAD)
+    axes.fill_between(layers, low, high, color=POSITIVE, alpha=0.16, linewidth=0, label="least to largest position")
+    axes.plot(layers, mean, color=POSITIVE, marker="o" if last <= 40 else "", markersize=4, label="mean")
+    axes.set(xlabel="layers", ylabel="% of what ever arrives", ylim=(0, 104), title=title or "")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", alpha=0.25)
+    axes.legend(loc="lower right")
+    return figure
+
+
+def growth(flow: Flow) -> tuple[IntArray, IntArray]:
+    """(keys whose information is in each position after l layers, int64[layers + 1, positions]; these positions).
+
+    All positions are followed up to 256, else 64 evenly spaced ones, from the position alone to the depth.
+    Cost: a breadth-first walk from each followed position, all at once: O(followed x (intervals + n)) in total.
+    """
+    n = flow.size
+    positions = np.arange(n) if n <= _FEW else np.linspace(0, n - 1, _SAMPLE).astype(np.int64)
+    if flow.num_layers is not None:
+        return flow.growth().numpy()[:, positions], positions
+    rows, rank = flow.masks[0].relabelled()
+    return _walk(rows, positions if rank is None else rank[positions]), positions
+
+
+def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
+    count, n = len(starts), rows.num_keys
+    seen = np.zeros((count, n), dtype=bool)
+    walker, node = np.arange(count), starts
+    seen[walker, node] = True
+    sizes = [np.ones(count, dtype=np.int64)]
+    while True:
+        # Only what is new can bring something new; the intervals of a walker are merged before they are spelled out.
+        ahead = rows.take(node)
+        owner = walker[ahead.row_index()]
+        walker, node = IntervalRows.build(owner, ahead.starts, ahead.ends, count, n).expand()
+        fresh = ~seen[walker, node]
+        walker, node = walker[fresh], node[fresh]
+        if len(node) == 0:
+            return np.stack(sizes)
+        seen[walker, node] = True
+        sizes.append(sizes[-1] + np.bincount(walker, minlength=count))
