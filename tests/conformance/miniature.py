@@ -1,0 +1,179 @@
+"""Every architecture of the installed transformers in miniature: its class, a small configuration, random weights.
+
+No table of families: a configuration's own attributes are shrunk by their names, as far as the class accepts that;
+what accepts no width is built shallow. What cannot be built is listed with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LARGEST = 60_000_000  # parameters of a miniature, at most
+VOCABULARY = 120
+DEPTH = 2
+
+# What a class is for: the mappings of the Auto classes, the more telling one first.
+KINDS = {
+    "decoder": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "vision-language": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "encoder-decoder": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "encoder": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "base": "MODEL_MAPPING_NAMES",
+}
+
+_DEPTHS = (
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_encoder_layers depth decoder_num_hidden_layers num_lstm_layers"
+).split()
+_SIZES: dict[str, int] = {
+    **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim encoder_hidden_size".split(), 32),
+    **dict.fromkeys("decoder_hidden_size projection_dim embedding_size word_embed_proj_dim out_hidden_size".split(), 32),
+    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner mlp_dim".split(), 48),
+    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size".split(), 16),
+    **dict.fromkeys("num_attention_heads n_head n_heads num_heads encoder_attention_heads".split(), 4),
+    **dict.fromkeys("decoder_attention_heads attention_heads decoder_num_attention_heads".split(), 4),
+    **dict.fromkeys("encoder_num_attention_heads swa_num_attention_heads".split(), 4),
+    **dict.fromkeys("head_dim kv_channels d_kv swa_head_dim attention_head_dim".split(), 8),
+    **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4),
+    **dict.fromkeys("num_experts_per_tok moe_topk moe_k topk_group n_group".split(), 2),
+    **dict.fromkeys("q_lora_rank kv_lora_rank".split(), 16),
+    **dict.fromkeys("qk_nope_head_dim v_head_dim qk_rope_head_dim".split(), 8),
+    **dict.fromkeys("max_position_embeddings n_positions max_source_positions max_target_positions".split(), 128),
+    "qk_head_dim": 16,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+# What a default configuration lacks.
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "reformer": {"is_decoder": True},
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 8}),
+    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 5, "pad_token_id": 1},
+    "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "emu3": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dots3_note": {"per_layer_config": {}},
+}
+
+# Small sizes that must agree in a way that their names do not say.
+_AGREEING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bamba", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16}),
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
+    "perceiver": {"d_latents": 32, "num_latents": 16, "num_self_attends_per_block": 2, "num_self_attention_heads": 4},
+    "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
+    "flaubert": {"emb_dim": 32, "n_words": VOCABULARY},
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    "longcat_flash": {"expert_ffn_hidden_size": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "zamba": {"layer_types": ["mamba", "hybrid"], "mamba_dt_rank": 4},
+    "zamba2": {"layer_types": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8},
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class of the installed transformers, and what it is for."""
+
+    model_type: str
+    name: str
+    kind: str
+
+
+def architectures() -> Iterator[Architecture]:
+    """One class per architecture and use: decoder and vision-language, else encoder-decoder, encoder or base."""
+    tables = {kind: cast(dict[str, Any], getattr(modeling_auto, name)) for kind, name in KINDS.items()}
+    for model_type in dict.fromkeys(name for table in tables.values() for name in table):
+        names = {kind: table[model_type] for kind, table in tables.items() if model_type in table}
+        names = {kind: name if isinstance(name, str) else name[0] for kind, name in names.items()}
+        if len(names) > 1:
+            names.pop("base", None)
+        seen: set[str] = set()
+        for kind, name in names.items():
+            if name not in seen:
+                seen.add(name)
+                yield Architecture(model_type, name, kind)
+
+
+class NotBuilt(Exception):
+    """No small configuration of a class was accepted: the reasons, one per try."""
+
+
+def build(architecture: Architecture) -> PreTrainedModel:
+    """A miniature with random weights, float32, in evaluation mode."""
+    cls = getattr(transformers, architecture.name, None)
+    if cls is None:
+        raise NotBuilt("the class is not exported by this transformers")
+    reasons: list[str] = []
+    for narrow in (True, False):
+        try:
+            config = shrink(_config(cls, architecture), narrow)
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in cls(deepcopy(config)).parameters())
+            if size > LARGEST:
+                raise NotBuilt(f"{size / 1e6:.0f} million parameters")
+            torch.manual_seed(0)
+            return cls(config).eval()
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
+    raise NotBuilt(" | ".join(reasons))
+
+
+def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTrainedConfig:
+    """The default configuration: of the class itself, where that is a part of what its architecture names."""
+    config_class = cls.config_class or CONFIG_MAPPING[architecture.model_type]
+    return cast(PreTrainedConfig, config_class(**_REQUIRED.get(architecture.model_type, {})))
+
+
+def shrink(config: PreTrainedConfig, narrow: bool) -> PreTrainedConfig:
+    """The configuration made again with small values for the attributes that are named as sizes."""
+    small = _small(config, narrow) | _REQUIRED.get(config.model_type, {})
+    return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {})))
+
+
+def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
+    values = vars(config)
+    small: dict[str, Any] = {}
+    depths = {value for name, value in values.items() if name in _DEPTHS and isinstance(value, int)}
+    lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) in depths}
+    kinds = {name: list(dict.fromkeys(value)) for name, value in lists.items() if isinstance(value[0], str)}
+    depth = max([DEPTH, *map(len, kinds.values())])
+    for name, value in values.items():
+        if isinstance(value, PreTrainedConfig):
+            small[name] = shrink(value, narrow).to_dict()
+        elif name in kinds:
+            small[name] = (kinds[name] * depth)[:depth]
+        elif name in lists:
+            small[name] = value[:depth]
+        elif narrow and value is None and name in ("head_dim", "num_key_value_heads"):
+            small[name] = {"head_dim": 8, "num_key_value_heads": 4}[name]
+        elif not isinstance(value, int) or isinstance(value, bool):
+            continue
+        elif name in _DEPTHS:
+            small[name] = min(value, depth)
+        elif "vocab_size" in name:
+            small[name] = min(value, VOCABULARY)
+        elif narrow and name in _SIZES:
+            small[name] = min(value, _SIZES[name])
+        elif name.endswith(("_token_id", "_token_index")) and value >= VOCABULARY:
+            small[name] = VOCABULARY - 1 - sum(other in small for other in values if other.endswith(("_id", "_index")))
+    heads = values.get("num_attention_heads")
+    if narrow and isinstance(heads, int) and isinstance(values.get("num_key_value_heads"), int):
+        small["num_key_value_heads"] = 4 if values["num_key_value_heads"] >= heads else min(2, values["num_key_value_heads"])
+    return small
