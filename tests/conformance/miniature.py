@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 LARGEST = 60_000_000  # parameters of a miniature, at most
 VOCABULARY = 120
 DEPTH = 2
+WIDTH, HEAD = 64, 16
 
 # What a class is for: the mappings of the Auto classes, the more telling one first.
 KINDS = {
@@ -36,20 +37,23 @@ _DEPTHS = (
     "num_encoder_layers depth decoder_num_hidden_layers num_lstm_layers"
 ).split()
 _SIZES: dict[str, int] = {
-    **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim encoder_hidden_size".split(), 32),
-    **dict.fromkeys("decoder_hidden_size projection_dim embedding_size word_embed_proj_dim out_hidden_size".split(), 32),
-    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner mlp_dim".split(), 48),
-    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size".split(), 16),
+    **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim encoder_hidden_size".split(), WIDTH),
+    **dict.fromkeys("decoder_hidden_size projection_dim embedding_size word_embed_proj_dim".split(), WIDTH),
+    **dict.fromkeys("out_hidden_size text_hidden_size projector_hidden_size audio_hidden_size".split(), WIDTH),
+    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner mlp_dim".split(), 80),
+    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size".split(), 32),
     **dict.fromkeys("num_attention_heads n_head n_heads num_heads encoder_attention_heads".split(), 4),
     **dict.fromkeys("decoder_attention_heads attention_heads decoder_num_attention_heads".split(), 4),
     **dict.fromkeys("encoder_num_attention_heads swa_num_attention_heads".split(), 4),
-    **dict.fromkeys("head_dim kv_channels d_kv swa_head_dim attention_head_dim".split(), 8),
+    **dict.fromkeys("head_dim kv_channels d_kv swa_head_dim attention_head_dim".split(), HEAD),
     **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4),
     **dict.fromkeys("num_experts_per_tok moe_topk moe_k topk_group n_group".split(), 2),
     **dict.fromkeys("q_lora_rank kv_lora_rank".split(), 16),
-    **dict.fromkeys("qk_nope_head_dim v_head_dim qk_rope_head_dim".split(), 8),
+    **dict.fromkeys("qk_nope_head_dim v_head_dim qk_rope_head_dim".split(), 16),
     **dict.fromkeys("max_position_embeddings n_positions max_source_positions max_target_positions".split(), 128),
-    "qk_head_dim": 16,
+    "qk_head_dim": 32,
+    "mm_tokens_per_image": 4,
+    "rotary_dim": 8,
     "image_size": 32,
     "patch_size": 8,
 }
@@ -65,25 +69,45 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    **dict.fromkeys(("bamba",), {"attn_layer_indices": [1]}),
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "xmod": {"default_language": "en_XX"},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "dots3_note": {"per_layer_config": {}},
 }
 
+def _sections(share: float = 1) -> dict[str, Any]:
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    return {"rope_parameters": rotary | {"mrope_section": [int(HEAD * share) // 2 - 2, 1, 1]}}
+
+
 # Small sizes that must agree in a way that their names do not say.
 _AGREEING: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bamba", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16}),
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16},
+    **dict.fromkeys(("bamba", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}),
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text"), _sections()),
+    **dict.fromkeys(("qwen2_5_omni_talker", "hunyuan_vl_text", "glm_ocr_text"), _sections()),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_image_text"), _sections(0.5)),
+    **dict.fromkeys(("qwen2_5_vl_vision", "exaone4_5_vision"), {"fullatt_block_indexes": [1], "window_size": 32}),
+    **dict.fromkeys(("llama4_vision_model",), {"projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64}),
+    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), {"num_codebooks": 1}),
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
+    "kimi_linear": {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2},
+    "step3p5": {"sliding_window": 4},
     "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
-    "perceiver": {"d_latents": 32, "num_latents": 16, "num_self_attends_per_block": 2, "num_self_attention_heads": 4},
-    "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
-    "flaubert": {"emb_dim": 32, "n_words": VOCABULARY},
+    "perceiver": {"d_latents": WIDTH, "num_latents": 16, "num_self_attends_per_block": 2, "num_self_attention_heads": 4},
+    "xlm": {"emb_dim": WIDTH, "n_words": VOCABULARY},
+    "flaubert": {"emb_dim": WIDTH, "n_words": VOCABULARY},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "longcat_flash": {"expert_ffn_hidden_size": 16},
     "nemotron": {"num_key_value_heads": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "zamba": {"layer_types": ["mamba", "hybrid"], "mamba_dt_rank": 4},
-    "zamba2": {"layer_types": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8},
+    "zamba2": {"layer_types": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 16},
 }
 
 
@@ -162,7 +186,11 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
         elif name in lists:
             small[name] = value[:depth]
         elif narrow and value is None and name in ("head_dim", "num_key_value_heads"):
-            small[name] = {"head_dim": 8, "num_key_value_heads": 4}[name]
+            small[name] = {"head_dim": HEAD, "num_key_value_heads": 4}[name]
+        elif name == "image_grid_pinpoints":
+            small[name] = [[32, 32], [32, 64]]
+        elif narrow and name == "rope_parameters" and isinstance(value, dict):
+            small[name] = _rotary(cast(dict[str, Any], value))
         elif not isinstance(value, int) or isinstance(value, bool):
             continue
         elif name in _DEPTHS:
@@ -177,3 +205,14 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
     if narrow and isinstance(heads, int) and isinstance(values.get("num_key_value_heads"), int):
         small["num_key_value_heads"] = 4 if values["num_key_value_heads"] >= heads else min(2, values["num_key_value_heads"])
     return small
+
+
+def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters whose sections, where there are some, fill half of a head."""
+    inner = {name: _rotary(value) for name, value in parameters.items() if isinstance(value, dict)}
+    sections = parameters.get("mrope_section")
+    if not sections:
+        return parameters | inner
+    half = int(HEAD * parameters.get("partial_rotary_factor", 1)) // 2
+    rest = [max(1, half * section // sum(sections)) for section in sections[1:]]
+    return parameters | inner | {"mrope_section": [half - sum(rest), *rest]}
