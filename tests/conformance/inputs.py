@@ -131,4 +131,7 @@ def _pixels(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     yield {"pixel_values": square[None], "pixel_attention_mask": torch.ones(1, 1, size, size, dtype=torch.bool)}
     yield {"pixel_values": torch.cat([square, square])[None], "image_sizes": sizes}
     yield {"pixel_values": torch.cat([square] * 5)[None], "image_sizes": sizes}
-    yield {"pixel_values": flat[None], "image_position_ids": torch.cartesian_prod(torch.arange(side), torch.arange(side))[None]}
+    yield {
+        "pixel_values": flat[None],
+        "image_position_ids": torch.cartesian_prod(torch.arange(side), torch.arange(side))[None],
+    }

@@ -32,25 +32,38 @@ KINDS = {
     "base": "MODEL_MAPPING_NAMES",
 }
 
-_DEPTHS = (
-    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_encoder_layers depth decoder_num_hidden_layers num_lstm_layers"
-).split()
+_DEPTHS = [
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "depth",
+    "decoder_num_hidden_layers",
+    "num_lstm_layers",
+]
 _SIZES: dict[str, int] = {
-    **dict.fromkeys("hidden_size d_model n_embd embed_dim dim hidden_dim encoder_hidden_size".split(), WIDTH),
-    **dict.fromkeys("decoder_hidden_size projection_dim embedding_size word_embed_proj_dim".split(), WIDTH),
-    **dict.fromkeys("out_hidden_size text_hidden_size projector_hidden_size audio_hidden_size".split(), WIDTH),
-    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner mlp_dim".split(), 80),
-    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size".split(), 32),
-    **dict.fromkeys("num_attention_heads n_head n_heads num_heads encoder_attention_heads".split(), 4),
-    **dict.fromkeys("decoder_attention_heads attention_heads decoder_num_attention_heads".split(), 4),
-    **dict.fromkeys("encoder_num_attention_heads swa_num_attention_heads".split(), 4),
-    **dict.fromkeys("head_dim kv_channels d_kv swa_head_dim attention_head_dim".split(), HEAD),
-    **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4),
-    **dict.fromkeys("num_experts_per_tok moe_topk moe_k topk_group n_group".split(), 2),
-    **dict.fromkeys("q_lora_rank kv_lora_rank".split(), 16),
-    **dict.fromkeys("qk_nope_head_dim v_head_dim qk_rope_head_dim".split(), 16),
-    **dict.fromkeys("max_position_embeddings n_positions max_source_positions max_target_positions".split(), 128),
+    **dict.fromkeys(
+        ["hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "encoder_hidden_size"], WIDTH
+    ),
+    **dict.fromkeys(["decoder_hidden_size", "projection_dim", "embedding_size", "word_embed_proj_dim"], WIDTH),
+    **dict.fromkeys(["out_hidden_size", "text_hidden_size", "projector_hidden_size", "audio_hidden_size"], WIDTH),
+    **dict.fromkeys(
+        ["intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "mlp_dim"], 80
+    ),
+    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"], 32),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"], 4),
+    **dict.fromkeys(["decoder_attention_heads", "attention_heads", "decoder_num_attention_heads"], 4),
+    **dict.fromkeys(["encoder_num_attention_heads", "swa_num_attention_heads"], 4),
+    **dict.fromkeys(["head_dim", "kv_channels", "d_kv", "swa_head_dim", "attention_head_dim"], HEAD),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k", "topk_group", "n_group"], 2),
+    **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16),
+    **dict.fromkeys(["qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"], 16),
+    **dict.fromkeys(["max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"], 128),
     "qk_head_dim": 32,
     "mm_tokens_per_image": 4,
     "rotary_dim": 8,
@@ -59,55 +72,57 @@ _SIZES: dict[str, int] = {
 }
 
 
+def _each(names: str, **values: Any) -> dict[str, dict[str, Any]]:
+    return {name: dict(values) for name in names.split()}
+
+
 # What a default configuration lacks.
 _REQUIRED: dict[str, dict[str, Any]] = {
-    "reformer": {"is_decoder": True},
-    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 8}),
-    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 5, "pad_token_id": 1},
-    "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
-    "emu3": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
-    **dict.fromkeys(("bamba",), {"attn_layer_indices": [1]}),
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "xmod": {"default_language": "en_XX"},
-    "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "dots3_note": {"per_layer_config": {}},
+    **_each("reformer", is_decoder=True),
+    **_each("autoformer informer time_series_transformer", prediction_length=8),
+    **_each("esm", vocab_size=VOCABULARY, mask_token_id=5, pad_token_id=1),
+    **_each("dots1", n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1),
+    **_each("chameleon emu3", vocabulary_map={"<image>": VOCABULARY - 1}),
+    **_each("lfm2_moe", layer_types=["conv", "full_attention"]),
+    **_each("gpt_neo", attention_types=[[["global", "local"], 1]]),
+    **_each("deepseek_v2", num_experts_per_tok=2, n_routed_experts=4),
+    **_each("bamba", attn_layer_indices=[1]),
+    **_each("granitemoehybrid", layer_types=["mamba", "attention"]),
+    **_each("recurrent_gemma", block_types=["recurrent", "attention"]),
+    **_each("xmod", default_language="en_XX"),
+    **_each("aria", projector_patch_to_query_dict={16: 4}),
+    **_each("dots3_note", per_layer_config={}),
 }
+
 
 def _sections(share: float = 1) -> dict[str, Any]:
     rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
-    return {"rope_parameters": rotary | {"mrope_section": [int(HEAD * share) // 2 - 2, 1, 1]}}
+    return rotary | {"mrope_section": [int(HEAD * share) // 2 - 2, 1, 1]}
 
 
 # Small sizes that must agree in a way that their names do not say.
 _AGREEING: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bamba", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}),
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"num_kv_shared_layers": 0},
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text"), _sections()),
-    **dict.fromkeys(("qwen2_5_omni_talker", "hunyuan_vl_text", "glm_ocr_text"), _sections()),
-    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_image_text"), _sections(0.5)),
-    **dict.fromkeys(("qwen2_5_vl_vision", "exaone4_5_vision"), {"fullatt_block_indexes": [1], "window_size": 32}),
-    **dict.fromkeys(("llama4_vision_model",), {"projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64}),
-    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), {"num_codebooks": 1}),
-    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
-    "kimi_linear": {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2},
-    "step3p5": {"sliding_window": 4},
-    "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
-    "perceiver": {"d_latents": WIDTH, "num_latents": 16, "num_self_attends_per_block": 2, "num_self_attention_heads": 4},
-    "xlm": {"emb_dim": WIDTH, "n_words": VOCABULARY},
-    "flaubert": {"emb_dim": WIDTH, "n_words": VOCABULARY},
-    "blt": {"encoder_hash_byte_group_vocab": 100},
-    "longcat_flash": {"expert_ffn_hidden_size": 16},
-    "nemotron": {"num_key_value_heads": 2},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
-    "zamba": {"layer_types": ["mamba", "hybrid"], "mamba_dt_rank": 4},
-    "zamba2": {"layer_types": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 16},
+    **_each("bamba granitemoehybrid", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16),
+    **_each("mamba2", num_heads=8, head_dim=16, state_size=16),
+    **_each("gemma3n_text gemma4_text", num_kv_shared_layers=0),
+    **_each("qwen2_vl_text qwen2_5_vl_text paddleocr_vl_text qwen2_5_omni_text", rope_parameters=_sections()),
+    **_each("qwen2_5_omni_talker hunyuan_vl_text glm_ocr_text", rope_parameters=_sections()),
+    **_each("glm4v_text glm4v_moe_text glm_image_text", rope_parameters=_sections(0.5)),
+    **_each("qwen2_5_vl_vision exaone4_5_vision", fullatt_block_indexes=[1], window_size=32),
+    **_each("llama4_vision_model", projector_input_dim=64, projector_output_dim=64, vision_output_dim=64),
+    **_each("musicgen_decoder musicgen_melody_decoder", num_codebooks=1),
+    **_each("layoutlmv3", coordinate_size=8, shape_size=16),
+    **_each("kimi_linear", num_expert_group=1, topk_group=1, num_experts_per_token=2),
+    **_each("step3p5", sliding_window=4),
+    **_each("luke", entity_vocab_size=VOCABULARY, entity_emb_size=16),
+    **_each("perceiver", d_latents=WIDTH, num_latents=16, num_self_attends_per_block=2, num_self_attention_heads=4),
+    **_each("xlm flaubert", emb_dim=WIDTH, n_words=VOCABULARY),
+    **_each("blt", encoder_hash_byte_group_vocab=100),
+    **_each("longcat_flash", expert_ffn_hidden_size=16),
+    **_each("nemotron", num_key_value_heads=2),
+    **_each("jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4),
+    **_each("zamba", layer_types=["mamba", "hybrid"], mamba_dt_rank=4),
+    **_each("zamba2", layer_types=["mamba", "hybrid"], mamba_ngroups=1, n_mamba_heads=8, mamba_headdim=16),
 }
 
 
@@ -118,6 +133,11 @@ class Architecture:
     model_type: str
     name: str
     kind: str
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other: some architectures share a class."""
+        return f"{self.model_type}/{self.name}"
 
 
 def architectures() -> Iterator[Architecture]:
@@ -153,7 +173,10 @@ def build(architecture: Architecture) -> PreTrainedModel:
             if size > LARGEST:
                 raise NotBuilt(f"{size / 1e6:.0f} million parameters")
             torch.manual_seed(0)
-            return cls(config).eval()
+            model = cls(config).eval()
+            if hasattr(model, "set_experts_implementation"):
+                model.set_experts_implementation("eager")  # the grouped product has no float64
+            return model
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
     raise NotBuilt(" | ".join(reasons))
@@ -203,7 +226,9 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
             small[name] = VOCABULARY - 1 - sum(other in small for other in values if other.endswith(("_id", "_index")))
     heads = values.get("num_attention_heads")
     if narrow and isinstance(heads, int) and isinstance(values.get("num_key_value_heads"), int):
-        small["num_key_value_heads"] = 4 if values["num_key_value_heads"] >= heads else min(2, values["num_key_value_heads"])
+        small["num_key_value_heads"] = (
+            4 if values["num_key_value_heads"] >= heads else min(2, values["num_key_value_heads"])
+        )
     return small
 
 

@@ -1,0 +1,288 @@
+"""One cell of the matrix: a feature on a miniature, against the oracle, as one code with its reason."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import attnflow as af
+from tests.conformance import inputs as made
+from tests.conformance import oracles
+from tests.conformance.inputs import Inputs
+from tests.conformance.miniature import NotBuilt
+
+Code = Literal["works", "refused", "unclear", "wrong", "none"]
+CLEAR = (af.AttnflowError, ValueError, TypeError)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one feature on one class: `none` where the feature has nothing to work on."""
+
+    code: Code
+    reason: str = ""
+
+
+class Wrong(Exception):
+    """The feature answered, and the oracle says otherwise."""
+
+
+def cell(feature: Callable[[PreTrainedModel], str | None], model: PreTrainedModel) -> Cell:
+    """Run one feature on a copy of the model."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reason = feature(deepcopy(model))
+    except Wrong as error:
+        return Cell("wrong", _words(error))
+    except NotBuilt as error:
+        return Cell("none", _words(error))
+    except Exception as error:
+        ours = isinstance(error, CLEAR) and len(str(error).split()) > 4
+        return Cell("refused" if ours else "unclear", f"{type(error).__name__}: {_words(error)}")
+    return Cell("works", reason or "")
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# -------- audit
+
+
+def audit_default(model: PreTrainedModel) -> str:
+    """The order that the model declares, on plain text."""
+    return _audit(model, made.text(_text(model)))
+
+
+def audit_packed(model: PreTrainedModel) -> str:
+    """Two documents by positions that restart: what crosses them is a leak, by whatever mixer."""
+    _text(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotBuilt("packed documents are for a single stack")
+    inputs = _taken(model, made.packed())
+    if "position_ids" not in inputs:
+        raise NotBuilt("takes no position_ids")
+    documents = torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).bool()
+    return _audit(model, inputs, documents)
+
+
+def audit_padded(model: PreTrainedModel) -> str:
+    """A batch with padding on the left."""
+    _text(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotBuilt("a padded batch is for a single stack")
+    inputs = _taken(model, made.padded(model))
+    if "attention_mask" not in inputs:
+        raise NotBuilt("takes no attention_mask")
+    return _audit(model, inputs)
+
+
+def audit_cached(model: PreTrainedModel) -> str:
+    """Prefill and steps with a cache, against one full forward."""
+    inputs = made.text(_text(model))
+    if not model.can_generate():
+        raise NotBuilt("does not generate")
+    equal = _cached_equals_full(model, inputs)
+    if equal is None:
+        raise NotBuilt("keeps no cache that can be read back")
+    report = af.audit.check(model, inputs, cache=True)
+    differs = any(violation.kind == "cache" for violation in report.violations)
+    if differs == equal:
+        raise Wrong(f"cached {'equals' if equal else 'differs from'} the full forward, and the audit says {report!r}")
+    return repr(report)
+
+
+def audit_image(model: PreTrainedModel) -> str:
+    """Text around an image."""
+    return _audit(model, made.with_image(model))
+
+
+def _audit(model: PreTrainedModel, inputs: Inputs, within: Tensor | None = None) -> str:
+    moved = oracles.moves(model, inputs)
+    report = af.audit.check(model, inputs)
+    order = [af.audit.declared_order(model, inputs, sequence=row).reachability() for row in range(len(moved))]
+    name = oracles.stream(inputs)
+    size = inputs[name].shape[1]
+    believed = torch.stack([rows[-size:, -size:] for rows in order])
+    real = inputs.get("attention_mask", torch.ones_like(inputs[name])).bool()
+    real = real[:, :, None] & real[:, None]
+    moved, believed = moved & real, believed & real
+    outside = moved & ~believed
+    if within is not None and bool((moved & ~within).any()) and report.ok:
+        raise Wrong("false clean: documents mix, and the audit says clean")
+    if outside.any() and report.ok:
+        raise Wrong(f"false clean: {int(outside.sum())} pairs move that its own order forbids")
+    if not outside.any() and not report.ok and (within is None or not (moved & ~within).any()):
+        raise Wrong(f"false alarm: {report.violations[0]}")
+    triangle = ~torch.ones(size, size, dtype=torch.bool).tril()
+    if not bool((moved & triangle).any()) and bool((believed & triangle).any()):
+        raise Wrong("declared weaker than it is: no position sees a later one, and the order lets it")
+    return report.order
+
+
+# -------- masks and biases
+
+
+def mask_attached(model: PreTrainedModel) -> str:
+    """A random mask: exactly its pairs move, through as many layers as there are."""
+    inputs = made.text(_text(model))
+    size = inputs[oracles.stream(inputs)].shape[1]
+    allow = torch.rand(size, size, generator=torch.Generator().manual_seed(3)) < 0.3
+    allow = (allow | torch.eye(size, dtype=torch.bool)).tril()
+    free = oracles.moves(model, inputs)[0]
+    stack, calls = _stack(model), len(set(oracles.attention_calls(model, inputs)))
+    mask = af.masks.from_dense(allow)
+    model = model.double()
+    before = oracles.output(model, inputs)
+    two_stacks = "decoder_input_ids" in inputs
+    with af.masks.attach(stack, {"decoder": mask} if two_stacks else mask):
+        moved = oracles.moves(model, inputs)[0]
+    if not torch.equal(before, oracles.output(model, inputs)):
+        raise Wrong("removed, and the outputs are others")
+    through = oracles.reachable(allow, calls)
+    if extra := int((moved & ~through).sum()):
+        raise Wrong(f"{extra} pairs move that the mask forbids")
+    if missing := int((allow & free & ~moved).sum()):
+        raise Wrong(f"{missing} pairs that the mask allows do not move")
+    return f"{calls} layers"
+
+
+def bias_attached(model: PreTrainedModel) -> str:
+    """Nothing changes at the start; then something does, and no later position; with a cache as without."""
+    inputs = made.text(_text(model))
+    before, free = oracles.output(model, inputs), oracles.moves(model, inputs)
+    equal = _cached_equals_full(model, inputs)
+    names = {name for name, _ in model.named_parameters()}
+    handle = af.bias.attach(_stack(model), af.bias.GuidanceConfig(hidden_dim=8))
+    start = oracles.output(model, inputs)
+    if not torch.allclose(start, before, rtol=1e-4, atol=1e-5 * float(before.abs().amax())):
+        raise Wrong(f"a zero bias moves the outputs by {(start - before).abs().amax():.2g}")
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            torch.nn.init.normal_(parameter)
+    after = oracles.output(model, inputs)
+    if float((after - before).abs().amax()) < 1e-6 * float(before.abs().amax()):
+        raise Wrong("a random bias moves nothing")
+    if extra := int((oracles.moves(model, inputs) & ~free).sum()):
+        raise Wrong(f"{extra} pairs move that did not move without the bias")
+    if equal and _cached_equals_full(model, inputs) is False:
+        raise Wrong("with a cache the outputs are others than without")
+    handle.remove()
+    if not torch.equal(before, oracles.output(model, inputs)):
+        raise Wrong("removed, and the outputs are others")
+    return ""
+
+
+# -------- geometry and knowledge
+
+
+def geometry_scored(model: PreTrainedModel) -> str:
+    """S and D of every layer, against the matrix that unit vectors show."""
+    inputs = made.text(_text(model))
+    seen = oracles.queries_and_keys(model, inputs)
+    scores = af.geometry.score(model, per_head=False)
+    rows = {row["name"]: row for row in scores.rows()}
+    shared = sorted(set(rows) & set(seen))
+    if not seen:
+        raise NotBuilt("no attention through the interface of transformers")
+    if not shared:
+        raise Wrong(f"scores {sorted(map(str, rows))[:2]}, and attention is in {sorted(seen)[:2]}")
+    for name in shared:
+        s, d = oracles.symmetry(*seen[name]), oracles.directionality(*seen[name])
+        row = rows[name]
+        if abs(row["symmetry"] - s) > 1e-4 or abs(row["directionality"] - d) > 1e-3:
+            raise Wrong(
+                f"{name}: S {row['symmetry']:.4f}, D {row['directionality']:.4f}; unit vectors: {s:.4f}, {d:.4f}"
+            )
+    return f"{len(shared)} layers"
+
+
+def feed_forward_opened(model: PreTrainedModel) -> str:
+    """The logits, the effect of an edit, the way back, and every parameter accounted for."""
+    inputs = made.text(_text(model))
+    before = oracles.output(model, inputs)
+    opened = af.knowledge.from_ffn(model)
+    after = oracles.output(opened, inputs)
+    if not torch.allclose(after, before, rtol=1e-3, atol=1e-4 * float(before.abs().amax())):
+        raise Wrong(f"the logits differ by {(after - before).abs().amax():.2g}")
+    if left := sorted(oracles.feed_forward_parameters(model) & oracles.feed_forward_parameters(opened)):
+        raise Wrong(f"partly: {len(left)} matrices of feed-forward layers are not in the base, such as {left[0]}")
+    with torch.no_grad():
+        next(opened.knowledge.parameters()).mul_(1.5)
+    if torch.allclose(oracles.output(opened, inputs), before, rtol=1e-5, atol=1e-6 * float(before.abs().amax())):
+        raise Wrong("the base is another, and nothing moves")
+    opened = af.knowledge.from_ffn(model)
+    back = af.knowledge.to_ffn(opened)
+    for name, value in model.state_dict().items():
+        if not torch.equal(value, back.state_dict()[name]):
+            raise Wrong(f"on the way back {name} is another")
+    return f"{opened.knowledge.num_entries} entries"
+
+
+# -------- helpers
+
+
+def _text(model: PreTrainedModel) -> PreTrainedModel:
+    if not made.is_text(model):
+        raise NotBuilt(f"reads {model.main_input_name}")
+    return model
+
+
+def _stack(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack that reads text: what the errors of models with several stacks advise to pass."""
+    if not any(hasattr(model.config, name) for name in ("vision_config", "audio_config")):
+        return model
+    return model.get_decoder()
+
+
+def _taken(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    names = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in names}
+
+
+def _cached_equals_full(model: PreTrainedModel, inputs: Inputs) -> bool | None:
+    """Whether a prefill of half and single steps give what one forward gives; None without a cache."""
+    name = oracles.stream(inputs)
+    ids = inputs[name]
+    half = ids.shape[1] // 2
+    model = deepcopy(model).double()
+    full = oracles.output(model, inputs)
+    parts: list[Tensor] = []
+    past = None
+    for start, end in [(0, half), *((i, i + 1) for i in range(half, ids.shape[1]))]:
+        step = inputs | {name: ids[:, start:end]}
+        try:
+            with torch.no_grad():
+                result = model(**step, use_cache=True, **({"past_key_values": past} if past is not None else {}))
+        except Exception:
+            return None
+        past = getattr(result, "past_key_values", None)
+        if past is None:
+            return None
+        parts.append(result[0] if not hasattr(result, "logits") else result.logits)
+    cached = torch.cat(parts, dim=1)
+    difference = float((cached - full).abs().amax() / full.abs().amax())
+    return None if 1e-5 < difference < 1e-3 else difference < 1e-5  # in between: rounding of parts in float32
+
+
+FEATURES: dict[str, Callable[[PreTrainedModel], str | None]] = {
+    "audit": audit_default,
+    "packed": audit_packed,
+    "padded": audit_padded,
+    "cached": audit_cached,
+    "image": audit_image,
+    "mask": mask_attached,
+    "bias": bias_attached,
+    "geometry": geometry_scored,
+    "from_ffn": feed_forward_opened,
+}

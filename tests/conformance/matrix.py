@@ -1,0 +1,92 @@
+"""The matrix as data: run, read, compare."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import transformers
+
+from tests.conformance.cells import FEATURES, Cell, cell
+from tests.conformance.miniature import Architecture, NotBuilt, architectures, build
+
+FILE = Path(__file__).parents[2] / "docs" / "conformance.csv"
+SECONDS = 240  # for all features of one class
+RANK = {"works": 0, "none": 1, "refused": 1, "unclear": 2, "wrong": 3}
+COLUMNS = ("model_type", "class", "kind", "feature", "code", "reason")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the file: a feature on a class; the feature "build" for what could not be built."""
+
+    architecture: Architecture
+    feature: str
+    cell: Cell
+
+
+def rows_of(architecture: Architecture, features: Iterable[str] = tuple(FEATURES)) -> list[Row]:
+    """Every feature on one class."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    try:
+        model = build(architecture)
+    except NotBuilt as error:
+        return [Row(architecture, "build", Cell("none", " ".join(str(error).split())[:200]))]
+    return [Row(architecture, name, _within(SECONDS / len(FEATURES) * 2, name, model)) for name in features]
+
+
+def _within(seconds: float, name: str, model: transformers.PreTrainedModel) -> Cell:
+    def late(_: int, __: FrameType | None) -> None:
+        raise TimeoutError(f"no answer in {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(int(seconds))
+    try:
+        return cell(FEATURES[name], model)
+    finally:
+        signal.alarm(0)
+
+
+def run(chosen: Iterable[Architecture], features: Iterable[str], workers: int) -> Iterator[list[Row]]:
+    """The rows of each class, as they come."""
+    with ProcessPoolExecutor(workers, max_tasks_per_child=25) as pool:
+        futures = [pool.submit(rows_of, architecture, tuple(features)) for architecture in chosen]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def read(path: Path = FILE) -> dict[tuple[str, str], Row]:
+    """The committed matrix, by class and feature."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = [
+            Row(Architecture(line["model_type"], line["class"], line["kind"]), line["feature"],
+                Cell(line["code"], line["reason"]))  # type: ignore[arg-type]
+            for line in csv.DictReader(file)
+        ]  # fmt: skip
+    return {(row.architecture.key, row.feature): row for row in rows}
+
+
+def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
+    """The whole matrix, in the order of the installed architectures."""
+    order = {architecture.key: place for place, architecture in enumerate(architectures())}
+    features = {"build": -1} | {name: place for place, name in enumerate(FEATURES)}
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in sorted(rows.values(), key=lambda r: (order.get(r.architecture.key, 1 << 30), features[r.feature])):
+            a = row.architecture
+            writer.writerow([a.model_type, a.name, a.kind, row.feature, row.cell.code, row.cell.reason])
+
+
+def worse(before: Cell, after: Cell) -> bool:
+    """Whether a cell has lost: from works to anything else, or from a clear refusal to an unclear or wrong one."""
+    return RANK[after.code] > RANK[before.code]

@@ -1,0 +1,188 @@
+"""What is true of a miniature, by brute force: nothing here imports attnflow.
+
+`moves` changes one token id after the other in float64; `queries_and_keys` pushes unit vectors through an attention
+module and watches the attention interface.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.conformance.inputs import HIGHEST, LOWEST, Inputs
+
+SEEDS = 2  # other tokens that are put into every position
+_WATCHED = "conformance"
+MOVED = 1e-9  # of the largest output, in float64
+
+
+def stream(inputs: Inputs) -> str:
+    """The name of the ids whose positions are those of the output."""
+    return "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+
+
+def output(model: nn.Module, inputs: Inputs) -> Tensor:
+    """What the model says at every position, [batch, positions, ...]."""
+    shape = inputs[stream(inputs)].shape
+    with torch.no_grad():
+        result = model(**inputs)
+    for value in result.to_tuple() if hasattr(result, "to_tuple") else result:
+        if isinstance(value, Tensor) and value.shape[:2] == shape and value.is_floating_point():
+            return value
+    raise TypeError(f"{type(model).__name__} returns no tensor of [batch, positions]")
+
+
+def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """[batch, position, position], bool: whether the output at q moves when the token at k is another one.
+
+    The changed sequences run side by side, as the rows of one batch, where the inputs are [batch, positions] alone.
+    """
+    model = deepcopy(model).double() if next(model.parameters()).dtype != torch.float64 else model
+    inputs = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
+    name = stream(inputs)
+    rows, size = inputs[name].shape
+    moved = torch.zeros(rows, size, size, dtype=torch.bool)
+    side_by_side = all((value.dim(), len(value)) == (2, rows) for value in inputs.values())
+    for row in range(rows):
+        for seed in range(SEEDS):
+            ids = _changed(inputs[name][row], 7 + 11 * seed)
+            if side_by_side:
+                out = output(model, {k: v[row].expand(size + 1, -1) for k, v in inputs.items()} | {name: ids})
+            else:
+                out = torch.cat([output(model, inputs | {name: one[None]}) for one in ids])
+            change = (out[:-1] - out[-1]).flatten(2).abs().amax(-1)
+            moved[row] |= change.T > MOVED * out[-1].abs().amax()
+    return moved
+
+
+def _changed(ids: Tensor, step: int) -> Tensor:
+    """[positions + 1, positions]: row k with another token at k, special tokens excepted; the last as it is."""
+    other = torch.where((ids >= LOWEST) & (ids < HIGHEST), (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
+    rows = ids.repeat(len(ids) + 1, 1)
+    rows[:-1].diagonal().copy_(other)
+    return rows
+
+
+def reachable(allow: Tensor, layers: int) -> Tensor:
+    """What `layers` layers under one mask let through, the residual stream included."""
+    step = allow | torch.eye(len(allow), dtype=torch.bool)
+    through = step
+    for _ in range(layers - 1):
+        through = (through.float() @ step.float()) > 0
+    return through
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[nn.Module, Tensor, Tensor]]]:
+    """The queries and keys of every call that goes through the attention interface of transformers."""
+    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def watch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((module, query.detach(), key.detach()))
+        groups = query.shape[1] // key.shape[1]
+        weights = torch.softmax(query @ key.repeat_interleave(groups, 1).mT, dim=-1)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register(_WATCHED, watch)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_WATCHED, sdpa_mask)
+    yield seen
+
+
+def queries_and_keys(model: PreTrainedModel, inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name of the attention module: W_q^T [width, heads, dim] and W_k^T [width, key-value heads, dim].
+
+    Each attention module's hidden states are replaced by unit vectors, one sequence of one token for each direction;
+    biases are zero and norms of queries and keys the identity. Position 0 leaves rotations without effect.
+    """
+    model = deepcopy(model).double()
+    with recorded() as seen, torch.no_grad():
+        model.set_attn_implementation(_WATCHED)
+        model(**inputs)
+    modules = {id(module): name for name, module in model.named_modules()}
+    names = dict.fromkeys(modules[id(module)] for module, _, _ in seen)
+    projections: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        with ExitStack() as stack:
+            _neutralise(module, stack)
+            seen = stack.enter_context(recorded())
+            stack.callback(module.register_forward_pre_hook(_unit_vectors, with_kwargs=True).remove)
+            stack.enter_context(torch.no_grad())
+            with suppress(Exception):  # what comes after the module sees another shape
+                model(**{key: value[:1, :1] for key, value in inputs.items() if value.dim() == 2})
+            for owner, query, key in seen:
+                if owner is module and query.shape[0] > 1:
+                    projections[name] = query[:, :, 0], key[:, :, 0]
+    return projections
+
+
+def _unit_vectors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def replaced(value: Any) -> Any:
+        return torch.eye(value.shape[-1], dtype=value.dtype)[:, None]
+
+    if "hidden_states" in kwargs:
+        return args, kwargs | {"hidden_states": replaced(kwargs["hidden_states"])}
+    return (replaced(args[0]), *args[1:]), kwargs
+
+
+def _neutralise(module: nn.Module, stack: ExitStack) -> None:
+    for name, part in module.named_modules():
+        bias = getattr(part, "bias", None)
+        if isinstance(bias, nn.Parameter):
+            bias.data.zero_()
+        if name and "norm" in name.rsplit(".", 1)[-1].lower():
+            stack.callback(part.register_forward_hook(lambda _, args, __: args[0]).remove)
+
+
+def symmetry(query: Tensor, key: Tensor) -> float:
+    """S of the sum of the heads' forms W_q^T W_k (geometry, def. 3.1), by forming it."""
+    groups = query.shape[1] // key.shape[1]
+    product = torch.einsum("ihc,jhc->ij", query, key.repeat_interleave(groups, 1))
+    return float((product * product.mT).sum() / product.square().sum())
+
+
+def directionality(query: Tensor, key: Tensor, gamma: float = 2.0) -> float:
+    """D of the same matrix (geometry, def. 3.2, by what exceeds the threshold)."""
+    groups = query.shape[1] // key.shape[1]
+    product = torch.einsum("ihc,jhc->ij", query, key.repeat_interleave(groups, 1))
+
+    def excess(norms: Tensor) -> float:
+        over = norms - (norms.mean() + gamma * norms.std())
+        return float(over.clamp(min=0).sum())
+
+    rows, columns = excess(product.norm(dim=1)), excess(product.norm(dim=0))
+    return (rows - columns) / (rows + columns) if rows + columns else 0.0
+
+
+def attention_calls(model: PreTrainedModel, inputs: Inputs) -> list[str]:
+    """Names of the modules that call the attention interface in one forward, in order."""
+    model = deepcopy(model)
+    with recorded() as seen, torch.no_grad():
+        model.set_attn_implementation(_WATCHED)
+        model(**inputs)
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)] for module, _, _ in seen]
+
+
+_FEED_FORWARD = re.compile(r"mlp|ffn|feed_forward|expert|moe|block_sparse|intermediate|fc[12]|dense_h_to|dense_4h")
+_BESIDE = re.compile(
+    r"norm|gate\.(weight|bias|wg)|router|attn|attention|embed|correction|scale|pooler|vision|visual|audio"
+)
+
+
+def feed_forward_parameters(model: nn.Module) -> set[str]:
+    """Names of the matrices of the feed-forward layers: neither attention, norms, nor what routes to experts."""
+    return {
+        name
+        for name, value in model.named_parameters()
+        if value.dim() > 1 and _FEED_FORWARD.search(name) and not _BESIDE.search(name)
+    }
