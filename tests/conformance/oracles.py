@@ -51,7 +51,7 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     name = stream(inputs)
     rows, size = inputs[name].shape
     moved = torch.zeros(rows, size, size, dtype=torch.bool)
-    side_by_side = all((value.dim(), len(value)) == (2, rows) for value in inputs.values())
+    side_by_side = all(value.dim() == 2 and value.shape[0] == rows for value in inputs.values())
     for row in range(rows):
         for seed in range(SEEDS):
             ids = _changed(inputs[name][row], 7 + 11 * seed)

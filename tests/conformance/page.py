@@ -67,7 +67,7 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
     lines = [
         "# Does it work with my model?",
         "",
-        f"Every architecture of transformers {transformers.__version__} in miniature (torch {torch.__version__}),",
+        f"Every architecture of transformers {transformers.__version__} (torch {torch.__version__}) in miniature,",
         "each feature against an oracle that shares no code with it: tokens are changed and outputs compared,",
         "in float64; unit vectors are pushed through every attention module, matrices are formed. `make conformance` makes this",
         f"page and [the table as CSV](conformance.csv). {len(classes)} classes, {len(built)} built; what could not be",
