@@ -60,7 +60,8 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
             else:
                 out = torch.cat([output(model, inputs | {name: one[None]}) for one in ids])
             change = (out[:-1] - out[-1]).flatten(2).abs().amax(-1)
-            moved[row] |= change.T > MOVED * out[-1].abs().amax()
+            threshold = MOVED * out[-1].abs().amax()
+            moved[row] |= threshold < change.T
     return moved
 
 
