@@ -176,10 +176,20 @@ def build(architecture: Architecture) -> PreTrainedModel:
             model = cls(config).eval()
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("eager")  # the grouped product has no float64
+            _runs(model)
             return model
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
     raise NotBuilt(" | ".join(reasons))
+
+
+def _runs(model: PreTrainedModel) -> None:
+    """A miniature that reads text must answer some."""
+    from tests.conformance.inputs import is_text, text
+
+    if is_text(model):
+        with torch.no_grad():
+            model(**text(model))
 
 
 def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTrainedConfig:

@@ -68,7 +68,7 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
         "# Does it work with my model?",
         "",
         f"Every architecture of transformers {transformers.__version__} (torch {torch.__version__}) in miniature,",
-        "each feature against an oracle that shares no code with it: tokens are changed and outputs compared, in float64;",
+        "each feature against an oracle that shares no code with it: tokens are changed and float64 outputs compared,",
         "unit vectors are pushed through every attention module, matrices are formed. `make conformance` makes this",
         f"page and [the table as CSV](conformance.csv). {len(classes)} classes, {len(built)} built; what could not be",
         "built is listed at the end with the reason.",
