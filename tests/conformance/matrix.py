@@ -56,7 +56,7 @@ def _within(seconds: float, name: str, model: transformers.PreTrainedModel) -> C
 
 def run(chosen: Iterable[Architecture], features: Iterable[str], workers: int) -> Iterator[list[Row]]:
     """The rows of each class, as they come."""
-    with ProcessPoolExecutor(workers, max_tasks_per_child=25) as pool:
+    with ProcessPoolExecutor(workers) as pool:
         futures = [pool.submit(rows_of, architecture, tuple(features)) for architecture in chosen]
         for future in as_completed(futures):
             yield future.result()
