@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit slow compiled kernels docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit slow compiled kernels conformance docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -68,6 +68,9 @@ compiled: $(ENV)  ## tests of torch.compile, which does not run under the type c
 kernels: $(ENV)  ## tests of the Triton kernels, in Triton's interpreter where there is no GPU
 	$(call say,tests of Triton kernels)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) tests -m kernels -n $(WORKERS)
+
+conformance: $(ENV)  ## every architecture of the installed transformers against every feature, into docs/conformance.md
+	OMP_NUM_THREADS=1 $(PY) -m tests.conformance --workers $(WORKERS)
 
 docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are missing
 	$(call say,documentation)
