@@ -66,9 +66,14 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return moved
 
 
+def plain(ids: Tensor) -> Tensor:
+    """Which ids are ordinary tokens: neither padding nor a placeholder."""
+    return (ids >= LOWEST) & (ids < HIGHEST)
+
+
 def _changed(ids: Tensor, step: int) -> Tensor:
     """[positions + 2, positions]: row k + 1 with another token at k, special tokens excepted; the ends as it is."""
-    other = torch.where((ids >= LOWEST) & (ids < HIGHEST), (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
+    other = torch.where(plain(ids), (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
     rows = ids.repeat(len(ids) + 2, 1)
     rows[1:-1].diagonal().copy_(other)
     return rows
