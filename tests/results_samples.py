@@ -13,6 +13,7 @@ import torch
 
 import attnflow as af
 from attnflow._core.results import Result
+from attnflow.audit.comparison import MeasuredOrder
 from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.bias.trained import Trained
 from attnflow.knowledge.conditions import Conditions
@@ -108,6 +109,9 @@ PLAIN: dict[Any, Any] = {
 DTYPES = {"Float": "float32", "Float32": "float32", "Float64": "float64", "Bool": "bool", "Int": "int64"}
 MAKERS: dict[str, Callable[[], Any]] = {
     "Flow": lambda: af.order.analyze([af.masks.causal(LENGTH)] * 2),
+    "MeasuredOrder": lambda: MeasuredOrder(
+        "Model", 5, {"input_ids": [[1, 2]]}, "layer", (MAKERS["Flow"](),), "sdpa", {"torch": "2"}
+    ),
     "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
     "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),
     "Derivation": lambda: derive("causal_lm", LENGTH),

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
+from tests.audit.batches import COMPLETIONS, FLAT, LENGTHS, PADDED
 from tests.audit.common import wrapped
 from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
 
@@ -22,16 +23,18 @@ def model():
     )
 
 
-def trainer(model, folder, strategy, callbacks=()):
+def trainer(model, folder, strategy="bfd", callbacks=(), completions=False, **more):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    arguments = SFTConfig(
-        str(folder), max_steps=2, per_device_train_batch_size=2, packing=True, packing_strategy=strategy,
-        max_length=24, report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, seed=3,
-        logging_steps=1,
-    )  # fmt: skip
-    data = Dataset.from_dict({"text": texts(64)})
+    options = {"max_length": 24, "max_steps": 2, "per_device_train_batch_size": 2, "seed": 3, "logging_steps": 1}
+    quiet = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
+    packing = {"packing": strategy is not None, "packing_strategy": strategy or "bfd"}
+    arguments = SFTConfig(str(folder), **packing, **{**options, **quiet, **more})
+    columns = (
+        {"prompt": texts(64, 1), "completion": [f" {t}" for t in texts(64)]} if completions else {"text": texts(64)}
+    )
+    data = Dataset.from_dict(columns)
     return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer(), callbacks=list(callbacks))
 
 
@@ -88,3 +91,32 @@ def test_around_a_run_and_in_a_log(tmp_path, caplog):
     assert not guard.ok
     assert "call 0 leaks" in caplog.text
     assert "LEAK: order: model.layers.1.mlp" in str(guard)
+
+
+WRAPPED = ["shifted twice", "shifted the wrong way", "a full mask of pairs", "no label", "labels of another batch"]
+BATCHES = {
+    "packed": ({"strategy": "bfd"}, {**FLAT, **LENGTHS}),
+    "packed to a multiple": ({"strategy": "bfd", "pad_to_multiple_of": 50}, FLAT),
+    "wrapped": ({"strategy": "wrapped"}, {name: FLAT[name] for name in WRAPPED}),
+    "completions": ({"strategy": None, "completions": True}, {**PADDED}),
+    "packed completions": ({"strategy": "bfd", "completions": True, "max_length": 48}, {**COMPLETIONS, **LENGTHS}),
+}
+
+
+def batch_of(folder, options):
+    return next(iter(trainer(model(), folder, **options).get_train_dataloader()))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_are_clean_and_their_mistakes_are_found(name, tmp_path):
+    options, mistakes = BATCHES[name]
+    batch = batch_of(tmp_path, options)
+    report = af.audit.check_batch(batch, model())
+    assert report.ok, report
+    assert report.labels > 0
+    assert af.audit.check_batch(batch).ok
+    assert any(line.startswith("labels: none can be read") for line in report.checked)
+    assert (report.documents > report.sequences) == (name.startswith("packed"))
+    for mistake, (kind, change) in mistakes.items():
+        wrong = af.audit.check_batch(change(batch), model())
+        assert kind in {m.kind for m in wrong.mistakes}, f"{mistake}: {wrong}"

@@ -95,6 +95,49 @@ def test_encoder_decoder(run: Callable, tmp_path: Path) -> None:
     assert json.loads(out)["positions"] == 4 + 3
 
 
+def test_a_saved_order(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "order.json"
+    code, out, err = run("audit", tiny_model, "--tokens", "6", "--save", str(path))
+    assert (code, err) == (0, "")
+    assert f"{path}: measured order of LlamaForCausalLM" in out
+    saved = json.loads(path.read_text())
+    assert len(saved["inputs"]["input_ids"][0]) == 6
+    assert saved["backend"] == "sdpa"
+    code, out, err = run("audit", tiny_model, "--against", str(path))
+    assert (code, err) == (0, "")
+    assert f"{path}: the same in 2 layers" in out
+    both = json.loads(run("audit", tiny_model, "--against", str(path), "--json").out)
+    assert (both["schema"], both["audit"]["ok"], both["difference"]["ok"]) == ("attnflow.audit.against/1", True, True)
+
+    real = loader.load_model
+
+    def windowed(name: str, **options: object) -> Loaded:
+        named = real(name, **options)
+        af.masks.attach(named.model, af.masks.sliding_window(6, 2))
+        return named
+
+    monkeypatch.setattr(loader, "load_model", windowed)
+    code, out, _ = run("audit", tiny_model, "--against", str(path))
+    assert code == 1, "nothing leaks, and pairs are missing"
+    assert "clean: causal" in out
+    assert "DIFFERENT in 2 of 2 layers: 0 extra, 20 missing" in out
+    assert json.loads(run("audit", tiny_model, "--against", str(path), "--json").out)["difference"]["ok"] is False
+
+
+def test_a_saved_order_of_another_model(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.json"
+    assert run("audit", tiny_model, "--tokens", "5", "--save", str(path)).code == 0
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "model": "GPT2LMHeadModel", "inputs": {"input_ids": [[5000, 1]]}}))
+    code, out, err = run("audit", tiny_model, "--against", str(path))
+    assert (code, out) == (2, "")
+    assert "another model: the saved order is of GPT2LMHeadModel" in err
+    path.write_text(json.dumps({key: value for key, value in saved.items() if key != "flows"}))
+    code, _, err = run("audit", tiny_model, "--against", str(path))
+    assert code == 2
+    assert "damaged: it has no flows" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

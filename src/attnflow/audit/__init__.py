@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.audit.auditor import check
+from attnflow.audit.batch_report import BatchReport
+from attnflow.audit.batches import check_batch
 from attnflow.audit.declared import declared_order
 from attnflow.audit.findings import AuditReport
 from attnflow.audit.guards import guard
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditReport",
+    "BatchReport",
     "GuardCallback",
     "check",
+    "check_batch",
     "declared_order",
     "guard",
     "measure",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from attnflow.cli._arguments import integers, is_file, mask_argument
 from attnflow.cli._models import describe, load, require, sample
-from attnflow.cli._output import BadUsage, JsonFlag, console, print_result, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
 
 
 def audit(
@@ -17,7 +18,9 @@ def audit(
     ],
     text: Annotated[str | None, typer.Option("--text", help="The text to read (default: Shakespeare).")] = None,
     ids: Annotated[str | None, typer.Option("--ids", metavar="5,6,7", help="Token ids in place of a text.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read at most so many tokens.")] = 64,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", min=2, help="Read at most so many tokens (default: 64).")
+    ] = None,
     order: Annotated[
         str | None,
         typer.Option("--order", metavar="MASK", help="causal, full or a JSON file (default: what the model declares)."),
@@ -28,13 +31,22 @@ def audit(
     passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Inputs to change.")] = 32,
     cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the cache.")] = False,
     double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which sees weaker leaks.")] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Also save the measured order (16 tokens).")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="FILE", help="Also compare with a saved order.")
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Audit a model for leaks.
 
     Changes inputs and watches the output of every module: what moves although the order keeps it apart is a leak,
-    shown with the layer and module where it starts. Exits with 1 if there is one, or if the order forbids nothing.
+    shown with the layer and module where it starts. Exits with 1 if there is one, if the order forbids nothing, or if
+    the measured order differs from a saved one.
     """
+    golden = _golden(against, save, [text, ids, tokens])
+    target = None if save is None else output_path(save, (".json",))
     if text is not None and ids is not None:
         raise BadUsage("give --text or --ids, not both")
     require(model)
@@ -54,10 +66,17 @@ def audit(
 
         from attnflow import masks
         from attnflow.audit import check
+        from attnflow.audit.comparison import MeasuredOrder, record
         from attnflow.audit.text import text_inputs
 
-        loaded = load(model, tokenizer=ids is None, without="give token ids, as in --ids 5,6,7")
-        inputs = text_inputs(loaded, token_ids or (sample() if text is None else text), tokens)
+        loaded = load(model, tokenizer=ids is None and golden is None, without="give token ids, as in --ids 5,6,7")
+        if golden is None:
+            limit = tokens or (64 if save is None else 16)  # measuring takes two passes for each token
+            inputs = text_inputs(loaded, token_ids or (sample() if text is None else text), limit)
+        else:
+            saved = MeasuredOrder.from_dict(golden)
+            saved.require(type(loaded.model).__name__, sum(p.numel() for p in loaded.model.parameters()))
+            inputs = saved.arguments()
         size = sum(tensor.shape[1] for tensor in inputs.values())
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
@@ -71,10 +90,36 @@ def audit(
             dtype=torch.float64 if double else None,
             progress=spinner,
         )
-    if json_output:
+        measured = None if save is None and golden is None else record(loaded, inputs, progress=spinner)
+    if target is not None and measured is not None:
+        measured.save(target)
+    difference = None if golden is None or measured is None else measured.difference(MeasuredOrder.from_dict(golden))
+    if json_output and difference is not None:
+        print_json("attnflow.audit.against/1", {"audit": report.to_dict(), "difference": difference.to_dict()})
+    elif json_output:
         print_result(report)
     else:
         screen = console()
         say(screen, describe(model, loaded), "bold")
         screen.print(report) if screen.is_terminal else print(report)  # to a file with room for the names of modules
-    raise typer.Exit(0 if report.ok else 1)
+        if difference is not None:
+            print(f"{against}: {difference}")
+        elif measured is not None:
+            print(f"{save}: {measured}")
+    raise typer.Exit(0 if report.ok and (difference is None or difference.ok) else 1)
+
+
+def _golden(against: Path | None, save: Path | None, given: list[object]) -> dict[str, object] | None:
+    """The saved order in a file, before anything is loaded."""
+    if against is None:
+        return None
+    if save is not None:
+        raise BadUsage("give --save or --against, not both: --save writes the file that --against reads")
+    if any(value is not None for value in given):
+        raise BadUsage("--against asks the model what the saved order was asked: leave out --text, --ids and --tokens")
+    from attnflow._core.plain import read_json
+
+    values = read_json(against)
+    if values.get("attnflow") != "MeasuredOrder":
+        raise BadUsage(f"{against} holds no measured order: write one with attnflow audit MODEL --save {against}")
+    return values

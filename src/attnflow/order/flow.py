@@ -23,6 +23,7 @@ from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict, mask_to_dict
 from attnflow.order import bits, walk
 from attnflow.order.closure import Order, close, renumbered
+from attnflow.order.difference import OrderDifference, difference_of
 from attnflow.order.hasse import Hasse
 
 
@@ -103,6 +104,28 @@ class Flow(Result):
     def size(self) -> int:
         """Number of positions n."""
         return self.masks[0].num_queries
+
+    def difference(self, other: Flow) -> OrderDifference:
+        """The pairs that this flow has and `other` has not (extra), and the other way round, layer by layer.
+
+        For two versions, backends or engines of a model: `af.audit.measure(new, ids).difference(old)`.
+
+        Raises:
+            ValueError: another number of positions or of layers.
+
+        >>> import attnflow as af
+        >>> print(af.order.analyze(af.masks.causal(3)).difference(af.order.analyze(af.masks.document([2, 1]))))
+        DIFFERENT in 1 of 1 layer: 2 extra, 0 missing
+        2 extra pairs (query, key): (2, 0), (2, 1)
+        """
+        if not isinstance(other, Flow):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"expected a Flow to compare with, got {type(other).__name__}; see af.order.analyze")
+        if (self.size, self.num_layers) != (other.size, other.num_layers):
+            raise ValueError(
+                f"expected a flow of {self.size} positions in {self.num_layers or 'any number of'} layers, got "
+                f"{other.size} positions in {other.num_layers or 'any number of'} layers"
+            )
+        return difference_of(self.masks, other.masks, self.num_layers is not None)
 
     def __repr__(self) -> str:
         return f"Flow({list(self.masks) if self.num_layers else self.masks[0]!r})"

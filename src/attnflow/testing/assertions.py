@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
+from attnflow.audit.block_masks import computed_pairs
 from attnflow.audit.guards import without_loss
 from attnflow.masks.mask import Mask
 from attnflow.models.loaded import Loaded, split
@@ -107,7 +108,7 @@ def _tables(value: object, what: str) -> dict[str, Tensor]:
     if isinstance(value, Flow):
         value = value.masks
     if isinstance(value, BlockMask):
-        value = _computed(value)
+        value = computed_pairs(value)
     if isinstance(value, Sequence) and value and all(isinstance(mask, Mask) for mask in cast(Sequence[object], value)):
         masks = cast(Sequence[Mask], value)
         return {f" in layer {i}" if len(masks) > 1 else "": mask.dense() for i, mask in enumerate(masks)}
@@ -136,26 +137,6 @@ def _allowed(mask: Tensor, what: str) -> Tensor:
             f"the rest): it holds {float(mask.max()):.3g}; pass bool"
         )
     return mask == 0
-
-
-def _computed(blocks: BlockMask) -> Tensor:
-    """What FlexAttention computes, [batch, heads, queries, keys]: full blocks whole, partial ones under mask_mod."""
-    num_queries, num_keys = blocks.seq_lengths
-    batch, heads = blocks.shape[:2]
-    tall, wide = blocks.BLOCK_SIZE
-    q, k = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
-    allow = torch.zeros(batch, heads, num_queries, num_keys, dtype=torch.bool)
-    for b, h in product(range(batch), range(heads)):
-        inside = blocks.mask_mod(torch.tensor(b), torch.tensor(h), q, k).cpu().expand(num_queries, num_keys)
-        lists = [(blocks.kv_num_blocks, blocks.kv_indices, inside)]
-        if blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None:
-            lists.append((blocks.full_kv_num_blocks, blocks.full_kv_indices, torch.ones_like(inside)))
-        for counts, indices, pairs in lists:
-            for row, count in enumerate(counts[b, h].tolist()):
-                for column in indices[b, h, row, :count].tolist():
-                    part = slice(row * tall, (row + 1) * tall), slice(column * wide, (column + 1) * wide)
-                    allow[b, h][part] |= pairs[part]
-    return allow
 
 
 def _difference(actual: Tensor, expected: Tensor, name: str) -> str:

@@ -1,0 +1,266 @@
+"""What the labels of a batch ask: which token is predicted where, and whether it can be read there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from scipy.special import bdtrc
+from torch import Tensor
+
+from attnflow.audit.batch_family import Family
+from attnflow.audit.batch_reading import IGNORED, Reading
+from attnflow.audit.batch_report import Kind, Mistake
+from attnflow.masks.build import from_dense
+from attnflow.order.flow import analyze
+
+_OPEN: Final = 0.1  # of the labels of a masked language model: BERT's recipe leaves a tenth of their tokens in place
+_CHANCE: Final = 1e-6  # a clean batch is accused at most so often
+_READ: Final = "labels that a position can read"
+
+
+@dataclass
+class Labels:
+    """What was read of labels.
+
+    Attributes:
+        words: how they are taken.
+        shift: the loss takes label i from position i - shift; None if that is not known.
+        offset: label i is the token at i + offset; None if that is not known, or differs.
+        masked: labels stand where tokens were hidden.
+        count: labels that count.
+    """
+
+    words: str
+    shift: int | None = None
+    offset: int | None = None
+    masked: bool = False
+    count: int = 0
+    mistakes: list[Mistake] = field(default_factory=list[Mistake])
+    checked: list[str] = field(default_factory=list[str])
+    unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    notes: list[str] = field(default_factory=list[str])
+
+    def add(self, kind: Kind, where: Tensor, message: str) -> None:
+        """A mistake at the places of `where`, if there are any."""
+        places = where.nonzero()
+        if len(places):
+            row, column = places[0].tolist()
+            self.mistakes.append(Mistake(kind, row, column, len(places), message))
+
+
+def supervised(reading: Reading, shift: int) -> Tensor:
+    """Where labels count, bool [batch, n]: a loss that shifts drops the first ones."""
+    if reading.targets is not None:
+        return (reading.targets != IGNORED).any(-1)
+    if reading.labels is None:
+        return torch.zeros_like(reading.real)
+    there = reading.labels != IGNORED
+    there[:, :shift] = False
+    return there
+
+
+def read_labels(reading: Reading, family: Family) -> Labels:
+    """How the labels are taken and which of them can be read where they are predicted."""
+    if family.classes:
+        return Labels(f"{family.name}: labels are classes", unchecked=[("labels", "they are classes, not tokens")])
+    if reading.targets is not None:
+        return _merged(reading, family)
+    if reading.labels is None:
+        return Labels(family.name or "no model given", unchecked=[("labels", "the batch has none")])
+    labels = Labels(family.name, family.shift)
+    if reading.ids is None:
+        labels.unchecked.append((_READ, "the batch has no ids; an encoder-decoder makes them of its labels"))
+        labels.words += ": labels stand where they are predicted"
+        labels.count = int(supervised(reading, labels.shift or 0).sum())
+        return labels
+    if family.name and family.shift is None:
+        labels.words += ": how its loss takes labels is not known"
+        labels.unchecked.append((_READ, f"it is not known which position of {family.name} predicts a label"))
+        labels.count = int(supervised(reading, 0).sum())
+        return labels
+    shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
+    best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
+    labels.offset = best if shares[best] >= 0.5 else None
+    if not family.name:
+        _assume(labels, reading)
+    else:
+        place = "one position before their own" if labels.shift else "where they stand"
+        labels.words += f": labels are predicted {place}"
+    hides = family.causal is False if family.name else labels.offset != 1
+    labels.masked = labels.shift == 0 and not family.decoder and hides
+    labels.count = int(supervised(reading, labels.shift or 0).sum())
+    if labels.count and labels.shift is not None:
+        _readable(labels, reading, family)
+    return labels
+
+
+def _assume(labels: Labels, reading: Reading) -> None:
+    """How labels are taken where nothing says it."""
+    hidden = reading.ids[..., 0][supervised(reading, 0)] if reading.ids is not None else torch.empty(0)
+    if labels.offset == 1:
+        labels.shift, words = 0, "taken where they stand, since they are the next tokens"
+    elif labels.offset is not None:
+        labels.shift, words = 1, "taken one position before their own, as a causal language model does"
+    elif len(hidden) and (hidden == hidden.mode().values).double().mean() >= 0.5:
+        labels.shift, words = 0, "taken where they stand, since one token hides most of them"
+    else:
+        labels.words = "no model given"
+        labels.unchecked.append((_READ, "labels are not tokens of the batch, and no model says what they are"))
+        return
+    labels.words = f"assumed, as no model is given: labels are {words}"
+
+
+def _share(reading: Reading, offset: int) -> float:
+    """Share of the labels that are the token at `offset` from theirs, of those that have one in their document."""
+    same, there = _equal(reading, offset)
+    return float(same.sum() / there.sum()) if there.any() else 0.0
+
+
+def _equal(reading: Reading, offset: int) -> tuple[Tensor, Tensor]:
+    """(the label is the token at `offset` from it, there is a label and such a token), bool [batch, n]."""
+    assert reading.labels is not None
+    assert reading.ids is not None
+    ids = reading.ids
+    there = (reading.labels != IGNORED) & _moved(reading.real, offset, False)
+    there &= _moved(reading.documents, offset, -1) == reading.documents
+    return (_moved(ids, offset, IGNORED) == reading.labels[..., None]).any(-1) & there, there
+
+
+def _moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
+    """`values[:, i + offset]` at i."""
+    if offset == 0:
+        return values
+    pad = (0, 0) * (values.ndim - 2)
+    if offset > 0:
+        return F.pad(values[:, offset:], (*pad, 0, offset), value=fill)
+    return F.pad(values[:, :offset], (*pad, -offset, 0), value=fill)
+
+
+def _readable(labels: Labels, reading: Reading, family: Family) -> None:
+    """Labels whose token stands where the position that predicts them can read it."""
+    shift, offset = labels.shift, labels.offset
+    assert shift is not None
+    if labels.masked:
+        _open(labels, reading)
+        return
+    if offset is None:
+        message = "labels are not the tokens of the batch, neither in place nor one position before or after"
+        labels.add("shift", supervised(reading, shift) & reading.real, message)
+        return
+    ahead = offset + shift  # from the position that predicts to the token that it predicts
+    if ahead > 1:
+        message = (
+            "labels are shifted already, and the loss shifts them once more: each position learns the token after next"
+        )
+        labels.add("shift", _equal(reading, offset)[0], message)
+    causal = True if not family.name and reading.allow is None else family.causal
+    if causal is None and reading.allow is None:
+        labels.unchecked.append((_READ, f"whether {family.name} is causal is not known"))
+        return
+    equal, _ = _equal(reading, offset)
+    seen = torch.zeros_like(equal)
+    for row in range(len(equal)):
+        places = equal[row].nonzero().flatten()
+        source, target = places + offset, places - shift
+        inside = target >= 0
+        places, source, target = places[inside], source[inside], target[inside]
+        seen[row, places] = _reads(reading, family, row, target, source, bool(causal))
+    who = {0: "its own position predicts it", 1: "the position before it predicts it"}[shift]
+    labels.add("readable", seen, f"{who}, and can read the label's token at {_at(seen, offset)}")
+    if not family.name and ahead > 0 and reading.allow is None:
+        why = "no model or configuration was given, so that whether it is causal is not known"
+        labels.unchecked.append((_READ, why))
+    else:
+        labels.checked.append(
+            f"labels: {'some' if seen.any() else 'none'} can be read by the position that predicts it"
+        )
+
+
+def _at(seen: Tensor, offset: int) -> str:
+    places = seen.nonzero()
+    return f"position {int(places[0, 1]) + offset}" if len(places) else ""
+
+
+def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
+    """Whether each target can read its source, through any layers."""
+    real = reading.real[row]
+    if reading.allow is not None:
+        if not len(target):
+            return torch.zeros(0, dtype=torch.bool)
+        flow = analyze(from_dense(reading.allow[row] & (real | torch.eye(len(real), dtype=torch.bool))))
+        return flow.reachability(family.layers)[target, source]
+    documents, blocks = reading.documents[row], reading.blocks[row]
+    together = (documents[target] == documents[source]) & real[source]
+    if not causal:
+        return together
+    block = (blocks[target] == blocks[source]) & (blocks[target] >= 0)
+    return together & ((source <= target) | block)
+
+
+def _open(labels: Labels, reading: Reading) -> None:
+    """Labels of a masked language model whose token was left in its place, or stands beside it."""
+    for offset in (1, -1):
+        if labels.offset == offset:
+            message = f"labels are the tokens at {offset:+d} of them, which both directions read"
+            labels.add("readable", _equal(reading, offset)[0], message)
+            return
+    equal, there = _equal(reading, 0)
+    left, count = int(equal.sum()), int(there.sum())
+    if left and float(bdtrc(left - 1, count, _OPEN)) < _CHANCE:
+        message = (
+            f"{left} of {count} labels are the token that stands in their place, where the model reads it: hide them "
+            "(BERT's recipe leaves a tenth)"
+        )
+        labels.add("readable", equal, message)
+    elif left == count:
+        labels.unchecked.append((_READ, f"all {count} stand open, too few to tell from the tenth that is left open"))
+        return
+    elif left:
+        labels.notes.append(f"{left} of {count} labels stand open, as a tenth of them does in BERT's recipe")
+    labels.checked.append("labels: their tokens are hidden, but for a tenth")
+
+
+def _merged(reading: Reading, family: Family) -> Labels:
+    """Labels of `af.tasks.Collator`: which data token each means is told by its place, position id and token."""
+    assert reading.targets is not None
+    labels = Labels("labels of af.tasks.Collator, where they are predicted", 0)
+    labels.count = int((reading.targets != IGNORED).sum())
+    if reading.ids is None or reading.allow is None or reading.positions is None:
+        labels.unchecked.append((_READ, "merged tasks need input_ids, position_ids and a mask of pairs"))
+        return labels
+    seen, unclear = torch.zeros_like(reading.real), 0
+    carriers = [_carriers(reading, slot) for slot in range(reading.targets.shape[-1])]
+    for row in range(len(seen)):
+        flow = analyze(from_dense(reading.allow[row])).reachability(family.layers)
+        for where, sources, missing in carriers:
+            unclear += int(missing[row].sum())
+            readable = (sources[row] & flow).any(-1) & where[row]
+            seen[row] |= readable
+    labels.add("readable", seen, "the position that predicts the label can read its token through attention_mask")
+    if unclear < labels.count:
+        labels.checked.append(f"labels: {labels.count - unclear} of {labels.count} traced to their tokens in the batch")
+    if unclear:
+        labels.unchecked.append((f"{unclear} labels", "their tokens are not inputs of the batch, or nowhere near"))
+    return labels
+
+
+def _carriers(reading: Reading, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the labels of one slot: bool [batch, n] there is one; bool [batch, n, n] who carries its token; none does."""
+    assert reading.targets is not None
+    assert reading.ids is not None
+    assert reading.positions is not None
+    target, positions = reading.targets[..., slot], reading.positions
+    where = target != IGNORED
+    alone = (reading.ids[..., 1:] == IGNORED).all(-1)  # tokens that are not averages of several
+    same = (reading.ids[:, None] == target[:, :, None, None]).any(-1) & where[..., None]
+    away = positions[:, None, :] - positions[:, :, None]
+    single = same & alone[:, None, :] & reading.real[:, None, :]
+    best, most = torch.zeros_like(single), -1
+    for offset in range(slot + 2):
+        here = single & (away == offset)
+        if int(here.any(-1).sum()) > most:
+            best, most = here, int(here.any(-1).sum())
+    return where, best, where & ~best.any(-1)

@@ -1,0 +1,284 @@
+"""`check_batch`: do labels, documents, masks and positions of one real batch fit together? No model is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnflow.audit.batch_family import Family, family_of
+from attnflow.audit.batch_labels import Labels, read_labels, supervised
+from attnflow.audit.batch_reading import IGNORED, Reading, read_batch
+from attnflow.audit.batch_report import BatchReport, Kind, Mistake
+
+
+def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchReport:
+    """A lint of one batch of a data loader: does it ask what you mean to ask? Nothing is computed by a model.
+
+    It looks for labels that the position that predicts them can read; labels that are shifted twice or stand elsewhere;
+    labels predicted from another document or put on padding; answers without labels, or without one on the token that
+    ends them; masks that let through what positions or lengths keep apart; documents that two entries put in two
+    places; ids that no vocabulary has. What could not be looked at is in `unchecked`.
+
+    Args:
+        batch: what the collator returns: `input_ids`, `labels` and whatever else the model is called with; labels of
+            transformers, TRL or `af.tasks.Collator`. `completion_mask` or `assistant_masks` say what is an answer.
+        model_or_config: the model, what `af.load_model` returned, or its configuration: whether the loss shifts labels,
+            whether attention is causal, which ids pad and end. Without it a causal language model is assumed where the
+            batch looks like one, and the report says so.
+
+    Raises:
+        TypeError: no mapping; ids or labels that are no integers; a `model_or_config` that is neither.
+        ValueError: no ids and no labels, or shapes that do not fit.
+
+    Cost: milliseconds; with a mask of pairs its closure, about that of `af.order.analyze`.
+
+    >>> import torch
+    >>> ids = torch.tensor([[5, 6, 7, 8, 9]])
+    >>> print(check_batch({"input_ids": ids, "labels": ids.roll(1, 1)}).mistakes[0].kind)
+    readable
+    """
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
+    family = family_of(model_or_config)
+    lint = _Lint(read_batch(batch, family), family)
+    return lint.report()
+
+
+class _Lint:
+    """The checks, and what they have to say."""
+
+    def __init__(self, reading: Reading, family: Family) -> None:
+        self.reading, self.family = reading, family
+        self.mistakes: list[Mistake] = []
+        self.checked: list[str] = []
+        self.unchecked: list[tuple[str, str]] = list(reading.unread)
+        self.notes: list[str] = []
+        self.labels: Labels = read_labels(reading, family)
+
+    def report(self) -> BatchReport:
+        """All checks, in the order in which a reader wants them."""
+        reading = self.reading
+        self._labels()
+        self._documents()
+        self._padding()
+        self._answers()
+        self._positions()
+        self._vocabulary()
+        return BatchReport(
+            mistakes=tuple(self.mistakes),
+            family=self.labels.words,
+            order=self._order(),
+            checked=tuple(self.checked),
+            unchecked=tuple(self.unchecked),
+            notes=tuple(self.notes),
+            sequences=reading.shape[0],
+            positions=reading.shape[1],
+            labels=self.labels.count,
+            documents=self._count(),
+        )
+
+    def _add(self, kind: Kind, where: Tensor, message: str) -> None:
+        """A mistake at the places of `where`, bool [batch, n]; none if there is no such place."""
+        places = where.nonzero()
+        if len(places):
+            row, column = places[0].tolist()
+            self.mistakes.append(Mistake(kind, row, column, len(places), message.format(row=row, column=column)))
+
+    def _labels(self) -> None:
+        labels = self.labels
+        self.mistakes += labels.mistakes
+        self.checked += labels.checked
+        self.unchecked += labels.unchecked
+        self.notes += labels.notes
+
+    def _documents(self) -> None:
+        reading, labels = self.reading, self.labels
+        for at, message in reading.problems:
+            self.mistakes.append(Mistake("documents", *divmod(at, reading.shape[1]), 1, message))
+        names = list(reading.starts)
+        for other in names[1:]:
+            different = (reading.starts[names[0]] != reading.starts[other]) & reading.real
+            self._add("documents", different, f"{names[0]} and {other} do not agree on where a document begins")
+        if len(names) > 1:
+            self.checked.append(f"documents: {', '.join(names)} agree")
+        if not names:
+            if reading.targets is None and reading.allow is None and reading.real.all():
+                self.notes.append("no entry says where documents begin: each sequence is taken as one")
+            return
+        same = reading.documents[:, 1:] == reading.documents[:, :-1]
+        if labels.shift == 1 and reading.labels is not None:
+            crossing = F.pad(supervised(reading, 1)[:, 1:] & ~same, (1, 0))
+            crossing &= reading.real & F.pad(reading.real[:, :-1], (1, 0))
+            message = (
+                "the first token of a document has a label, which the last one of the document before is to predict: "
+                f"set it to {IGNORED}"
+            )
+            self._add("documents", crossing, message)
+            self.checked.append("documents: no label is predicted from another one")
+        elif labels.shift == 0 and labels.offset == 1 and reading.labels is not None:
+            crossing = F.pad(supervised(reading, 0)[:, :-1] & ~same & reading.real[:, 1:], (0, 1))
+            self._add("documents", crossing, "the last token of a document is to predict the first of the next one")
+            self.checked.append("documents: no label is predicted from another one")
+        self._mixing(names)
+
+    def _mixing(self, names: list[str]) -> None:
+        """Does the attention mask let through what the documents keep apart?"""
+        reading = self.reading
+        if reading.allow is not None:
+            across = torch.zeros_like(reading.real)
+            for row, pairs in enumerate(reading.allow):
+                documents, real = reading.documents[row], reading.real[row]
+                across[row] = (pairs & (documents[:, None] != documents[None, :]) & real & real[:, None]).any(-1)
+            self._add("mask", across, f"attention_mask lets a position read another document than {names[0]} says")
+            self.checked.append(f"mask: its pairs stay within the documents of {names[0]}")
+            return
+        if reading.mask is None:
+            return
+        if "attention_mask" in names:
+            self.notes.append(
+                "attention_mask numbers documents; transformers reads every number as 1 and lets them mix, unless the "
+                "trainer patches it"
+            )
+        elif self.family.transformers or not self.family.name:
+            begins = reading.starts[names[0]] & (reading.documents > reading.documents[:, :1])
+            message = (
+                f"{names[0]} begins a document, but with a 2D attention_mask transformers does not keep them apart "
+                "(SDPA, eager, Flex): leave attention_mask out, or pass a mask of pairs"
+            )
+            self._add("mask", begins & reading.real, message)
+            self.checked.append("mask: none that switches packing off")
+
+    def _padding(self) -> None:
+        reading = self.reading
+        has_labels = reading.labels is not None or reading.targets is not None
+        if has_labels:
+            known = reading.mask is not None or reading.allow is not None or self.family.pad is not None
+            if known:
+                there = reading.labels != IGNORED if reading.labels is not None else _any(reading.targets)
+                self._add(
+                    "padding", there & ~reading.real, f"a label on padding: set it to {IGNORED} where nothing is real"
+                )
+                self.checked.append("padding: has no labels")
+            else:
+                why = "there is no mask, and no configuration says which id pads"
+                self.unchecked.append(("labels on padding", why))
+        if reading.mask is not None:
+            if self.family.pad is None:
+                self.unchecked.append(("whether attention_mask covers all padding", "the padding id is not known"))
+            else:
+                message = "attention_mask is 1 on padding: the model reads it"
+                self._add("mask", reading.padding & (reading.mask != 0), message)
+                self.checked.append("mask: covers the padding")
+        elif reading.allow is None and reading.padding.any():
+            read = reading.padding
+            if reading.positions is not None:  # each of them a document, as TRL pads what it packs
+                read = read & (reading.positions != 0)
+            if self.family.causal is not False:  # what is behind them all is read by none
+                read = read.long().cumprod(-1) > 0
+            self._add("mask", read, "padding without an attention_mask: real positions read it")
+            self.checked.append("mask: no padding that is read")
+
+    def _answers(self) -> None:
+        """Every sequence, document and answer has labels, up to the token that ends it."""
+        reading, labels = self.reading, self.labels
+        if reading.labels is None and reading.targets is None:
+            return
+        there = supervised(reading, labels.shift or 0)
+        if not there.any():
+            self._add("unsupervised", _first(reading.real), "no label in the whole batch: there is nothing to learn")
+            return
+        if labels.masked:
+            self.checked.append("answers: the batch has labels")
+        else:
+            silent = torch.zeros_like(there)
+            for row in range(len(there)):
+                real, documents = reading.real[row], reading.documents[row]
+                number = int(documents.max()) + 1
+                has = torch.zeros(number).index_add_(0, documents, there[row].float())
+                size = torch.zeros(number).index_add_(0, documents, real.float())
+                for document in ((has == 0) & (size > 1)).nonzero().flatten().tolist():
+                    silent[row, int(((documents == document) & real).nonzero()[0])] = True
+            what = "document" if reading.starts else "sequence"
+            self._add("unsupervised", silent, f"a {what} without any label: was its answer cut off, or not recognised?")
+            self.checked.append(f"answers: every {what} has labels")
+        if reading.labels is None or self.family.decoder:
+            return
+        if reading.answers is not None:
+            follows = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
+            inside = reading.answers & reading.real & (follows if labels.shift == 1 else reading.answers)
+            there = reading.labels != IGNORED
+            self._add("unsupervised", inside & ~there, "a token of an answer without a label")
+            self._add("prompt", there & ~reading.answers, "a label outside of the answers")
+            self.checked.append("answers: labels are where the batch's mask of answers is")
+        if not self.family.ends:
+            self.unchecked.append(("the token that ends an answer", "no configuration says which id that is"))
+        elif reading.ids is not None and labels.shift == 1 and labels.offset == 0:
+            before = F.pad((reading.labels != IGNORED)[:, :-1], (1, 0))
+            within = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
+            ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real
+            silent = ends & before & within & (reading.labels == IGNORED)
+            message = "an answer is supervised, but not the token that ends it: the model will not learn to stop"
+            self._add("unsupervised", silent, message)
+            self.checked.append("answers: the token that ends one has its label")
+
+    def _positions(self) -> None:
+        reading = self.reading
+        if reading.positions is None or reading.allow is not None:
+            return
+        if reading.mask is not None:
+            leading = ~reading.real & (reading.real.long().cumsum(-1) == 0)
+            counted = (reading.positions == torch.arange(reading.shape[1])).all(-1) & leading.any(-1)
+            first = reading.real & (reading.real.long().cumsum(-1) == 1) & counted[:, None]
+            message = "position_ids count the padding that attention_mask hides: the first real token is at {column}"
+            self._add("positions", first, message)
+            self.checked.append("positions: agree with the mask")
+        both = reading.real[:, 1:] & reading.real[:, :-1]
+        jumps = (reading.positions.diff(dim=-1) > 1) & both
+        if jumps.any():
+            row, column = jumps.nonzero()[0].tolist()
+            self.notes.append(
+                f"position_ids jump at position {column + 1} of sequence {row}: transformers begins a document there"
+            )
+
+    def _vocabulary(self) -> None:
+        reading, size = self.reading, self.family.vocabulary
+        if reading.labels is not None:
+            strange = (reading.labels < 0) & (reading.labels != IGNORED)
+            self._add("vocabulary", strange, f"a negative label that is not {IGNORED}, which alone is ignored")
+            if size is not None:
+                self._add("vocabulary", reading.labels >= size, f"a label that the vocabulary of {size} does not have")
+        if reading.ids is not None:
+            first = reading.ids[..., 0]
+            beyond = reading.ids.amax(-1) >= size if size is not None else torch.zeros_like(reading.real)
+            self._add("vocabulary", (first < 0) | beyond, "a token id that no vocabulary of this size has")
+        if size is not None:
+            self.checked.append("vocabulary: ids and labels are in it")
+
+    def _count(self) -> int:
+        rows = torch.arange(self.reading.shape[0])[:, None].expand(self.reading.shape)
+        numbered = torch.stack([rows, self.reading.documents], -1)[self.reading.real]
+        return len(numbered.unique(dim=0))
+
+    def _order(self) -> str:
+        reading, causal = self.reading, self.family.causal
+        if reading.allow is not None:
+            return "the pairs of attention_mask"
+        words = "order not known" if causal is None else "causal" if causal else "bidirectional"
+        if (reading.blocks >= 0).any():
+            words += " with blocks of token_type_ids"
+        return words + (f" within the documents of {next(iter(reading.starts))}" if reading.starts else "")
+
+
+def _any(targets: Tensor | None) -> Tensor:
+    assert targets is not None
+    return (targets != IGNORED).any(-1)
+
+
+def _first(real: Tensor) -> Tensor:
+    first = torch.zeros_like(real)
+    first[0, 0] = True
+    return first

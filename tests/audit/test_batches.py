@@ -1,0 +1,239 @@
+"""`check_batch`: every injected mistake is found, no clean batch is accused; checked against brute force and losses."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AutoConfig
+
+import attnflow as af
+from attnflow.audit import BatchReport, check_batch
+from attnflow.audit.batch_family import family_of
+from attnflow.testing import closure
+from tests.audit.batches import CAUSAL, CLEAN, IDS, MASKED, MISTAKES, label
+from tests.audit.common import tiny
+from tests.audit.packing import EOS, PAD
+from tests.refused import refused
+
+ALL = [(batch, name) for batch, mistakes in MISTAKES.items() for name in mistakes]
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_batch_is_not_accused(name):
+    make, config = CLEAN[name]
+    batch = make()
+    for subject in (config, None):
+        report = check_batch(batch, subject)
+        assert report.ok, report
+        assert report.labels > 0
+        assert "MISTAKE" not in str(report)
+    assert any(line.startswith(("labels", "answers")) for line in check_batch(batch, config).checked)
+
+
+@pytest.mark.parametrize(("name", "mistake"), ALL)
+def test_an_injected_mistake_is_found(name, mistake):
+    make, config = CLEAN[name]
+    kind, change = MISTAKES[name][mistake]
+    report = check_batch(change(make()), config)
+    assert not report.ok
+    assert kind in {m.kind for m in report.mistakes}, report
+    assert str(report).splitlines()[0].startswith(f"{len(report.mistakes)} MISTAKE")
+
+
+def test_the_batch_is_left_alone():
+    batch = CLEAN["flattening, all keys"][0]()
+    before = copy.deepcopy(batch)
+    check_batch(batch, CAUSAL)
+    assert batch.keys() == before.keys()
+    assert all(torch.equal(torch.as_tensor(batch[key]), torch.as_tensor(before[key])) for key in batch)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_labels_that_can_be_read_against_brute_force(data):
+    """Every pair (label, token) from the definitions, the mask closed by multiplication."""
+    n = data.draw(st.integers(3, 9))
+    ids = torch.randperm(40, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999))))[:n] + 3
+    offset = data.draw(st.sampled_from([-1, 0, 1]))
+    there = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    labels = torch.tensor([
+        int(ids[i + offset]) if there[i] and 0 <= i + offset < n else -100 for i in range(n)
+    ])  # fmt: skip
+    allow = np.array(data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=n, max_size=n)))
+    batch = {"input_ids": ids[None], "labels": labels[None], "attention_mask": torch.tensor(allow)[None, None]}
+    config = AutoConfig.for_model("llama", **IDS, num_hidden_layers=n, architectures=["LlamaForCausalLM"])
+    reach = closure(allow)
+    expected = [
+        i for i in range(1, n) if labels[i] != -100 and 0 <= i + offset < n and reach[i - 1, i + offset]
+    ]  # fmt: skip
+    isolated = [
+        all(not allow[i, j] and not allow[j, i] for j in range(n) if j != i) for i in range(n)
+    ]  # read as padding at the ends  # fmt: skip
+    if any(isolated) and not all(isolated):
+        return
+    found = [m for m in check_batch(batch, config).mistakes if m.kind == "readable"]
+    assert [m.position for m in found] == expected[:1]
+    assert sum(m.count for m in found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "Gemma2", "GPT2", "Qwen3Moe", "Mamba2", "Bert", "BertDecoder", "ModernBert", "RoFormer", "T5", "Bart"],
+)
+def test_the_shift_of_a_family_is_that_of_its_loss(name):
+    """One label: the loss depends on the logits of the position that predicts it, and on no others."""
+    model = tiny(name)
+    at, ids = 4, torch.randint(4, 40, (1, 9), generator=torch.Generator().manual_seed(0))
+    labels = torch.full_like(ids, -100)
+    labels[0, at] = 7
+    call = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :9]} if model.config.is_encoder_decoder else {})
+    seen = {}
+
+    def hook(module, inputs, output):
+        output.retain_grad()
+        seen["logits"] = output
+
+    handle = model.get_output_embeddings().register_forward_hook(hook)
+    model(**call, labels=labels).loss.backward()
+    handle.remove()
+    (predicts,) = seen["logits"].grad[0].abs().sum(-1).nonzero().flatten().tolist()
+    family = family_of(model)
+    assert family.shift == at - predicts
+    assert family_of(model.config).causal in (family.causal, None)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2", "Bert", "BertDecoder", "ModernBert", "Gemma3Encoder"])
+def test_the_direction_of_a_family_is_that_of_its_model(name):
+    model = tiny(name)
+    measured = af.audit.measure(model, torch.arange(4, 12)[None], by="output").masks[0]
+    assert family_of(model).causal == (not measured.allows(0, 1))
+
+
+def test_a_bert_head_that_is_no_decoder_reads_its_labels():
+    ids = torch.arange(4, 12)[None]
+    call = {"input_ids": ids, "labels": ids}
+    model = tiny("BertDecoder")
+    assert check_batch(call, model).ok
+    model.config.is_decoder = False
+    assert [m.kind for m in check_batch(call, model).mistakes] == ["readable"]
+
+
+def test_answers_marked_as_prefix():
+    """PaliGemma's prefix reads itself in both directions; an answer inside of it is open."""
+    ids = torch.arange(4, 12)[None]
+    labels = torch.where(torch.arange(8) > 4, ids, -100)
+    config = AutoConfig.for_model("paligemma", architectures=["PaliGemmaForConditionalGeneration"])
+    suffix = (torch.arange(8) > 4).long()[None]
+    assert check_batch({"input_ids": ids, "labels": labels, "token_type_ids": suffix}, config).ok
+    report = check_batch({"input_ids": ids, "labels": labels, "token_type_ids": suffix * 0}, config)
+    assert [(m.kind, m.position, m.count) for m in report.mistakes] == [("readable", 5, 3)]
+
+
+def test_other_forms_of_a_mask():
+    ids = torch.arange(4, 12)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    labels = label({"input_ids": ids, "labels": ids.clone()}, 0, 5, -100)["labels"]
+    call = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    document = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])
+
+    def apart(b, h, q, k):
+        return (q >= k) & (document[q] == document[k])
+
+    blocks = create_block_mask(apart, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    pairs = af.masks.document([5, 3]).dense()[None, None]
+    for mask in (blocks, pairs, torch.where(pairs, 0.0, -1e9), {"full_attention": pairs, "sliding_attention": pairs}):
+        report = check_batch({**call, "attention_mask": mask}, CAUSAL)
+        assert report.ok, report
+    mixing = {"full_attention": af.masks.causal(8).dense()[None, None], "sliding_attention": pairs}
+    assert [m.kind for m in check_batch({**call, "attention_mask": mixing}, CAUSAL).mistakes] == ["mask"]
+    hole = pairs.clone()
+    hole[0, 0, 6, 3] = True
+    (found,) = check_batch({**call, "attention_mask": hole}, CAUSAL).mistakes
+    assert (found.kind, found.position, found.count) == ("mask", 6, 1)
+
+
+def test_numbers_of_documents_in_a_mask():
+    ids = torch.arange(4, 12)[None]
+    labels = label({"input_ids": ids, "labels": ids.clone()}, 0, 5, -100)["labels"]
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2]])}
+    report = check_batch(batch, CAUSAL)
+    assert report.ok
+    assert report.documents == 2
+    assert any("numbers documents" in note for note in report.notes)
+    assert [m.kind for m in check_batch(label(batch, 0, 5), CAUSAL).mistakes] == ["documents"]
+
+
+def test_what_could_not_be_checked_is_said():
+    ids = torch.arange(4, 12)[None]
+    report = check_batch({"input_ids": ids})
+    assert not report.ok
+    assert str(report).startswith("NOTHING CHECKED")
+    assert dict(report.unchecked)["labels"] == "the batch has none"
+    without = check_batch({"input_ids": ids, "labels": ids})
+    assert without.family.startswith("assumed, as no model is given")
+    assert "whether it is causal is not known" in dict(without.unchecked)["labels that a position can read"]
+    assert "no configuration" in dict(without.unchecked)["the token that ends an answer"]
+    classes = AutoConfig.for_model("bert", architectures=["BertForTokenClassification"])
+    assert "classes" in dict(check_batch({"input_ids": ids, "labels": ids % 3}, classes).unchecked)["labels"]
+    unknown = check_batch({"input_ids": ids, "labels": ids}, nn.Linear(2, 2))
+    assert "not known which position of Linear" in dict(unknown.unchecked)["labels that a position can read"]
+
+
+def test_few_open_labels_are_not_judged():
+    ids = torch.arange(4, 12)[None]
+    labels = torch.where(torch.arange(8) < 2, ids, -100)
+    report = check_batch({"input_ids": ids, "labels": labels}, MASKED)
+    assert not report.mistakes
+    assert "too few to tell" in dict(report.unchecked)["labels that a position can read"]
+
+
+def test_padding_that_ends_texts_too():
+    """With the end token as padding, a collator that hides padding by its id hides the end of the answers."""
+    config = AutoConfig.for_model("llama", **{**IDS, "pad_token_id": EOS}, architectures=["LlamaForCausalLM"])
+    ids = torch.tensor([[5, 6, 7, EOS, EOS, EOS], [5, 6, 7, 8, 9, EOS]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    right = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+    assert check_batch(right, config).ok
+    (found,) = check_batch({**right, "labels": ids.where(ids != EOS, -100)}, config).mistakes
+    assert (found.kind, found.sequence, found.position, found.count) == ("unsupervised", 0, 3, 2)
+    assert "learn to stop" in found.message
+
+
+def test_it_is_a_result():
+    kind, change = MISTAKES["flattening"]["shifted twice"]
+    report = check_batch(change(CLEAN["flattening"][0]()), CAUSAL)
+    assert BatchReport.from_json(report.to_json()) == report
+    assert [row["kind"] for row in report.rows()] == [m.kind for m in report.mistakes]
+    assert repr(report).startswith("<BatchReport ")
+    assert kind in repr(report)
+    assert report.to_dict()["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("batch", "subject", "kind", "message"),
+    [
+        ([1, 2], None, TypeError, "expected a batch as a mapping"),
+        ({}, None, ValueError, "expected input_ids or labels"),
+        ({"input_ids": torch.rand(1, 4)}, None, TypeError, "input_ids must hold integers, got torch.float32"),
+        ({"input_ids": torch.ones(1, 4).long(), "labels": torch.ones(1, 5).long()}, None, ValueError, "labels are"),
+        ({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)}, None, ValueError, "as the ids"),
+        ({"input_ids": torch.ones(1, 4).long()}, "llama", TypeError, "model_or_config must be a model"),
+        ({"input_ids": [[1, 2], [3]]}, None, TypeError, "input_ids must be a tensor"),
+    ],
+)  # fmt: skip
+def test_bad_input(batch, subject, kind, message):
+    with refused(kind, message):
+        check_batch(batch, subject)
+
+
+def test_padding_id_without_a_mask():
+    ids = torch.tensor([[PAD, PAD, 5, 6, 7, 8]])
+    report = check_batch({"input_ids": ids, "labels": ids.where(ids != PAD, -100)}, CAUSAL)
+    assert "mask" in {m.kind for m in report.mistakes}
+    behind = torch.tensor([[5, 6, 7, EOS, PAD, PAD]])
+    assert check_batch({"input_ids": behind, "labels": behind.where(behind != PAD, -100)}, CAUSAL).ok
