@@ -109,7 +109,9 @@ class Guard(Handle):
             return f"guard of {name}: no call yet"
         leaks = [report for report in self.reports if report.violations]
         refused = f"{plural(len(self.refusals), 'call')} could not be audited"
-        parts = [f"LEAK: {leaks[0].violations[0]}" if leaks else "no leak" if self.reports else "NOTHING AUDITED"]
+        clean = [report for report in self.reports if report.ok]
+        idle = "NOTHING TESTED" if self.reports else "NOTHING AUDITED"
+        parts = [f"LEAK: {leaks[0].violations[0]}" if leaks else "no leak" if clean else idle]
         if self.reports:
             passes = sum(report.forward_passes for report in self.reports)
             audits = f"{len(self.reports)} of {plural(self._calls, 'call')} audited"
