@@ -24,6 +24,7 @@ LENGTH = 4  # of every axis
 # Results without a picture of their own, whose rows say it all.
 TABLES = {
     "ActivityReport",
+    "BatchReport",
     "Conditions",
     "Drift",
     "Duplicates",
@@ -32,6 +33,8 @@ TABLES = {
     "LayerQuery",
     "MaskSummary",
     "Matches",
+    "MeasuredOrder",
+    "OrderDifference",
     "QueryBias",
     "Reembedded",
     "Sparse",
