@@ -228,3 +228,16 @@ def test_a_task_in_place_of_its_mask():
 
     with pytest.raises(TypeError, match=r"got Task; pass its \.mask"):
         unchecked(masks.Mask.__and__)(WINDOW, tasks.causal_lm([1, 2, 3])[0])
+
+
+def test_a_mask_mod_of_batch_or_head_is_refused():
+    documents = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    with pytest.raises(
+        ValueError, match=r"mask_mod depends on b: a mask is one relation.*mask_mod\(torch.tensor\(0\), h"
+    ):
+        masks.from_mask_mod(lambda b, h, q, k: documents[b, q] == documents[b, k], 3)
+    with pytest.raises(ValueError, match="mask_mod depends on h"):
+        masks.from_mask_mod(lambda b, h, q, k: q - k <= h, 3)
+    second = masks.from_mask_mod(lambda b, h, q, k: documents[1, q] == documents[1, k], 3)
+    assert second.dense().tolist() == [[True, False, False], [False, True, True], [False, True, True]]
+    assert masks.from_mask_mod(lambda b, h, q, k: documents[:1][b, q] == documents[:1][b, k], 3).density == 5 / 9

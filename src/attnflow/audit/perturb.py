@@ -176,12 +176,13 @@ class Prober:
         before = self.base.events.get(event.key)
         if before is None or before.values.shape != event.values.shape:
             return
-        if torch.equal(event.values, before.values):
+        watched = watched[:, event.offset : event.offset + event.values.shape[1]]
+        if len(event.values) < len(watched):  # one for all sequences: it must hold still where it must for each of them
+            watched = watched.all(0, keepdim=True)
+        rows = watched.to(event.values.device)
+        if torch.equal(event.values[rows], before.values[rows]):
             return
         change = row_change(event.values, before.values)
-        watched = watched[:, event.offset : event.offset + change.shape[1]]
-        if len(change) < len(watched):  # one for all sequences: it must hold still where it must for each of them
-            watched = watched.all(0, keepdim=True)
         change = torch.where(watched & (change > _NOISE * self._noise.get(event.key, 0.0)), change, 0.0)
         if change.any():
             moves.append(Moved(before, change))

@@ -30,7 +30,7 @@ class LayerCall:
         name: its path.
         index: its number in its list.
         shape: of the first tensor that it is called with.
-        spread: standard deviation of that tensor.
+        spread: standard deviation of that tensor, of the first call of a stack.
         asked: what the model asked transformers for when it made the mask that reaches the layer; None if it made
             none that way.
         masked: whether any mask reaches it.
@@ -123,7 +123,9 @@ class _hooks:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in self.layers:
             first = entering(args, kwargs)
-            shape, spread = ((), 0.0) if first is None else (tuple(first.shape), float(first.double().std()))
+            again = bool(self.calls) and self.calls[-1].stack == name.rpartition(".")[0].rpartition(".")[0]
+            shape = () if first is None else tuple(first.shape)
+            spread = 0.0 if first is None or again else float(first.double().std())
             self.calls.append(LayerCall(name, self.layers[name], shape, spread))
             self.inside.append(len(self.calls) - 1)
         call = self.inside[-1] if self.inside else -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -51,12 +52,16 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
 
 
 def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask:
-    """The mask of a FlexAttention `mask_mod(b, h, q, k)`, evaluated at batch 0 and head 0 in row chunks.
+    """The mask of a FlexAttention `mask_mod(b, h, q, k)`, the same for all sequences and heads, in row chunks.
 
     Args:
         mask_mod: vectorised over its arguments, as FlexAttention requires.
         num_queries: number of queries.
         num_keys: number of keys, by default as many as queries.
+
+    Raises:
+        TypeError: not a function, or one that returns no bool tensor.
+        ValueError: its pairs are others for sequence 1 or head 1: a mask is one relation.
 
     >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
     0.625
@@ -65,7 +70,8 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
     num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q, k); {not_a_mask(mask_mod)}")
-    zero, key = torch.zeros((), dtype=torch.int64), torch.arange(num_keys)[None, :]
+    zero, one = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.int64)
+    key = torch.arange(num_keys)[None, :]
     chunk = max(1, (1 << 22) // max(1, num_keys))
     parts: list[IntervalRows] = []
     for start in range(0, num_queries, chunk):
@@ -74,6 +80,14 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = getattr(allowed, "dtype", type(allowed).__name__)
             raise TypeError(f"mask_mod must return a bool tensor, got {got}")
+        for name, at in (("b", (one, zero)), ("h", (zero, one))):
+            with suppress(IndexError):  # it looks up a table of one sequence, or of one head
+                if not torch.equal(*torch.broadcast_tensors(allowed, mask_mod(*at, query, key))):
+                    bound = "torch.tensor(0), h" if name == "b" else "b, torch.tensor(0)"
+                    raise ValueError(
+                        f"mask_mod depends on {name}: a mask is one relation, for all sequences and heads; bind "
+                        f"{name}, as in lambda b, h, q, k: mask_mod({bound}, q, k), and make one mask for each"
+                    )
         parts.append(IntervalRows.from_bool(allowed.cpu().expand(len(query), num_keys).numpy()))
     return Mask(IntervalRows.stack(parts, num_keys), "from_mask_mod")
 
