@@ -45,7 +45,7 @@ def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
 def test_the_declared_order_is_found_once_and_keeps_its_words(monkeypatch):
     model, calls, find = tiny_of("Gemma2", torch.float32), [], declared.declared
     words = audit.check(model, [5, 6, 7, 8]).order
-    assert "sliding_attention" in words
+    assert "window" in words
     monkeypatch.setattr(declared, "declared", lambda *inputs: calls.append(inputs) or find(*inputs))
     made = model_page(model, [5, 6, 7, 8])
     assert len(calls) == 1
