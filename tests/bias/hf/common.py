@@ -15,7 +15,7 @@ from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
 
 MORE = ("Gemma", "Phi", "StableLm", "Starcoder2", "MBartDecoder")
-DECODERS = tuple(name for name in (*CAUSAL, *MORE) if name != "DeepseekV3")
+DECODERS = (*CAUSAL, *MORE)
 ENCODERS = tuple(BIDIRECTIONAL)
 EVERY_OTHER_KIND = (
     af.bias.BilinearConfig(layers="every", share_heads="kv"),

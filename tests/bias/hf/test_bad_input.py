@@ -85,19 +85,6 @@ def test_models_without_the_interface_or_without_attention(name):
     refused(family(name), af.UnsupportedArchitecture, "does not take the attention interface", GUIDANCE)
 
 
-def test_latent_attention_says_which_vectors_are_missing():
-    model, ids = family("DeepseekV3"), tokens(2, 7)
-    for reference in ("unrotated", "per_head"):
-        config = af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference=reference)
-        refused(model, af.UnsupportedArchitecture, "latent attention.*'rotated' or 'hidden' does without", config)
-    plain = outputs(model, input_ids=ids)
-    for reference in ("rotated", "hidden"):
-        af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference=reference))
-        disturb(model)
-        assert (outputs(model, input_ids=ids) - plain).abs().max() > 1e-3
-        af.bias.handle(model).remove()
-
-
 def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
     kinds = ["sliding_attention", "full_attention"] * 2
     config = Gemma3nTextConfig(

@@ -222,18 +222,19 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
             kinds = [config.module(layer.shape) for config in chosen]
         child = LayerBias(kinds, layer.shape, [one.reads for one in chosen if one.reads is not None], backend)
         child.to(device, dtype).train(module.training)
-        projections = layer.projections if "unrotated" in child.references else ()
+        sources = {"query": layer.query, "key": layer.key} if "unrotated" in child.references else {}
+        sources = {side: source for side, source in sources.items() if source is not None}
         remove_rope = any(config.rope == "remove" for config in chosen)
-        child.hooks = Hooks(layer.depth, projections, "hidden" in child.references, remove_rope)
+        child.hooks = Hooks(layer.depth, sources, "hidden" in child.references, remove_rope)
         children.append((layer, child))
     return children
 
 
 def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
     module, name = layer.site.module, layer.site.name
-    if not layer.projections and any(config.reads in ("unrotated", "per_head") for config in chosen):
+    if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
         raise UnsupportedArchitecture(
-            f"{name}: the projections of queries and keys cannot be reached: {layer.missing}. "
+            f"{name}: its queries and keys before rotation cannot be read: {layer.missing}. "
             "reference='rotated' or 'hidden' does without them"
         )
     if getattr(module, "is_kv_shared_layer", False):
@@ -241,7 +242,7 @@ def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
             f"{name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
             "out of layers=[...]"
         )
-    for path, _, _ in layer.projections:
+    for path in (*(layer.query.paths if layer.query else ()), *(layer.key.paths if layer.key else ())):
         try:
             module.get_submodule(path)
         except AttributeError as error:

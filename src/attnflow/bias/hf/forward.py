@@ -91,8 +91,11 @@ def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ..
         positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
     positions = positions.expand(query.shape[0], -1)
     rotated = "rotated" in bias.references
-    queries = Vectors(hooks.query, _flat(query) if rotated else None, hooks.hidden, positions)
-    keys = Vectors(hooks.key, _flat(key[:, :, where]) if rotated else None, hooks.hidden, positions)
+    batch, step = query.shape[0], torch.arange(new, device=device)
+    queries = Vectors(hooks.vectors("query", batch, step), _flat(query) if rotated else None, hooks.hidden, positions)
+    keys = Vectors(
+        hooks.vectors("key", batch, where), _flat(key[:, :, where]) if rotated else None, hooks.hidden, positions
+    )
     columns = extend(hooks.cache, layer, hooks.depth, bias.columns(keys), num_keys)
     return bias.terms(queries, columns, where)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -19,14 +19,12 @@ from attnflow.bias.layer import LayerBias
 from attnflow.bias.shape import LayerShape
 from attnflow.models.attention import attention_places
 from attnflow.models.families.find import Place
-from attnflow.models.families.rows import Rows
+from attnflow.models.families.rows import LatentKey, LatentQuery, Rows
+from attnflow.models.probe import Columns, Projections, probe
 from attnflow.models.sites import Site, find_sites
 
-Projection = tuple[str, str, Rows]  # path below the attention module, what it makes, and where the heads lie in that
-
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
-_OF_CONFIG: Final = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-_OF_MODULE: Final = ("num_heads", "num_key_value_heads", "head_dim")
+_HEADS: Final = ("num_heads", "num_attention_heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +35,16 @@ class Layer:
         site: where it is.
         shape: its sizes.
         depth: layers of its stack, of whatever kind: as many as a key-value cache has.
-        projections: of queries and keys; empty if they cannot be reached, with the reason in `missing`.
+        query: what its queries are made of, before rotation; None if that cannot be told, with the reason in `missing`.
+        key: likewise of its keys.
         missing: why not.
     """
 
     site: Site
     shape: LayerShape
     depth: int
-    projections: tuple[Projection, ...]
+    query: Columns | None
+    key: Columns | None
     missing: str = ""
 
 
@@ -62,39 +62,71 @@ def layers_of(model: nn.Module) -> list[Layer]:
     if len(stacks) > 1:
         names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
         raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
-    try:  # where their projections are, by the registry that `geometry` reads checkpoints with
-        places, missing = attention_places(model), "its projections are not in the registry"
-    except UnsupportedArchitecture as error:
-        places, missing = dict[str, Place](), str(error)
+    places = _places(model)
+    unknown = [site for site in sites if not _separable(places.get(site.name))]
+    probed = probe(model, unknown) if unknown else {}
     stack = model.get_submodule(sites[0].layers)
     depth = len(stack) if isinstance(stack, nn.ModuleList) else len(sites)
-    return [_layer(index, site, depth, places.get(site.name), missing) for index, site in enumerate(sites)]
+    return [
+        _layer(index, site, depth, places.get(site.name), probed.get(site.name)) for index, site in enumerate(sites)
+    ]
 
 
-def _layer(index: int, site: Site, depth: int, place: Place | None, missing: str) -> Layer:
-    config = site.owner.config
-    numbers: dict[str, int] = {}
-    for owner, names in ((config, _OF_CONFIG), (site.module, _OF_MODULE)):
-        numbers |= {name: size for name in names if isinstance(size := getattr(owner, name, None), int)}
-    if place is None:
-        heads = numbers.get("num_heads", numbers.get("num_attention_heads", 0))
-        if not heads:
-            raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}")
-        kv_heads = numbers.get("num_key_value_heads") or heads
-        head_dim = numbers.get("head_dim") or numbers["hidden_size"] // heads
-    else:
+def _places(model: nn.Module) -> dict[str, Place]:
+    """Where projections are by the registry that `geometry` reads checkpoints with; what it lacks is probed."""
+    try:
+        return attention_places(model)
+    except UnsupportedArchitecture:
+        return {}
+
+
+def _separable(place: Place | None) -> bool:
+    return place is not None and isinstance(place.query_rows, Rows) and isinstance(place.key_rows, Rows)
+
+
+def _layer(index: int, site: Site, depth: int, place: Place | None, probed: Projections | str | None) -> Layer:
+    query = key = None
+    missing = ""
+    if isinstance(probed, Projections):
+        heads, kv_heads, head_dim = probed.num_heads, probed.num_kv_heads, probed.head_dim
+        query, key = probed.query, probed.key
+    elif probed is None and place is not None:
         heads, kv_heads, head_dim = place.num_heads, place.num_kv_heads, place.head_dim
+        query, key = (_columns(place, rows) for rows in (place.query_rows, place.key_rows))
+    else:
+        missing = str(probed)
+        heads, kv_heads, head_dim = _stated(site, missing)
     causal = getattr(site.module, "is_causal", None)
-    causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
-    shape = LayerShape(index, heads, kv_heads, head_dim, numbers["hidden_size"], causal)
-    if place is None or not isinstance(place.query_rows, Rows) or not isinstance(place.key_rows, Rows):
-        latent = "its queries or keys are products of two projections (latent attention)"
-        return Layer(site, shape, depth, (), latent if place is not None else missing)
-    sides = (("query", place.query_rows), ("key", place.key_rows))
-    projections = tuple(
-        (rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight"), side, rows) for side, rows in sides
-    )
-    return Layer(site, shape, depth, projections)
+    causal = bool(getattr(site.owner.config, "is_decoder", True)) if causal is None else bool(causal)
+    hidden_size = _number(site.owner.config, "hidden_size")
+    if not hidden_size:
+        raise UnsupportedArchitecture(f"{type(site.owner.config).__name__} does not say its hidden_size")
+    return Layer(site, LayerShape(index, heads, kv_heads, head_dim, hidden_size, causal), depth, query, key, missing)
+
+
+def _columns(place: Place, rows: Rows | LatentQuery | LatentKey) -> Columns:
+    assert isinstance(rows, Rows)
+    return Columns.of_rows(rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight"), rows)
+
+
+def _stated(site: Site, missing: str) -> tuple[int, int, int]:
+    """(heads, key-value heads, width of a head) as the module says, or else its config."""
+    owners = (site.module, site.owner.config)
+    heads = next((n for owner in owners for name in _HEADS if (n := _number(owner, name))), 0)
+    if not heads:
+        raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}")
+    kv_heads = next((n for owner in owners if (n := _number(owner, "num_key_value_heads"))), heads)
+    head_dim = next((n for owner in owners if (n := _number(owner, "head_dim"))), 0)
+    return heads, kv_heads, head_dim or _number(site.owner.config, "hidden_size") // heads
+
+
+def _number(owner: object, name: str) -> int:
+    """A size by its name; 0 where there is none, or, in a config whose layers differ, several."""
+    try:
+        size = getattr(owner, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return 0
+    return size if isinstance(size, int) else 0
 
 
 @dataclass(eq=False)
@@ -106,11 +138,10 @@ class Hooks:
 
     Attributes:
         depth: layers of the model, which is how many a cache has.
-        projections: to be read.
+        sources: what queries and keys are made of, by side; nothing if the bias does not read them.
         keep_hidden: whether the bias reads the module's input.
         remove_rope: whether rotary embedding is switched off.
-        query: projected queries of the new tokens, [batch, tokens, num_heads * head_dim].
-        key: projected keys, likewise.
+        outputs: of the submodules that queries and keys are made of, by path.
         hidden: input of the module.
         positions: position ids, if the model passes them.
         cache: the key-value cache in use.
@@ -119,11 +150,10 @@ class Hooks:
     """
 
     depth: int
-    projections: Sequence[Projection]
+    sources: Mapping[str, Columns]
     keep_hidden: bool
     remove_rope: bool
-    query: Tensor | None = None
-    key: Tensor | None = None
+    outputs: dict[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())
     hidden: Tensor | None = None
     positions: Tensor | None = None
     cache: Cache | None = None
@@ -150,8 +180,24 @@ class Hooks:
 
     def clear(self) -> None:
         """Let go of all tensors."""
-        self.query = self.key = self.hidden = self.positions = self.cache = None
+        self.outputs = {}
+        self.hidden = self.positions = self.cache = None
         self.waiting = False
+
+    def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
+        """Queries or keys of the new tokens before rotation, [batch, tokens, width]; None if they are not read.
+
+        Latent attention makes keys of all cached tokens anew: `where`, int64[tokens], says which of them are new.
+        """
+        source = self.sources.get(side)
+        if source is None:
+            return None
+        outputs: dict[str, Tensor] = {}
+        for path in source.paths:
+            output = self.outputs[path]
+            output = output.reshape(batch, -1, output.shape[-1])
+            outputs[path] = output if output.shape[1] == len(where) else output.index_select(1, where)
+        return source.take(outputs)
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,25 +243,22 @@ class Hooks:
                 f"to {now!r} after af.bias.attach. Remove the bias, choose the implementation, and attach it again"
             )
 
-    def _read(self, side: str, rows: Rows, module: nn.Module, args: object, output: Tensor) -> None:
-        """After a projection: keeps the heads that `rows` names."""
-        if not self.waiting:
-            return  # disabled, or the projection alone: nothing would take the tensor from here
-        if rows.start != 0 or rows.stop != rows.blocks:
-            blocks = output.unflatten(-1, (rows.groups, rows.blocks, rows.head_dim))
-            output = blocks[..., rows.start : rows.stop, :].flatten(-3)
-        setattr(self, side, output)
+    def _read(self, path: str, module: nn.Module, args: object, output: Tensor) -> None:
+        """After a submodule of the attention module."""
+        if self.waiting:  # else disabled, or the submodule alone: nothing would take the tensor from here
+            self.outputs[path] = output
 
     def _hook(self, module: nn.Module) -> None:
-        """Hook the projections, unless they are the ones hooked already."""
-        current = [module.get_submodule(path) for path, _, _ in self.projections]
+        """Hook the submodules to be read, unless they are the ones hooked already."""
+        paths = dict.fromkeys(path for source in self.sources.values() for path in source.paths)
+        current = [module.get_submodule(path) for path in paths]
         if len(current) == len(self._hooked) and all(a is b for a, b in zip(current, self._hooked, strict=True)):
             return
         for handle in self._reading:
             handle.remove()
         self._hooked, self._reading = current, []
-        for projection, (_, side, rows) in zip(current, self.projections, strict=True):
-            self._reading.append(projection.register_forward_hook(partial(self._read, side, rows)))
+        for submodule, path in zip(current, paths, strict=True):
+            self._reading.append(submodule.register_forward_hook(partial(self._read, path)))
 
 
 def _bias_of(module: nn.Module) -> LayerBias:

@@ -1,0 +1,74 @@
+"""Attention whose queries and keys no table names: latent, of different widths from layer to layer, shared weights."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attnflow as af
+from attnflow.bias.layer import layer_biases
+from tests.bias.hf.common import disturb, outputs, same_state
+from tests.bias.hf.test_caches import pieces
+from tests.conformance.inputs import HIGHEST, ids
+from tests.conformance.miniature import Architecture, build
+
+DECODERS = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+}
+WIDE = af.bias.GuidanceConfig(layers="every", hidden_dim=8)
+
+
+def made(model_type, name):
+    return build(Architecture(model_type, name, "decoder")).double()
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_a_bias_attaches_by_default_acts_and_leaves_no_trace(model_type):
+    model, text = made(model_type, DECODERS[model_type]), ids(10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        plain = outputs(model, input_ids=text)
+        handle = af.bias.attach(model, WIDE)
+        assert torch.equal(outputs(model, input_ids=text), plain)
+        disturb(model)
+        moved = outputs(model, input_ids=text)
+        assert (moved - plain).abs().max() > 1e-3 * plain.abs().max()
+        changed = text.clone()
+        changed[:, 6] = (changed[:, 6] + 1) % HIGHEST
+        later = outputs(model, input_ids=changed)
+        torch.testing.assert_close(later[:, :6], moved[:, :6], rtol=1e-6, atol=1e-6)
+        parts = pieces(model, text, [5, 1, 1, 3], DynamicCache(config=model.config))
+        torch.testing.assert_close(parts, moved, rtol=1e-4, atol=1e-5)  # norms and routers compute in float32
+        handle.remove()
+        assert torch.equal(outputs(model, input_ids=text), plain)
+    assert same_state(model, before)
+
+
+def test_layers_of_different_widths_have_networks_of_different_widths():
+    model = made("gemma4_text", DECODERS["gemma4_text"])
+    af.bias.attach(model, WIDE)
+    for (_, bias), layer in zip(layer_biases(model), model.model.layers, strict=True):
+        attention = layer.self_attn
+        assert bias.shape.head_dim == attention.head_dim
+        assert bias.shape.num_heads * attention.head_dim == attention.q_proj.out_features
+        assert bias.shape.num_kv_heads * attention.head_dim == attention.k_proj.out_features
+
+
+def test_an_encoder_whose_layers_differ():
+    model, text = made("embedding_gemma2_text", "EmbeddingGemma2TextModel"), ids(10)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=text)
+        handle = af.bias.attach(model, WIDE)
+        assert torch.equal(outputs(model, input_ids=text), plain)
+        disturb(model)
+        assert (outputs(model, input_ids=text) - plain).abs().max() > 1e-3 * plain.abs().max()
+        handle.remove()
+        assert torch.equal(outputs(model, input_ids=text), plain)
+
+
+def test_queries_that_come_from_experts_say_what_to_do():
+    model = made("jetmoe", "JetMoeForCausalLM")
+    with pytest.raises(af.UnsupportedArchitecture, match=r"queries are more than components.*'rotated' or 'hidden'"):
+        af.bias.attach(model)
