@@ -72,3 +72,16 @@ def test_queries_that_come_from_experts_say_what_to_do():
     model = made("jetmoe", "JetMoeForCausalLM")
     with pytest.raises(af.UnsupportedArchitecture, match=r"queries are more than components.*'rotated' or 'hidden'"):
         af.bias.attach(model)
+
+
+def test_a_cache_without_a_place_for_the_bias_says_so():
+    """MiniMax's own cache takes every layer behind the model's for one of linear attention."""
+    model, text = made("minimax", "MiniMaxForCausalLM"), ids(10)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=text, use_cache=False)
+        af.bias.attach(model, WIDE)
+        assert torch.equal(outputs(model, input_ids=text, use_cache=False), plain)
+        disturb(model)
+        assert (outputs(model, input_ids=text, use_cache=False) - plain).abs().max() > 1e-3 * plain.abs().max()
+        with pytest.raises(af.UnsupportedArchitecture, match=r"MiniMaxCache numbers its layers.*use_cache=False"):
+            model(text, use_cache=True)

@@ -82,6 +82,11 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
         cached = cast(CacheLayerMixin, cache.layers[index[layer]])
         if cached.keys is None or not cached.keys.numel() or cached.keys.shape[-1] == columns.shape[-1]:
             return cached
+    if type(cache).__len__ is not Cache.__len__:
+        raise UnsupportedArchitecture(
+            f"a {type(cache).__name__} numbers its layers in its own way, which leaves no place for a bias; "
+            "pass use_cache=False"
+        )
     fresh = _like(main)
     seen = 0 if torch.compiler.is_compiling() else int(main.get_seq_length()) - columns.shape[1]
     if seen > 0:
