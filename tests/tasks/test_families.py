@@ -112,7 +112,7 @@ def test_token_ids_of_any_kind(tokens):
         (lambda: tasks.masked_lm(IDS, []), "at least one place"),
         (lambda: tasks.masked_lm(IDS, [1, 1]), "each once"),
         (lambda: tasks.masked_lm(IDS, [6]), r"positions in \[0, 6\), got 6"),
-        (lambda: tasks.masked_lm(IDS, [1], mask_token=-1), "id must be at least 0, got -1"),
+        (lambda: tasks.masked_lm(IDS, [1], mask_token=-1), "mask_token must be at least 0, got -1"),
         (lambda: tasks.multi_token_prediction(IDS, 0), "horizon must be at least 1, got 0"),
         (lambda: tasks.permutation_lm(IDS, [0, 1]), r"permutation of range\(6\)"),
         (lambda: tasks.permutation_lm([], []), "at least 1 tokens"),

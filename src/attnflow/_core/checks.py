@@ -2,42 +2,104 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import SupportsIndex, cast
+from typing import Final, SupportsFloat, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
 Indices = Sequence[int] | npt.NDArray[np.integer] | Tensor  # what a caller may give where positions are listed
 
 
+LARGEST_SIZE: Final = 1 << 27
+"""Positions that a sequence may have: building a mask of as many takes tens of gigabytes, and no model reads more."""
+
+_LARGEST: Final = (1 << 63) - 1  # of int64, in which everything is computed
+
+
 def integer(name: str, value: object, minimum: int = 0, maximum: int | None = None) -> int:
-    """`value` as an int within [minimum, maximum]; numpy and 0-d torch integers are welcome, bools and floats not."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got the bool {value}")
-    try:
-        result = operator.index(cast(SupportsIndex, value))
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+    """`value` as an int within [minimum, maximum], by default at most 2**63 - 1.
+
+    Integers of numpy and torch without dimensions are welcome; bools of any kind, floats and texts are not.
+    """
+    result = _index(name, value)
     if result < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {result}")
-    if maximum is not None and result > maximum:
+    maximum = _LARGEST if maximum is None else maximum
+    if result > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {result}")
+    return result
+
+
+def size(name: str, value: object, minimum: int = 0) -> int:
+    """`value` as a number of positions: an int in [minimum, `LARGEST_SIZE`]."""
+    result = _index(name, value)
+    if result < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {result}")
+    if result > LARGEST_SIZE:
+        raise ValueError(
+            f"{name} must be at most {LARGEST_SIZE} positions, got {result}: a mask so long does not fit into memory"
+        )
+    return result
+
+
+def boolean(name: str, value: object) -> bool:
+    """`value` as a bool; those of numpy and torch without dimensions are welcome, numbers and texts are not."""
+    if isinstance(value, bool):
+        return value
+    if getattr(value, "dtype", None) in (torch.bool, np.bool_) and getattr(value, "shape", None) == ():
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
+def number(name: str, value: object, minimum: float | None = None) -> float:
+    """`value` as a finite float, at least `minimum`; bools and texts are no numbers."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, bool | str | bytes) or dtype in (torch.bool, np.bool_):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    try:
+        result = float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}") from None
+    if not math.isfinite(result) or (minimum is not None and result < minimum):
+        least = "" if minimum is None else f" and at least {minimum:g}"
+        raise ValueError(f"{name} must be finite{least}, got {result}")
     return result
 
 
 def index_array(name: str, values: object, limit: int | None = None) -> IntArray:
     """`values` (a sequence, array or tensor of integers) as int64[n]; with `limit`, each must lie in [0, limit)."""
-    array = np.asarray(values if isinstance(values, Sequence) else _as_plain(name, values))
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name} must be a sequence of integers, got the text {values!r:.40}")
+    plain = values if isinstance(values, Sequence) else _as_plain(name, values)
+    if isinstance(plain, Sequence):
+        kinds = {type(item) for item in cast(Sequence[object], plain)}
+        if kinds & {bool, np.bool_}:
+            raise TypeError(f"{name} must hold integers, got dtype bool")
+        if any(issubclass(kind, Tensor) for kind in kinds):
+            plain = [integer(f"each of {name}", item, -_LARGEST) for item in cast(Sequence[object], plain)]
+    try:
+        array = np.asarray(plain)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"{name} must be one-dimensional, got lists of several lengths") from None
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must hold integers, got dtype {array.dtype}")
+        wide = [item for item in array.tolist() if isinstance(item, int) and abs(item) > _LARGEST]
+        raise TypeError(
+            f"{name} must hold integers of at most 64 bits, got {wide[0]}"
+            if wide
+            else f"{name} must hold integers, got dtype {array.dtype}"
+        )
+    if array.dtype == np.uint64 and array.max() > _LARGEST:
+        raise ValueError(f"{name} must hold integers of at most {_LARGEST}, got {array.max()}")
     array = array.astype(np.int64)
     if limit is not None and (array.min() < 0 or array.max() >= limit):
         bad = int(array[(array < 0) | (array >= limit)][0])
@@ -58,6 +120,18 @@ def preview(values: Iterable[object], limit: int = 12) -> str:
     """The first few of many values, for a message."""
     items = [str(v) for _, v in zip(range(limit + 1), values, strict=False)]
     return "[" + ", ".join(items[:limit]) + (", ...]" if len(items) > limit else "]")
+
+
+def _index(name: str, value: object) -> int:
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    if isinstance(value, bool) or dtype in (torch.bool, np.bool_):
+        raise TypeError(f"{name} must be an integer, got the bool {value}")
+    if shape != ():
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} of shape {tuple(shape)}")
+    try:
+        return operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
 
 
 def _as_plain(name: str, values: object) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -66,8 +66,8 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
     >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
     0.625
     """
-    num_queries = checks.integer("num_queries", num_queries)
-    num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
+    num_queries = checks.size("num_queries", num_queries)
+    num_keys = num_queries if num_keys is None else checks.size("num_keys", num_keys)
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q, k); {not_a_mask(mask_mod)}")
     zero, one = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.int64)
@@ -100,7 +100,7 @@ def from_intervals(
     >>> from_intervals([[(0, 1)], [(0, 2)], [(0, 1), (2, 3)]]).keys(2).tolist()
     [0, 2]
     """
-    num_keys = len(rows) if num_keys is None else checks.integer("num_keys", num_keys)
+    num_keys = len(rows) if num_keys is None else checks.size("num_keys", num_keys)
     flat = [(q, *_pair("interval", item)) for q, row in enumerate(rows) for item in row]
     for q, start, end in flat:
         if not 0 <= start <= end <= num_keys:
@@ -117,8 +117,8 @@ def from_edges(
     >>> from_edges([(1, 0)], 2).dense().tolist()
     [[False, False], [True, False]]
     """
-    num_queries = checks.integer("num_queries", num_queries)
-    num_keys = num_queries if num_keys is None else checks.integer("num_keys", num_keys)
+    num_queries = checks.size("num_queries", num_queries)
+    num_keys = num_queries if num_keys is None else checks.size("num_keys", num_keys)
     table = np.array([_pair("edge", edge) for edge in edges], dtype=np.int64).reshape(-1, 2)
     query = checks.index_array("queries of edges", table[:, 0], num_queries)
     key = checks.index_array("keys of edges", table[:, 1], num_keys)
@@ -129,7 +129,6 @@ def _pair(name: str, item: Iterable[int]) -> tuple[int, int]:
     pair = tuple(item)
     if len(pair) != 2:
         raise ValueError(f"expected an {name} of two integers, got {pair}")
-    try:
-        return operator.index(pair[0]), operator.index(pair[1])
-    except TypeError:
-        raise TypeError(f"expected an {name} of two integers, got {pair}") from None
+    return checks.integer(f"the first of an {name}", pair[0], -sys.maxsize), checks.integer(
+        f"the second of an {name}", pair[1], -sys.maxsize
+    )

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from attnflow._core.checks import Indices, IntArray, index_array, integer
+from attnflow._core.checks import Indices, IntArray, boolean, index_array, integer, size
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
@@ -17,8 +17,8 @@ def full(n: int, num_keys: int | None = None) -> Mask:
     >>> full(3).density
     1.0
     """
-    n = integer("n", n)
-    num_keys = n if num_keys is None else integer("num_keys", num_keys)
+    n = size("n", n)
+    num_keys = n if num_keys is None else size("num_keys", num_keys)
     return _mask(np.arange(n), 0, num_keys, n, num_keys, "full", n=n, num_keys=num_keys)
 
 
@@ -28,7 +28,7 @@ def causal(n: int) -> Mask:
     >>> causal(3).dense().int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
     return _mask(q, 0, q + 1, n, n, "causal", n=n)
 
@@ -41,11 +41,12 @@ def sliding_window(n: int, window: int, causal: bool = True) -> Mask:
     >>> sliding_window(5, 2, causal=False).keys(3).tolist()
     [2, 3, 4]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
-    window = integer("window", window, 1)
-    last = q + 1 if causal else q + window
-    return _mask(q, q - window + 1, last, n, n, "sliding_window", n=n, window=window, causal=causal)
+    window, causal = integer("window", window, 1), boolean("causal", causal)
+    reach = min(window, n)
+    last = q + 1 if causal else q + reach
+    return _mask(q, q - reach + 1, last, n, n, "sliding_window", n=n, window=window, causal=causal)
 
 
 def dilated_window(n: int, window: int, dilation: int, causal: bool = True) -> Mask:
@@ -56,16 +57,17 @@ def dilated_window(n: int, window: int, dilation: int, causal: bool = True) -> M
     >>> dilated_window(8, window=3, dilation=2).keys(7).tolist()
     [3, 5, 7]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
     window = integer("window", window, 1)
-    dilation = integer("dilation", dilation, 1)
+    dilation, causal = integer("dilation", dilation, 1), boolean("causal", causal)
     # Numbered by residue class, each row is one interval.
-    step, residue = q // dilation, q % dilation
-    offset = np.concatenate([[0], np.cumsum(np.bincount(residue, minlength=dilation))])
+    reach, classes = min(window, n), max(min(dilation, n), 1)
+    step, residue = q // classes, q % classes
+    offset = np.concatenate([[0], np.cumsum(np.bincount(residue, minlength=classes))])
     rank = offset[residue] + step
-    last = np.minimum(step + 1 if causal else step + window, np.diff(offset)[residue])
-    rows = IntervalRows.build(rank, offset[residue] + np.maximum(step - window + 1, 0), offset[residue] + last, n, n)
+    last = np.minimum(step + 1 if causal else step + reach, np.diff(offset)[residue])
+    rows = IntervalRows.build(rank, offset[residue] + np.maximum(step - reach + 1, 0), offset[residue] + last, n, n)
     parameters = {"n": n, "window": window, "dilation": dilation, "causal": causal}
     return Mask(rows, "dilated_window", parameters, query_rank=rank, key_rank=rank)
 
@@ -76,7 +78,7 @@ def prefix_lm(n: int, prefix: int) -> Mask:
     >>> prefix_lm(4, 2).dense().int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
     prefix = integer("prefix", prefix, 0, n)
     return _mask(q, 0, np.maximum(q + 1, prefix), n, n, "prefix_lm", n=n, prefix=prefix)
@@ -97,7 +99,7 @@ def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> M
     sizes = index_array("lengths", lengths)
     if len(sizes) and sizes.min() < 0:
         raise ValueError(f"lengths must not be negative, got {int(sizes.min())}")
-    n = int(sizes.sum())
+    n = size("the sum of lengths", sum(sizes.tolist()))
     q, ends = np.arange(n), np.cumsum(sizes)
     last = q + 1 if inner == "causal" else np.repeat(ends, sizes)
     return _mask(q, np.repeat(ends - sizes, sizes), last, n, n, "document", lengths=tuple(sizes.tolist()), inner=inner)
@@ -109,7 +111,7 @@ def block_causal(n: int, block: int) -> Mask:
     >>> block_causal(4, 2).dense().int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
     block = integer("block", block, 1)
     divides("n", n, block)
@@ -122,7 +124,7 @@ def global_tokens(n: int, indices: Indices) -> Mask:
     >>> global_tokens(4, [1]).dense().int().tolist()
     [[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 1]]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
     chosen = np.unique(index_array("indices", indices, n))
     # Numbered with the global tokens first, each row is at most two intervals.
@@ -140,6 +142,7 @@ def longformer(n: int, window: int, indices: Indices = (0,)) -> Mask:
     >>> longformer(5, 2, [0]).keys(3).tolist()
     [0, 2, 3, 4]
     """
+    n = size("n", n)
     near, everywhere = sliding_window(n, window, causal=False), global_tokens(n, indices)
     # Numbered as `global_tokens` does it, a window loses only the global tokens inside it: few pieces a row.
     rows, rank = everywhere.relabelled()
@@ -170,11 +173,11 @@ def big_bird(
     >>> big_bird(8, block=1, num_random=0).keys(4).tolist()
     [0, 3, 4, 5]
     """
-    n, block = integer("n", n), integer("block", block, 1)
+    n, block = size("n", n), integer("block", block, 1)
     divides("n", n, block)
     num_global = integer("num_global", num_global)
     num_window = integer("num_window", num_window, 1)
-    num_random = integer("num_random", num_random)
+    num_random, seed = integer("num_random", num_random), integer("seed", seed)
     if num_window % 2 == 0:
         raise ValueError(f"num_window must be odd, to be centred on the query's block, got {num_window}")
     count, half, generator = n // block, num_window // 2, np.random.default_rng(seed)
@@ -198,11 +201,11 @@ def attention_sink(n: int, sinks: int, window: int) -> Mask:
     >>> attention_sink(6, sinks=1, window=2).keys(5).tolist()
     [0, 4, 5]
     """
-    n = integer("n", n)
+    n = size("n", n)
     q = np.arange(n)
     sinks = integer("sinks", sinks)
     window = integer("window", window, 1)
-    rows = IntervalRows.of(n, n, (q, 0, np.minimum(sinks, q + 1)), (q, q - window + 1, q + 1))
+    rows = IntervalRows.of(n, n, (q, 0, np.minimum(sinks, q + 1)), (q, q - min(window, n) + 1, q + 1))
     return Mask(rows, "attention_sink", {"n": n, "sinks": sinks, "window": window})
 
 
@@ -219,11 +222,11 @@ def tree(parents: Indices) -> Mask:
     [0, 1, 3]
     """
     parent = index_array("parents", parents)
-    n = len(parent)
+    n = size("the number of parents", len(parent))
     if n and parent[0] != -1:
         raise ValueError(f"parents[0] must be -1, the root, got {parent[0]}")
     if n and (parent.min() < -1 or parent.max() >= n):
-        raise ValueError(f"parents must lie in [-1, {n}), got {parents[int(np.argmax((parent < -1) | (parent >= n)))]}")
+        raise ValueError(f"parents must lie in [-1, {n}), got {parent[(parent < -1) | (parent >= n)][0]}")
     head, rank = _heavy_paths(parent)
     # A node's ancestors are one stretch on each of its at most log2(n) + 1 heavy paths.
     node, here = np.arange(n), np.arange(n)
@@ -249,16 +252,16 @@ def _heavy_paths(parent: IntArray) -> tuple[IntArray, IntArray]:
     if len(order) < n:
         cyclic = sorted(set(range(n)) - set(order))
         raise ValueError(f"parents must form a forest, but nodes {cyclic[:8]} hang below a cycle")
-    size = np.ones(n, dtype=np.int64)
+    weight = np.ones(n, dtype=np.int64)
     for node in reversed(order):
         if parent[node] >= 0:
-            size[parent[node]] += size[node]
+            weight[parent[node]] += weight[node]
     head, rank = np.arange(n), np.zeros(n, dtype=np.int64)
     stack = [node for node in reversed(range(n)) if parent[node] < 0]
     for number in range(n):
         node = stack.pop()
         rank[node] = number
-        below = sorted(children[node], key=lambda c: size[c])  # the heaviest ends up on top of the stack
+        below = sorted(children[node], key=lambda c: weight[c])  # the heaviest ends up on top of the stack
         if below:
             head[below[-1]] = head[node]
         stack += below

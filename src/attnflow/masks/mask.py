@@ -113,15 +113,15 @@ class Mask:
 
     def keys(self, query: int) -> IntArray:
         """The keys that `query` may attend to, ascending, int64."""
-        checks.integer("query", query, 0, self.num_queries - 1)
+        query = checks.integer("query", query, 0, self.num_queries - 1)
         row = query if self._query_rank is None else int(self._query_rank[query])
         keys = self._rows.keys_of(row)
         return keys if self._key_rank is None else np.sort(flex.invert(self._key_rank)[keys])
 
     def allows(self, query: int, key: int) -> bool:
         """Whether `query` may attend to `key`."""
-        checks.integer("query", query, 0, self.num_queries - 1)
-        checks.integer("key", key, 0, self.num_keys - 1)
+        query = checks.integer("query", query, 0, self.num_queries - 1)
+        key = checks.integer("key", key, 0, self.num_keys - 1)
         row = query if self._query_rank is None else int(self._query_rank[query])
         column = key if self._key_rank is None else int(self._key_rank[key])
         return any(start <= column < end for start, end in self._rows.row(row))
@@ -141,7 +141,8 @@ class Mask:
         """(first query, bool[rows, num_keys]) for consecutive row blocks: the whole relation in little memory."""
         if chunk is None:
             chunk = max(1, _CHUNK_BYTES // max(1, self.num_keys))
-        for start in range(0, self.num_queries, checks.integer("chunk", chunk, 1)):
+        chunk = checks.integer("chunk", chunk, 1)
+        for start in range(0, self.num_queries, chunk):
             queries = np.arange(start, min(start + chunk, self.num_queries))
             part = self._rows.to_bool(queries if self._query_rank is None else self._query_rank[queries])
             yield start, part if self._key_rank is None else part[:, self._key_rank]
@@ -202,7 +203,7 @@ class Mask:
             ValueError: the shapes differ.
         """
         self._check(other, "compare")
-        checks.integer("limit", limit, 1)
+        limit = checks.integer("limit", limit, 1)
         if self._same_labels(other):
             a, b = self._rows, other._rows
             if all(map(np.array_equal, (a.indptr, a.starts, a.ends), (b.indptr, b.starts, b.ends))):

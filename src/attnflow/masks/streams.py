@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from attnflow._core import checks
-from attnflow._core.checks import Indices, integer
+from attnflow._core.checks import Indices, boolean, integer
 from attnflow.masks.catalogue import blow_up
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
@@ -26,6 +26,7 @@ def permutation_lm(permutation: Indices) -> Mask:
     """
     order = checks.permutation("permutation", permutation)
     n = len(order)
+    checks.size("2n", 2 * n)
     step = np.empty_like(order)
     step[order] = t = np.arange(n)
     rank = np.concatenate([step, n + step])  # numbered by step, each row is one or two intervals
@@ -50,7 +51,9 @@ def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -
     """
     num_blocks = integer("num_blocks", num_blocks, 1)
     block = integer("block", block, 1)
+    predict_first = boolean("predict_first", predict_first)
     p = num_blocks - 1
+    checks.size("the number of positions", (2 * p + predict_first) * block)
     content, ahead = np.arange(p), np.arange(p + predict_first)
     below = ahead if predict_first else ahead + 1  # content blocks that a mask block sees
     own = p + ahead
@@ -71,6 +74,7 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
     """
     n = integer("num_blocks", num_blocks, 1)
     block = integer("block", block, 1)
+    checks.size("2 * num_blocks * block", 2 * n * block)
     i = np.arange(n)
     # Numbered with the clean blocks first, information flows upwards only.
     blocks = IntervalRows.of(2 * n, 2 * n, (i, 0, i + 1), (n + i, 0, i), (n + i, n + i, n + i + 1))
@@ -95,9 +99,9 @@ def butterfly(n: int) -> Mask:
     True
     """
     n = integer("n", n)
+    size = checks.size("3n - 2", max(3 * n - 2, 0))
     a = max(n - 1, 0)
     t, s = np.arange(a), np.arange(n)
-    size = 2 * a + n
     # Numbered with the backward stream reversed, information flows upwards only.
     rank = np.concatenate([t, 2 * a - 1 - t, 2 * a + s])
     centre = 2 * a + s
@@ -118,10 +122,10 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
     >>> multi_token_prediction(2, 2).dense().int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
-    n = integer("n", n)
-    ahead = integer("horizon", horizon, 1) - 1
+    n, horizon = integer("n", n), integer("horizon", horizon, 1)
+    size = checks.size("n * horizon", n * horizon)
+    ahead = horizon - 1
     q, m = np.arange(n), np.arange(n * ahead)
     i = m // max(ahead, 1)
-    size = n + len(m)
     rows = IntervalRows.of(size, size, (q, 0, q + 1), (n + m, 0, i + 1), (n + m, n + i * ahead, n + m + 1))
     return Mask(rows, "multi_token_prediction", {"n": n, "horizon": horizon})

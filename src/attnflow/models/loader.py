@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig as Config
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from attnflow._core.checks import boolean
 from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
 from attnflow.models import cache
 from attnflow.models.loaded import Loaded
@@ -67,7 +68,7 @@ def load_model(
     Cost: the time and memory of the weights. A GGUF file is unpacked once, in some 20 s and a little over twice the
     memory for 135 million parameters; from the cache they take about 2 s.
     """
-    kind = _dtype(dtype)
+    kind, tokenizer = _dtype(dtype), boolean("tokenizer", tokenizer)
     folder, gguf = _locate(os.fspath(name_or_path))
     with quiet():
         if gguf is None:
@@ -87,6 +88,7 @@ def outline(name_or_path: str | os.PathLike[str], *, tokenizer: bool = True) -> 
 
     Cost: of a GGUF file that is not in the cache, some 10 s to read its head, and as much for the tokenizer.
     """
+    tokenizer = boolean("tokenizer", tokenizer)
     folder, gguf = _locate(os.fspath(name_or_path))
     with quiet():
         if gguf is None:

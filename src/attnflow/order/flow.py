@@ -315,8 +315,9 @@ class Flow(Result):
             return torch.from_numpy(self._order.table(self._class_of[part])[:, self._class_of])
 
         if chunk is not None:
-            cuts = range(0, self.size, checks.integer("chunk", chunk, 1))
-            return ((start, rows(slice(start, min(start + chunk, self.size)))) for start in cuts)
+            step = checks.integer("chunk", chunk, 1)
+            cuts = range(0, self.size, step)
+            return ((start, rows(slice(start, min(start + step, self.size)))) for start in cuts)
         result = torch.empty(self.size, self.size, dtype=torch.bool)
         for part in bits.chunks(self.size, self.size):
             result[part] = rows(part)

@@ -72,10 +72,10 @@ def budget(n: int, window: int | None, anchors: int | Sequence[int] | None) -> I
     node = np.arange(n)
     keep: IntervalRows | None = None
     if window is not None:
-        checks.integer("window", window, 1)
-        keep = IntervalRows.build(node, node - window + 1, node + window, n, n)
+        reach = min(checks.integer("window", window, 1), n)
+        keep = IntervalRows.build(node, node - reach + 1, node + reach, n, n)
     if anchors is not None:
-        if isinstance(anchors, int):
+        if getattr(anchors, "ndim", 0 if isinstance(anchors, int) else 1) == 0:  # of numpy and torch, too
             count = checks.integer("anchors", anchors, 1, n)
             chosen = np.linspace(0, n - 1, count).round().astype(np.int64)
         else:

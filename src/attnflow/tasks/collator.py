@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow._core.checks import index_array, integer
+from attnflow._core.checks import boolean, index_array, integer
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import BY_LENGTH
@@ -129,7 +129,7 @@ class Collator:
             plain = plain.func
         of_length_alone = plain in BY_LENGTH
         self.family_fn = family_fn
-        self.by_length = of_length_alone if by_length is None else by_length
+        self.by_length = of_length_alone if by_length is None else boolean("by_length", by_length)
         self.dtype = dtype
         self.pad_token = integer("pad_token", pad_token)
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1)

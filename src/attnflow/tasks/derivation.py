@@ -135,7 +135,8 @@ def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
     """
     entry = find(family, named_families(), "family")
     values = entry.check(parameters, family)
-    tasks = entry.function(tokens=list(range(1, integer("num_tokens", num_tokens, 1) + 1)), **values)
+    num_tokens = integer("num_tokens", num_tokens, 1)
+    tasks = entry.function(tokens=list(range(1, num_tokens + 1)), **values)
     merged = merge(tasks)
     defaults = {p.name: p.default for p in entry.parameters if not p.required}
     formula, mask = _closed_form(family, num_tokens, {**defaults, **values})

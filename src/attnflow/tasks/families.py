@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attnflow._core.checks import index_array, integer, permutation
+from attnflow._core.checks import boolean, index_array, integer, permutation, size
 from attnflow.masks.catalogue import block_causal, causal, divides, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
@@ -49,7 +49,7 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     [1, 2]
     """
     data = _data(tokens, minimum=2)
-    integer("horizon", horizon, 1)
+    horizon = integer("horizon", horizon, 1)
     return tuple(
         Task(data[: k + 1], [Label(k, target, task=k) for target in data[k + 1 : k + 1 + horizon]], causal(k + 1))
         for k in range(len(data) - 1)
@@ -73,6 +73,7 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
     [4, 6]
     """
     data = _data(tokens, minimum=1)
+    block, predict_first = integer("block", block, 1), boolean("predict_first", predict_first)
     num_blocks = divides("the number of tokens", len(data), block)
     if num_blocks < 2 and not predict_first:
         raise ValueError(
@@ -168,6 +169,7 @@ def block_diffusion(
     [4]
     """
     data = _data(tokens, minimum=1)
+    block = integer("block", block, 1)
     num_blocks = divides("the number of tokens", len(data), block)
     hidden = frozenset(range(len(data))) if masked is None else _places("masked", masked, len(data))
     blank = _mask_tokens(len(data), mask_token)
@@ -198,13 +200,13 @@ def butterfly_as_printed(n: int) -> Mask:
     >>> af.masks.butterfly(4).difference(butterfly_as_printed(4))
     [(6, 3), (7, 4), (8, 5)]
     """
-    integer("n", n)
+    n = integer("n", n)
     a = max(n - 1, 0)
-    size = 2 * a + n
+    length = size("3n - 2", 2 * a + n)
     t, centre = np.arange(a), 2 * a + np.arange(n)
     streams = (t, 0, t + 1), (a + t, a + t, 2 * a)
     centres = (centre, 0, centre - 2 * n + 2), (centre, centre - n + 2, 2 * a), (centre, centre, centre + 1)
-    return Mask(IntervalRows.of(size, size, *streams, *centres), "butterfly_as_printed", {"n": n})
+    return Mask(IntervalRows.of(length, length, *streams, *centres), "butterfly_as_printed", {"n": n})
 
 
 def _data(tokens: TokenIds, minimum: int) -> tuple[Token, ...]:
@@ -216,6 +218,7 @@ def _data(tokens: TokenIds, minimum: int) -> tuple[Token, ...]:
 
 
 def _mask_tokens(n: int, mask_token: int) -> tuple[Token, ...]:
+    mask_token = integer("mask_token", mask_token)
     return tuple(Token(mask_token, position, ()) for position in range(n))
 
 

@@ -169,7 +169,7 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
             "af.tasks.merge(family)"
         )
     if layers is not None:
-        integer("layers", layers)
+        layers = integer("layers", layers)
     carried = np.array(
         [(index, place) for place, token in enumerate(task.inputs) for index in sorted(token.provenance)],
         dtype=np.int64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnflow._core.checks import integer
+from attnflow._core.checks import integer, number
 from attnflow._core.plain import as_integer, as_list, as_number, as_object, only_keys
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
@@ -63,8 +62,12 @@ class Token:
         """
         object.__setattr__(self, "id", _token_id(id))
         object.__setattr__(self, "position", integer("position", position))
-        chosen = (self.position,) if provenance is None else provenance
-        object.__setattr__(self, "provenance", frozenset(integer("provenance", index) for index in chosen))
+        chosen = cast(object, (self.position,) if provenance is None else provenance)
+        if isinstance(chosen, str | bytes) or not isinstance(chosen, Iterable) or getattr(chosen, "ndim", 1) == 0:
+            raise TypeError(f"provenance must be a collection of data indices, such as (2,), got {chosen!r}")
+        object.__setattr__(
+            self, "provenance", frozenset(integer("provenance", index) for index in cast(Iterable[object], chosen))
+        )
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -116,10 +119,7 @@ class Label:
             raise ValueError(f"a target is one vocabulary id of at most one data token, got {self.target}")
         object.__setattr__(self, "position", integer("position of a label", self.position))
         object.__setattr__(self, "task", integer("task of a label", self.task))
-        weight = float(self.weight)
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"weight of a label must be finite and at least 0, got {weight}")
-        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "weight", number("weight of a label", self.weight, 0.0))
 
     @property
     def target_id(self) -> int:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from attnflow._core.checks import boolean
+from attnflow._core.checks import number as finite
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating, precision
@@ -109,6 +111,8 @@ def verify(
     Cost: one forward (and backward) pass per subtask and one for the merged task.
     """
     model, tasks = split(model)[0], list(family)
+    gradients = boolean("gradients", gradients)
+    tolerance = None if tolerance is None else finite("tolerance", tolerance, 0.0)
     _require_same_family(tasks, merged)
     for task in (*tasks, merged.task):
         if task.size and int(task.mask.row_counts().min()) == 0:

@@ -9,7 +9,7 @@ from typing import Final, Literal, cast, get_args
 import torch
 from torch import nn
 
-from attnflow._core.checks import integer
+from attnflow._core.checks import boolean, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.masks.hf.attention import MaskedAttention
@@ -118,6 +118,7 @@ def attach(
     ('sdpa', False)
     """
     model, _ = split(model)
+    crop = boolean("crop", crop)
     options = ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)), ("other_mixers", other_mixers, get_args(OtherMixers))
     for name, value, choices in options:
         if value not in choices:
