@@ -1,21 +1,19 @@
-"""Where a transformers model attends, by the attention interface, and where its feed-forward layers are."""
+"""Where a transformers model attends, by the attention interface, and what else moves between positions."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 from typing import Final, Literal, cast
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.find import CROSS, Kind
-from attnflow.models.families.table import FEED_FORWARD, FeedForward
 
 _INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
 # Modules that carry information between positions without attention, by class name.
@@ -104,11 +102,24 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
         for index, layer in enumerate(layers):
             here = f"{path}.{index}"
             attends = any(_inside(name, here) for name in covered)
-            inner = [(name, m) for name, m in layer.named_modules(prefix=here) if m is not layer and _mixes(m)]
+            inner = [
+                (name, m)
+                for name, m in layer.named_modules(prefix=here)
+                if m is not layer and moves_between_positions(m)
+            ]
             mixers += [f"{name} ({type(m).__name__})" for name, m in inner]
             if not attends and not inner:
                 mixers.append(f"{here} ({type(layer).__name__}, without attention)")
     return mixers
+
+
+def moves_between_positions(module: nn.Module) -> bool:
+    """Whether a module is recurrent, a state space or a convolution wider than one position; not: attention."""
+    if _calls_interface(module):
+        return False
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return max(module.kernel_size) > 1
+    return isinstance(module, nn.RNNBase) or _MIXER.search(type(module).__name__) is not None
 
 
 def eager_kernel(module: nn.Module) -> Callable[..., object]:
@@ -122,42 +133,10 @@ def eager_kernel(module: nn.Module) -> Callable[..., object]:
     )
 
 
-def find_feed_forward(model: nn.Module) -> list[FeedForward]:
-    """The feed-forward layers of a model, in order; `UnsupportedArchitecture` if no linear maps are known by name."""
-    layers = [
-        replace(kind, name=name)
-        for name, module in model.named_modules()
-        if (kind := next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)) is not None
-    ]
-    if not layers:
-        near = sorted({type(m).__name__ for m in model.modules() if "mlp" in type(m).__name__.lower()})
-        raise UnsupportedArchitecture(
-            f"{type(model).__name__} has no feed-forward layers that are known (modules that may be: "
-            f"{', '.join(near) or 'none'}); experts that are stored together are not supported"
-        )
-    return layers
-
-
-def stored(module: nn.Module) -> Tensor:
-    """A linear map's weight as (out, in), a view."""
-    weight = module.weight
-    if not isinstance(weight, Tensor):
-        raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
-    return weight.T if isinstance(module, Conv1D) else weight
-
-
 def _calls_interface(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return isinstance(code, CodeType) and _INTERFACE in code.co_names
-
-
-def _mixes(module: nn.Module) -> bool:
-    if _calls_interface(module):
-        return False
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return max(module.kernel_size) > 1
-    return isinstance(module, nn.RNNBase) or _MIXER.search(type(module).__name__) is not None
 
 
 def _part(name: str) -> Part:
@@ -169,22 +148,3 @@ def _part(name: str) -> Part:
 
 def _inside(name: str, path: str) -> bool:
     return path == "" or name == path or name.startswith(path + ".")
-
-
-def _fits(module: nn.Module, layer: FeedForward) -> bool:
-    """Whether the maps are there and lead from the model's width to the neurons and back."""
-    maps, out = [_linear(module, path) for path in layer.first], _linear(module, layer.last)
-    if out is None or any(each is None for each in maps):
-        return False
-    width, neurons = stored(out).shape
-    rows = 2 * neurons if layer.fused else neurons
-    return all(each is not None and stored(each).shape == (rows, width) for each in maps)
-
-
-def _linear(module: nn.Module, path: str) -> nn.Module | None:
-    """The linear map at a path below a module, if there is one."""
-    try:
-        inner = module.get_submodule(path)
-    except AttributeError:
-        return None
-    return inner if isinstance(inner, nn.Linear | Conv1D) else None

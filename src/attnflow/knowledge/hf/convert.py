@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Final, TypeVar, cast
 
 import torch
@@ -13,10 +14,11 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
+from attnflow.knowledge.hf.verify import Inputs, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues
 from attnflow.models.families.table import FeedForward
+from attnflow.models.feed_forward import find_feed_forward, stored, uncovered
 from attnflow.models.loaded import Loaded, split
-from attnflow.models.sites import find_feed_forward, stored
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
@@ -26,7 +28,14 @@ Model = TypeVar("Model", bound=nn.Module)
 _Converted = tuple[FeedForward, list[bool], bool, int]
 
 
-def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: int | None = None) -> Model:
+def from_ffn(
+    model: Model | Loaded,
+    *,
+    entry_dim: int | None = None,
+    key_dim: int | None = None,
+    partial: bool = False,
+    check: bool | Inputs = True,
+) -> Model:
     """A copy of a model whose feed-forward layers read one explicit knowledge base, `.knowledge`; the same function.
 
     Each neuron becomes an entry [w_up | w_down | b_up] (gated: [w_gate | w_up | w_down | b_gate | b_up]), and each
@@ -40,16 +49,23 @@ def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: in
         model: a transformers model, or what `af.load_model` returned; it is not changed.
         entry_dim: d_E, if the entries must be no wider; an error says by how much that is not exact.
         key_dim: d_k, likewise.
+        partial: convert what can be, and leave the rest of a layer, such as experts that are stored together, to the
+            model's own code. Without it nothing of a layer is left out: a matrix that is neither attention (or another
+            mixer of positions), norm, embedding nor the choice of experts is in the base, or the model is refused.
+        check: run the model and the copy on a few tokens: the same outputs, and others once the values of all entries
+            have the other sign. Named inputs are taken in place of tokens; False: no check.
 
     Returns:
         The converted copy, with `model.knowledge`, a `LayeredKnowledge`, to be searched and edited.
 
     Raises:
         TypeError: no model.
-        UnsupportedArchitecture: no feed-forward layers that are known, or layers of different widths or forms.
-        ValueError: converted already, or widths for which the conversion is not exact.
+        UnsupportedArchitecture: no feed-forward layers that are known, layers of different widths or forms, matrices
+            that would be left out, or outputs that are others.
+        ValueError: converted already, widths for which the conversion is not exact, or a model that does not run on
+            the tokens of the check.
 
-    Cost: a copy of the model, with its feed-forward weights moved into the base.
+    Cost: a copy of the model, with its feed-forward weights moved into the base, and three short forward passes.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -64,6 +80,8 @@ def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: in
     if hasattr(model, _SITES):
         raise ValueError(f"{type(model).__name__} reads a knowledge base already; to_ffn(model) undoes that")
     sites = find_feed_forward(model)
+    if not partial:
+        _complete(model, sites)
     layout = _layout(model, sites)
     _check_widths(model, sites[0], layout, entry_dim, key_dim)
     opened = copy.deepcopy(model)
@@ -83,6 +101,8 @@ def from_ffn(model: Model | Loaded, *, entry_dim: int | None = None, key_dim: in
     opened.add_module(KNOWLEDGE, base)
     setattr(opened, _SITES, converted)
     opened.train(model.training)
+    if check is not False:
+        verify(model, opened, base, None if check is True else check)
     return opened
 
 
@@ -132,6 +152,20 @@ def to_ffn(model: Model | Loaded) -> Model:
             setattr(config, name, counts[0])
     plain.train(model.training)
     return plain
+
+
+def _complete(model: nn.Module, sites: list[FeedForward]) -> None:
+    """Refuse what would be converted in part."""
+    if rest := uncovered(model, sites):
+        owners = Counter(name.rpartition(".")[0] for name in rest)
+        where = [f"{path} ({count} matri{'x' if count == 1 else 'ces'})" for path, count in owners.items()]
+        more = f" and {len(where) - 3} more modules" if len(where) > 3 else ""
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__}: in layers with {len(sites)} feed-forward parts that can be converted, "
+            f"{', '.join(where[:3])}{more} would be left out, {len(rest)} in all: neither attention, norms nor a "
+            "choice of experts. Nothing was converted; partial=True converts those parts and leaves the rest to "
+            "the model's own code"
+        )
 
 
 def _layout(model: nn.Module, sites: list[FeedForward]) -> EntryLayout:

@@ -21,9 +21,9 @@ from attnflow.knowledge.layered import observed, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
+from attnflow.models.feed_forward import find_feed_forward
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split
-from attnflow.models.sites import find_feed_forward
 
 _PROMOTED: Final = 5  # tokens named for an entry
 

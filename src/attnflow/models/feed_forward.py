@@ -1,0 +1,117 @@
+"""Where the feed-forward layers of a transformers model are, and which matrices of its layers they do not cover."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.families.table import FEED_FORWARD, FeedForward
+from attnflow.models.sites import moves_between_positions
+
+_ATTENTION: Final = re.compile(r"Att(entio)?n")
+_BESIDE: Final = re.compile(r"Norm|Embedding|Router", re.IGNORECASE)
+_LAYER: Final = re.compile(r"\.\d+(?=\.|$)")
+
+
+def find_feed_forward(model: nn.Module) -> list[FeedForward]:
+    """The feed-forward layers of a model, in order; `UnsupportedArchitecture` if no linear maps are known by name."""
+    layers = [
+        replace(kind, name=name)
+        for name, module in model.named_modules()
+        if (kind := next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)) is not None
+    ]
+    if not layers:
+        near = sorted({type(m).__name__ for m in model.modules() if "mlp" in type(m).__name__.lower()})
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} has no feed-forward layers that are known (modules that may be: "
+            f"{', '.join(near) or 'none'}); experts that are stored together cannot be converted, and nothing was"
+        )
+    return layers
+
+
+def uncovered(model: nn.Module, sites: Sequence[FeedForward]) -> dict[str, Tensor]:
+    """The matrices, by name, of layers with attention or feed-forward sites that belong to neither.
+
+    What moves information between positions (attention, recurrence, convolutions), norms, embeddings and what chooses
+    among experts (one row for each of them) is no part of a feed-forward layer. All else is, whatever its name.
+    """
+    covered = {
+        id(parameter)
+        for site in sites
+        for path in (*site.first, site.last)
+        for parameter in model.get_submodule(f"{site.name}.{path}".strip(".")).parameters()
+    }
+    rest: dict[str, Tensor] = {}
+    for path, layer in _layers(model, sites):
+        beside = tuple(_beside(layer, path, sites))
+        here = {
+            name: parameter
+            for name, parameter in layer.named_parameters(prefix=path)
+            if parameter.ndim > 1 and id(parameter) not in covered and not name.startswith(beside)
+        }
+        lists = [site.name.rpartition(".")[0] for site in sites if site.name.startswith(path + ".")]
+        experts = {len(p) for p in here.values() if p.ndim > 2} | {lists.count(name) for name in lists}
+        rest |= {
+            name: p
+            for name, p in here.items()
+            if not (p.ndim == 2 and (len(p) == 1 or not experts.isdisjoint(p.shape)))
+        }
+    return rest
+
+
+def stored(module: nn.Module) -> Tensor:
+    """A linear map's weight as (out, in), a view."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def _layers(model: nn.Module, sites: Sequence[FeedForward]) -> Iterator[tuple[str, nn.Module]]:
+    """The elements of the outermost lists of modules that hold attention or a site, by path."""
+    names = [name for name, module in model.named_modules() if _attends(module)] + [site.name for site in sites]
+    for path in dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))):
+        for name, layer in model.get_submodule(path).named_children():
+            yield f"{path}.{name}", layer
+
+
+def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward]) -> Iterator[str]:
+    """Where a name begins that belongs to attention, another mixer, a norm, an embedding or a router."""
+    if _attends(layer) and sum(_attends(module) for module in layer.modules()) == 1:  # a list of attention modules
+        yield f"{path}."
+    for name, module in layer.named_modules(prefix=path):
+        inside = module is not layer and not any(f"{site.name}.".startswith(f"{name}.") for site in sites)
+        if inside and (_attends(module) or _BESIDE.search(type(module).__name__)):
+            yield f"{name}."
+        elif inside and moves_between_positions(module):
+            convolution = isinstance(module, nn.Conv1d | nn.Conv2d)
+            yield f"{name.rpartition('.')[0] if convolution else name}."
+
+
+def _attends(module: nn.Module) -> bool:
+    return _ATTENTION.search(type(module).__name__) is not None
+
+
+def _fits(module: nn.Module, layer: FeedForward) -> bool:
+    """Whether the maps are there and lead from the model's width to the neurons and back."""
+    maps, out = [_linear(module, path) for path in layer.first], _linear(module, layer.last)
+    if out is None or any(each is None for each in maps):
+        return False
+    width, neurons = stored(out).shape
+    rows = 2 * neurons if layer.fused else neurons
+    return all(each is not None and stored(each).shape == (rows, width) for each in maps)
+
+
+def _linear(module: nn.Module, path: str) -> nn.Module | None:
+    """The linear map at a path below a module, if there is one."""
+    try:
+        inner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return inner if isinstance(inner, nn.Linear | Conv1D) else None

@@ -1,0 +1,103 @@
+"""A conversion accounts for every matrix of a layer and checks itself; what it cannot take is refused whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+import attnflow as af
+from attnflow.knowledge.hf import convert
+from tests.models import outputs, tiny, tokens
+
+SIZES = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def experts():
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 24, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 24}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **sizes, num_experts=4, num_key_value_heads=2)).eval()
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24)).eval()
+
+
+def test_shared_experts_alone_are_refused_and_the_model_is_as_it_was():
+    model = experts()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(af.UnsupportedArchitecture, match=r"model\.layers\.0\.mlp\.experts \(2 matrices\), .* 4 in all"):
+        af.knowledge.from_ffn(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not hasattr(model, "knowledge")
+
+
+def test_partly_when_asked_for():
+    model, ids = experts(), tokens(1, 5)
+    opened = af.knowledge.from_ffn(model, partial=True)
+    torch.testing.assert_close(outputs(opened, input_ids=ids), outputs(model, input_ids=ids), rtol=1e-5, atol=1e-6)
+    assert opened.knowledge.num_entries == 48
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "GptOss", "Mixtral"])
+def test_experts_that_are_stored_together_are_refused(name):
+    with pytest.raises(af.UnsupportedArchitecture, match="experts"):
+        af.knowledge.from_ffn(tiny(name, torch.float32))
+
+
+def test_a_matrix_of_any_name_counts():
+    model = llama()
+    model.model.layers[1].beside = nn.Linear(16, 16)
+    with pytest.raises(af.UnsupportedArchitecture, match=r"model\.layers\.1\.beside \(1 matrix\)"):
+        af.knowledge.from_ffn(model)
+    del model.model.layers[1].beside
+    model.model.layers[0].mlp.gate = nn.Linear(16, 1)  # of one row: a gate of the whole layer
+    model.model.layers[0].input_layernorm.scale = nn.Parameter(torch.ones(4, 4))
+    assert af.knowledge.from_ffn(model).knowledge.num_entries == 48
+
+
+def test_outputs_that_differ_are_refused(monkeypatch):
+    model = llama()
+    true = convert._entries
+    monkeypatch.setattr(convert, "_entries", lambda *args: true(*args).mul(1.01))
+    with pytest.raises(af.UnsupportedArchitecture, match="was not converted exactly: outputs differ by"):
+        af.knowledge.from_ffn(model)
+    assert af.knowledge.from_ffn(model, check=False).knowledge.num_entries == 48
+
+
+def test_layers_that_are_not_read_are_refused():
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+    with pytest.raises(af.UnsupportedArchitecture, match="does not read its feed-forward layers"):
+        af.knowledge.from_ffn(model)
+    assert af.knowledge.from_ffn(model, check=False).knowledge.num_entries == 48
+
+
+def test_the_check_leaves_no_trace():
+    model = llama().train()
+    state = torch.get_rng_state()
+    opened = af.knowledge.from_ffn(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert opened.training
+    assert model.training
+    assert torch.equal(opened.knowledge.entries, af.knowledge.from_ffn(model, check=False).knowledge.entries)
+
+
+def test_a_model_that_does_not_run_says_how_to_go_on():
+    model = llama()
+    model.forward = lambda pixels: pixels
+    with pytest.raises(ValueError, match=r"does not run on input_ids of the check .* pass check= named inputs"):
+        af.knowledge.from_ffn(model)
+    model = llama()
+    assert af.knowledge.from_ffn(model, check={"inputs_embeds": torch.randn(1, 3, 16)}).knowledge.num_layers == 2
+    model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="says nothing finite"):
+        af.knowledge.from_ffn(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_check_knows_the_rounding_of_a_precision(dtype):
+    assert af.knowledge.from_ffn(llama().to(dtype)).knowledge.entries.dtype == dtype
