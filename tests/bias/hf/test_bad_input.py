@@ -101,7 +101,8 @@ def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
     )
     model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
     every = af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference="hidden")
-    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", every)
+    for bias in (every, af.bias.GuidanceConfig(layers="every", hidden_dim=4)):
+        refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", bias)
     with torch.no_grad():
         plain = outputs(model, input_ids=ids)
         af.bias.attach(model, af.bias.GuidanceConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))

@@ -232,15 +232,15 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
 
 def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
     module, name = layer.site.module, layer.site.name
-    if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
-        raise UnsupportedArchitecture(
-            f"{name}: its queries and keys before rotation cannot be read: {layer.missing}. "
-            "reference='rotated' or 'hidden' does without them"
-        )
     if getattr(module, "is_kv_shared_layer", False):
         raise UnsupportedArchitecture(
             f"{name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
             "out of layers=[...]"
+        )
+    if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
+        raise UnsupportedArchitecture(
+            f"{name}: its queries and keys before rotation cannot be read: {layer.missing}. "
+            "reference='rotated' or 'hidden' does without them"
         )
     for path in (*(layer.query.paths if layer.query else ()), *(layer.key.paths if layer.key else ())):
         try:
