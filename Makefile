@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit slow compiled kernels conformance docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit slow fuzz compiled kernels conformance docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -60,6 +60,9 @@ unit: $(ENV)  ## tests and doctests under the shape and type checker, without th
 slow: $(ENV)  ## the tests marked slow: real models, training, subprocesses
 	$(call say,slow tests under jaxtyping and beartype)
 	OMP_NUM_THREADS=1 $(PYTEST) tests -m "slow and not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
+
+fuzz: $(ENV)  ## nightly: 10,000 damaged files of each format, of which `make test` reads 200
+	OMP_NUM_THREADS=1 ATTNFLOW_FUZZ=10000 $(PYTEST) tests/models/test_checkpoints_fuzzed.py -n $(WORKERS)
 
 compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
 	$(call say,tests of compiled functions)

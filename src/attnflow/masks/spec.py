@@ -20,6 +20,7 @@ from attnflow.masks.build import from_dense, from_edges, from_intervals
 from attnflow.masks.mask import Mask
 
 _FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not")
+_DEEPEST: Final = 100  # expressions that people write have a handful
 _MASKS: Final = (
     catalogue.attention_sink,
     catalogue.big_bird,
@@ -60,12 +61,13 @@ def mask_to_dict(mask: Mask) -> dict[str, object]:
     return {"intervals": intervals} if square else {"intervals": intervals, "num_keys": mask.num_keys}
 
 
-def mask_from_dict(spec: object, where: str = "mask") -> Mask:
+def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
     """The mask of plain data in any of the forms above; a `Mask` is itself.
 
     Args:
         spec: what `json.loads` gave.
         where: name of the place, for messages.
+        depth: masks around this one; at most 100.
 
     Raises:
         ValueError: a part is missing, unknown, of the wrong kind or refused by the mask; the message says where.
@@ -75,6 +77,8 @@ def mask_from_dict(spec: object, where: str = "mask") -> Mask:
     """
     if isinstance(spec, Mask):
         return spec
+    if depth > _DEEPEST:
+        raise ValueError(f"{where:.60}...: masks are nested more than {_DEEPEST} deep")
     values = as_object(spec, where)
     forms = [form for form in _FORMS if form in values]
     if len(forms) != 1:
@@ -86,7 +90,7 @@ def mask_from_dict(spec: object, where: str = "mask") -> Mask:
         "dense": _dense,
         "edges": _edges,
     }
-    return builders.get(forms[0], _combined)(values, where)
+    return builders[forms[0]](values, where) if forms[0] in builders else _combined(values, where, depth + 1)
 
 
 def _named(spec: dict[str, object], where: str) -> Mask:
@@ -135,13 +139,13 @@ def _bits(row: object, where: str) -> list[bool]:
     return [entry if isinstance(entry, bool) else str(entry) == "1" for entry in entries]
 
 
-def _combined(spec: dict[str, object], where: str) -> Mask:
+def _combined(spec: dict[str, object], where: str, depth: int) -> Mask:
     [sign] = [form for form in ("and", "or", "not") if form in spec]
     only_keys(spec, where, (sign,))
     if sign == "not":
-        return ~mask_from_dict(spec[sign], f"{where}.not")
+        return ~mask_from_dict(spec[sign], f"{where}.not", depth)
     parts = as_list(spec[sign], f"{where}.{sign}")
-    masks = [mask_from_dict(part, f"{where}.{sign}[{i}]") for i, part in enumerate(parts)]
+    masks = [mask_from_dict(part, f"{where}.{sign}[{i}]", depth) for i, part in enumerate(parts)]
     if not masks:
         raise ValueError(f"{where}.{sign}: expected at least one mask")
     result = masks[0]

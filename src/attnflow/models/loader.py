@@ -25,10 +25,12 @@ from transformers.utils import logging as transformers_logging
 from attnflow._core.checks import boolean
 from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
 from attnflow.models import cache
+from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, shards
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
 
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
+_INDEX: Final = "model.safetensors.index.json"
 _LOG: Final = logging.getLogger("attnflow.models")
 
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
@@ -142,18 +144,26 @@ def _config(folder: str) -> Config:
             REGISTRATIONS[kind]()
         return cast(Config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except OSError as error:
+        if Path(folder).is_dir():
+            raise BadCheckpoint(f"{folder} has no config that can be read: {_first_line(error)}") from error
         raise _not_found(folder, error) from error
-    except (ValueError, KeyError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # every config checks its values in its own way
         if "trust_remote_code" in str(error):
             raise UnsupportedArchitecture(
                 f"{folder} brings its own code, which is not run here; models that transformers "
                 f"{transformers.__version__} knows can be loaded"
             ) from error
-        raise ValueError(f"{folder} has no config of a model that transformers knows: {_first_line(error)}") from error
+        raise BadCheckpoint(
+            f"{folder} has no config of a model that transformers knows: {_first_line(error)}"
+        ) from error
 
 
 def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     config = _config(folder)
+    if (Path(folder) / _INDEX).is_file():
+        shards(LocalFolder(Path(folder)), _INDEX)
     try:
         model = _class_of(config).from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
@@ -167,9 +177,11 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
             ) from error
         raise _not_found(folder, error) from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
-        if type(error).__name__ != "SafetensorError":
+        if type(error).__name__ == "SafetensorError":
+            raise BadCheckpoint(f"the weights in {folder} are damaged: {error}") from error
+        if isinstance(error, MemoryError | ImportError) or not Path(folder).is_dir():
             raise
-        raise ValueError(f"the weights in {folder} are damaged: {error}") from error
+        raise BadCheckpoint(f"{folder} holds no model that can be built: {_first_line(error)}") from error
 
 
 def _class_of(config: Config) -> Any:

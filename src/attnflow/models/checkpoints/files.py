@@ -54,7 +54,9 @@ class LocalFile:
     def read(self, start: int, stop: int) -> bytearray:
         """The bytes of a range; `BadCheckpoint` if the file ends before."""
         # Read, not mapped: the pages of a map would stay in memory and count as this process's.
-        buffer = bytearray(max(stop - start, 0))
+        if not 0 <= start <= stop <= self.size:  # before memory is taken for it
+            raise BadCheckpoint(f"{self.name} is truncated or damaged: bytes {start} to {stop} of {self.size}")
+        buffer = bytearray(stop - start)
         with self._path.open("rb", buffering=0) as file:
             file.seek(start)
             view, done = memoryview(buffer), 0
@@ -102,7 +104,7 @@ class Format:
         indices = [name for name in folder.files if name.endswith(f"{self.suffixes[0]}.index.json")]
         if indices and there != [self.usual]:
             preferred = f"{self.usual}.index.json"
-            return _shards(folder, preferred if preferred in indices else indices[0])
+            return shards(folder, preferred if preferred in indices else indices[0])
         if self.usual in there:
             return [self.usual]
         if len(there) > 1:
@@ -113,6 +115,7 @@ class Format:
         return there
 
 
+_LARGEST_JSON: Final = 100_000_000
 _NO_MODEL: Final = ("adapter_", "training_args.bin")
 SAFETENSORS: Final = Format("safetensors", (".safetensors",), "model.safetensors")
 TORCH: Final = Format("torch", (".bin", ".pt", ".pth", ".ckpt"), "pytorch_model.bin")
@@ -122,24 +125,29 @@ GGUF: Final = Format("GGUF", (".gguf",))
 def read_json(folder: Folder, name: str) -> Mapping[str, object]:
     """A JSON file of the folder; `BadCheckpoint` if it holds no object."""
     file = folder.file(name)
+    if file.size > _LARGEST_JSON:
+        raise BadCheckpoint(f"{file.name} has {file.size} bytes; no config or index is longer than {_LARGEST_JSON}")
     try:
         content = json.loads(file.read(0, file.size))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise BadCheckpoint(f"{file.name} holds no JSON object")
     return cast(Mapping[str, object], content)
 
 
-def _shards(folder: Folder, index: str) -> list[str]:
+def shards(folder: Folder, index: str) -> list[str]:
     """The files that an index names, all of them there."""
     names = read_json(folder, index).get("weight_map")
     if not isinstance(names, dict):
         raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")
-    shards = sorted({str(name) for name in cast(dict[str, object], names).values()})
-    missing = [name for name in shards if name not in folder.files]
+    files = sorted({str(name) for name in cast(dict[str, object], names).values()})
+    outside = [name for name in files if "/" in name or "\\" in name or name in ("", ".", "..")]
+    if outside:
+        raise BadCheckpoint(f"{folder.name}/{index} names a file outside of its folder: {outside[0]!r:.80}")
+    missing = [name for name in files if name not in folder.files]
     if missing:
         raise BadCheckpoint(
-            f"{folder.name} lacks {len(missing)} of {len(shards)} shards ({', '.join(missing[:3])}); download it again"
+            f"{folder.name} lacks {len(missing)} of {len(files)} shards ({', '.join(missing[:3])}); download it again"
         )
-    return shards
+    return files

@@ -20,6 +20,7 @@ _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?
 _STRING: Final = 8
 _ARRAY: Final = 9
 _LONGEST_LIST: Final = 4096  # longer ones are vocabularies, which are passed over
+_DEEPEST: Final = 4  # lists in lists; writers make none
 _LARGEST_COUNT: Final = 10**7
 _CHUNK: Final = 1 << 20
 # Converters for these reorder the rows of each head from halves to pairs, since llama.cpp rotates neighbours.
@@ -64,6 +65,9 @@ def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) 
         block, size = kinds[kind]
         return math.prod(shape) // block * size
 
+    for name, entry in entries.items():
+        if not entry.shape or (entry.kind in kinds and entry.shape[-1] % kinds[entry.kind][0]):
+            raise BadCheckpoint(f"{file.name} has a damaged header: {name} of shape {list(entry.shape)}")
     packed = frozenset(name for name, entry in entries.items() if entry.kind not in kinds)
     for name, entry in entries.items():
         stop = 0 if name in packed else data_start + entry.start + size_of(entry.shape, entry.kind)
@@ -77,6 +81,8 @@ def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) 
         start = data_start + entry.start
         data = np.frombuffer(file.read(start + first * width, start + last * width), dtype=np.uint8)
         kind = constants.GGMLQuantizationType(entry.kind)
+        if first == last or not width:
+            return torch.zeros(last - first, *entry.shape[1:])
         try:
             plain = quants.dequantize(data.reshape(last - first, width), kind)
         except NotImplementedError as error:
@@ -91,7 +97,7 @@ def _unpermuted(tensor: str, value: Tensor, config: Mapping[str, object]) -> Ten
     keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     word = keys.get(tensor.removesuffix(".weight").rpartition(".")[2])
     heads = config.get(word, config.get("num_attention_heads")) if word else None
-    if not isinstance(heads, int) or value.shape[0] % (2 * heads):
+    if not isinstance(heads, int) or heads < 1 or value.shape[0] % (2 * heads):
         return value
     return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -156,13 +162,15 @@ class _Cursor:
     def text(self) -> str:
         return bytes(self.take(self.count())).decode("utf-8", "replace")
 
-    def value(self, kind: int) -> object:
+    def value(self, kind: int, depth: int = 0) -> object:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             raise BadCheckpoint(f"{self._file.name} has a damaged header: a value of kind {kind}")
+        if depth == _DEEPEST:
+            raise BadCheckpoint(f"{self._file.name} has a damaged header: lists in lists, {_DEEPEST} deep")
         inner, length = int(self.number("I")), self.count()
         if inner in _SCALARS and length > _LONGEST_LIST:
             self.take(length * struct.calcsize("<" + _SCALARS[inner]))
@@ -171,4 +179,4 @@ class _Cursor:
             for _ in range(length):
                 self.take(self.count())
             return None
-        return [self.value(inner) for _ in range(length)]
+        return [self.value(inner, depth + 1) for _ in range(length)]

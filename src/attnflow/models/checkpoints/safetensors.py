@@ -35,10 +35,14 @@ class _Entry:
 
     def read(self, rows: tuple[int, int] | None) -> Tensor:
         shape, start, stop = self.shape, self.start, self.stop
+        if self.dtype not in _DTYPES:
+            raise BadCheckpoint(f"{self.file.name} holds {self.dtype} where numbers are expected")
         if rows is not None:
-            width = (stop - start) // shape[0]
+            width = (stop - start) // max(shape[0], 1)
             shape = (rows[1] - rows[0], *shape[1:])
             start, stop = start + rows[0] * width, start + rows[1] * width
+        if start == stop:
+            return torch.zeros(shape)
         return as_float(torch.frombuffer(self.file.read(start, stop), dtype=_DTYPES[self.dtype]).view(shape))
 
 
@@ -79,12 +83,15 @@ def _header(file: File) -> dict[str, _Entry]:
         header = cast(dict[str, Any], json.loads(file.read(8, 8 + length)))
         entries = {
             name: _Entry(
-                file, str(item["dtype"]), tuple(item["shape"]), *(8 + length + at for at in item["data_offsets"])
+                file,
+                str(item["dtype"]),
+                _counts(item["shape"]),
+                *(8 + length + at for at in _counts(item["data_offsets"])),
             )
             for name, item in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name} has a damaged header: {error}") from error
     for name, entry in entries.items():
         if entry.stop > file.size or entry.start > entry.stop:
@@ -99,6 +106,14 @@ def _header(file: File) -> dict[str, _Entry]:
     return entries
 
 
+def _counts(values: object) -> tuple[int, ...]:
+    counts = tuple(cast(Sequence[object], values))
+    for count in counts:
+        if type(count) is not int or count < 0:
+            raise ValueError(f"expected sizes and offsets, got {count!r:.40}")
+    return cast(tuple[int, ...], counts)
+
+
 def _scaled(value: Tensor, scale: Tensor, config: Mapping[str, object]) -> Tensor:
     """8-bit floats times their scales: one for all, one a row, or one for each block."""
     if scale.numel() == 1:
@@ -109,7 +124,12 @@ def _scaled(value: Tensor, scale: Tensor, config: Mapping[str, object]) -> Tenso
         return value * scale
     said = config.get("quantization_config")
     blocks = cast(Mapping[str, Any], said).get("weight_block_size") if isinstance(said, Mapping) else None
-    height, width = cast(Sequence[int], blocks or (128, 128))
+    try:
+        height, width = _counts(blocks or (128, 128))
+    except (ValueError, TypeError) as error:
+        raise BadCheckpoint(f"weight_block_size of the config must be two sizes, got {blocks!r:.80}") from error
+    if not height or not width:
+        raise BadCheckpoint(f"weight_block_size of the config must be two sizes above 0, got {blocks!r:.80}")
     if scale.shape != (math.ceil(value.shape[0] / height), math.ceil(value.shape[1] / width)):
         raise BadCheckpoint(
             f"scales of shape {list(scale.shape)} for 8-bit weights of shape {list(value.shape)} in blocks of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ def torch_weights(folder: Folder, files: Sequence[str], config: Mapping[str, obj
 def _load(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         archive = file.read(4) == b"PK\x03\x04"  # the older format is none, and cannot be mapped
+    if archive:
+        _require_stored(path)
     try:
         content = cast(object, torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
     except pickle.UnpicklingError as error:
@@ -108,7 +111,7 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors, or is damaged; a pickle can run any code and is not opened: convert it "
             "to safetensors on a machine that trusts it"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except Exception as error:  # a damaged pickle fails anywhere in the unpickler, with any class of error
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {why}") from error
     for word in _INSIDE:
@@ -120,7 +123,23 @@ def _load(path: Path) -> dict[str, Tensor]:
     tensors = {str(name): value for name, value in items.items() if isinstance(value, Tensor)}
     if not tensors:
         raise BadCheckpoint(f"{path} holds no tensors by name, as a state dict does")
+    for name, tensor in tensors.items():
+        # A few bytes can stand for a tensor of any size, by strides of 0 or by coordinates.
+        if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise BadCheckpoint(f"{path}: {name} of shape {list(tensor.shape)} is larger than what is stored of it")
     return tensors
+
+
+def _require_stored(path: Path) -> None:
+    """Refuse an archive whose parts are compressed: `torch.save` never does it, and 3 MB can become 6 GB."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, UnicodeError) as error:
+        raise BadCheckpoint(f"{path} is truncated or no file of torch.save: {error}") from error
+    packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise BadCheckpoint(f"{path} is compressed ({packed[0]!r:.80}), which torch.save does not do: unpack it first")
 
 
 def as_float(value: Tensor) -> Tensor:
