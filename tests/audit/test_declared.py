@@ -85,6 +85,24 @@ def test_image_tokens_see_one_another_as_the_model_asks(name):
     assert not flow[3, 10]
 
 
+def test_a_causal_mask_that_is_left_out():
+    """PaliGemma of transformers 5.23 asks for a causal mask; where the kernel stands for it, its text sees later text.
+
+    With padding the mask is made, and the same text is causal: brute force says so, too.
+    """
+    model, ids = pictured("PaliGemma"), tokens(2)
+    other = ids.clone()
+    other[:, -1] = torch.where(ids[:, -1] == 3, 4, 3)
+    real = torch.ones_like(ids)
+    real[1, :2] = 0
+    for mask, leaks in ((torch.ones_like(ids), True), (real, False)):
+        with torch.no_grad():
+            moved = model(ids, attention_mask=mask).logits != model(other, attention_mask=mask).logits
+        report = check(model, {"input_ids": ids, "attention_mask": mask}, both_sides=False)
+        assert report.order.startswith("bidirectional; causal in 2 of 2 layers")
+        assert bool(moved[:, 2:-1].any()) == bool(report.violations) == leaks
+
+
 def test_a_causal_head_that_asks_for_everything_is_not_believed():
     """Asking for all pairs is a leak of a model that declares itself causal, whatever its token types are."""
     order = check(tiny("RoFormer"), {**inputs("RoFormer"), "token_type_ids": torch.zeros(2, LENGTH).long()}).order

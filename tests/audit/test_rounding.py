@@ -36,6 +36,13 @@ def test_every_way_of_decoding_agrees(name, dtype):
     assert not [note for note in report.notes if "not compared" in note]
 
 
+def test_attention_weights_over_padded_keys_are_no_finding():
+    """Eager attention returns its weights, and as many keys as positions may be others, with padding before them."""
+    model = tiny("Llama", attn_implementation="eager")
+    report = check(model, tokens(2, 9), cache=True, passes=1, both_sides=False)
+    assert report.verdict == "clean", str(report)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_cache_that_is_a_little_wrong_is_told_from_rounding(dtype):
     """The mistake is as small as rounding in bfloat16: in float64 it keeps its size."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 import attnflow as af
 from tests.conformance import inputs as made
 from tests.conformance import oracles
-from tests.conformance.inputs import Inputs
+from tests.conformance.inputs import LENGTH, Inputs
 from tests.conformance.miniature import NotBuilt
 
 Code = Literal["works", "refused", "unclear", "wrong", "none"]
@@ -91,15 +92,18 @@ def audit_cached(model: PreTrainedModel) -> str:
     inputs = made.text(_text(model))
     if not model.can_generate():
         raise NotBuilt("does not generate")
-    equal = _cached_equals_full(model, inputs)
-    if equal is None:
+    equal = {path: _cached_equals_full(model, inputs, *way) for path, way in _WAYS.items()}
+    if equal["cached"] is None:
         raise NotBuilt("keeps no cache that can be read back")
     report = af.audit.check(model, inputs, cache=True)
-    differs = any(violation.kind == "cache" for violation in report.violations)
-    if differs == equal:
-        first = report.violations[0] if report.violations else report.verdict
-        raise Wrong(f"cached {'equals' if equal else 'differs from'} the full forward, and the audit says {first}")
-    return report.order
+    accused = {violation.path: violation for violation in report.violations if violation.kind == "cache"}
+    for path in accused:
+        if equal.get(path):
+            raise Wrong(f"{path} equals the full forward, and the audit says {accused[path]}")
+    differ = [path for path in _WAYS if equal[path] is False]
+    if differ and not accused:
+        raise Wrong(f"false clean: {', '.join(differ)} differs from the full forward, and the audit says clean")
+    return "; ".join([report.order, *(f"{path}: not the full forward" for path in accused)])
 
 
 def audit_image(model: PreTrainedModel) -> str:
@@ -253,17 +257,37 @@ def _taken(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name in names}
 
 
-def _cached_equals_full(model: PreTrainedModel, inputs: Inputs) -> bool | None:
-    """Whether a prefill of half and single steps give what one forward gives; None without a cache."""
+_HALF = (LENGTH // 2, *[1] * (LENGTH // 2))
+_WAYS: dict[str, tuple[Sequence[int], int]] = {
+    "cached": (_HALF, 0),
+    "chunks": ((5, 4, 3), 0),
+    "left padding": (_HALF, 2),
+}
+
+
+def _cached_equals_full(
+    model: PreTrainedModel, inputs: Inputs, steps: Sequence[int] = _HALF, pads: int = 0
+) -> bool | None:
+    """Whether steps with a cache give what one forward gives; None of a way that the model does not have."""
     name = oracles.stream(inputs)
-    ids = inputs[name]
-    half = ids.shape[1] // 2
     model = deepcopy(model).double()
     full = oracles.output(model, inputs)
+    taken = inspect.signature(model.forward).parameters
+    if pads and (len(inputs) > 1 or "attention_mask" not in taken):
+        return None
+    ids = torch.cat([torch.zeros_like(inputs[name][:, :pads]), inputs[name]], dim=1)
+    size = ids.shape[1]
+    real, positions = (torch.arange(size) >= pads).long()[None], (torch.arange(size) - pads).clamp(min=0)[None]
     parts: list[Tensor] = []
     past = None
-    for start, end in [(0, half), *((i, i + 1) for i in range(half, ids.shape[1]))]:
+    ends = [min(end + pads, size) for end in accumulate(steps)]
+    for start, end in zip([0, *ends], ends, strict=False):
         step = inputs | {name: ids[:, start:end]}
+        if pads:
+            step |= {"attention_mask": real[:, :end]}
+            step |= {"position_ids": positions[:, start:end]} if "position_ids" in taken else {}
+        if start == end:
+            break
         try:
             with torch.no_grad():
                 result = model(**step, use_cache=True, **({"past_key_values": past} if past is not None else {}))
@@ -273,7 +297,7 @@ def _cached_equals_full(model: PreTrainedModel, inputs: Inputs) -> bool | None:
         if past is None:
             return None
         parts.append(result[0] if not hasattr(result, "logits") else result.logits)
-    cached = torch.cat(parts, dim=1)
+    cached = torch.cat(parts, dim=1)[:, pads:]
     difference = float((cached - full).abs().amax() / full.abs().amax())
     return None if 1e-5 < difference < 1e-3 else difference < 1e-5  # in between: rounding of parts in float32
 

@@ -64,6 +64,8 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16),
     **dict.fromkeys(["qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"], 16),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"], 128),
+    **dict.fromkeys(["linear_num_key_heads", "linear_num_value_heads"], 2),
+    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 16),
     "qk_head_dim": 32,
     "mm_tokens_per_image": 4,
     "rotary_dim": 8,
@@ -102,8 +104,10 @@ def _sections(share: float = 1) -> dict[str, Any]:
 
 # Small sizes that must agree in a way that their names do not say.
 _AGREEING: dict[str, dict[str, Any]] = {
-    **_each("bamba granitemoehybrid", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16),
-    **_each("mamba2", num_heads=8, head_dim=16, state_size=16),
+    **_each("bamba granitemoehybrid", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8),
+    **_each("falcon_h1", mamba_d_ssm=WIDTH, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8),
+    **_each("nemotron_h", mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=1, chunk_size=8),
+    **_each("mamba2", num_heads=8, head_dim=16, state_size=16, chunk_size=8),
     **_each("gemma3n_text gemma4_text", num_kv_shared_layers=0),
     **_each("qwen2_vl_text qwen2_5_vl_text paddleocr_vl_text qwen2_5_omni_text", rope_parameters=_sections()),
     **_each("qwen2_5_omni_talker hunyuan_vl_text glm_ocr_text", rope_parameters=_sections()),
@@ -122,7 +126,7 @@ _AGREEING: dict[str, dict[str, Any]] = {
     **_each("nemotron", num_key_value_heads=2),
     **_each("jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4),
     **_each("zamba", layer_types=["mamba", "hybrid"], mamba_dt_rank=4),
-    **_each("zamba2", layer_types=["mamba", "hybrid"], mamba_ngroups=1, n_mamba_heads=8, mamba_headdim=16),
+    **_each("zamba2", layer_types=["mamba", "hybrid"], mamba_ngroups=1, n_mamba_heads=8, chunk_size=8),
 }
 
 

@@ -44,7 +44,8 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
 def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """[batch, position, position], bool: whether the output at q moves when the token at k is another one.
 
-    The changed sequences run side by side, as the rows of one batch, where the inputs are [batch, positions] alone.
+    The changed sequences run side by side, as the rows of one batch, where the inputs are [batch, positions] alone;
+    the sequences of the call stay beside them, as a model makes another mask where nothing is padded.
     """
     model = deepcopy(model).double() if next(model.parameters()).dtype != torch.float64 else model
     inputs = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
@@ -56,7 +57,8 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
         for seed in range(SEEDS):
             ids = _changed(inputs[name][row], 7 + 11 * seed)
             if side_by_side:
-                out = output(model, {k: v[row].expand(len(ids), -1) for k, v in inputs.items()} | {name: ids})
+                rest = {k: v[row].expand(len(ids), -1) for k, v in inputs.items()} | {name: ids}
+                out = output(model, {k: torch.cat([v, inputs[k]]) for k, v in rest.items()})[: len(ids)]
             else:
                 out = torch.cat([output(model, inputs | {name: one[None]}) for one in ids])
             out = out.flatten(2)

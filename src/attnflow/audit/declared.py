@@ -204,11 +204,14 @@ class _Stack:
             return f"window {self.window}"
         reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
         band = self.base & (self.distance <= reach)[None] & real[:, None, :] & real[:, :, None]
-        if torch.equal(band & real[:, :, None], within & real[:, :, None]):
+        if _same(band & real[:, :, None], within & real[:, :, None]):
             return f"window {reach + 1}"
-        prefix = within[:, :1].sum(-1)[:, :, None]
         position = torch.arange(self.length)
         causal = position[:, None] >= position
+        pairs = real[:, None, :] & real[:, :, None]
+        if _same(self.base & causal & pairs, within & pairs):
+            return "causal"
+        prefix = within[:, :1].sum(-1)[:, :, None]
         if torch.equal(causal | ((position[:, None] < prefix) & (position < prefix)), within):
             return f"causal after a prefix of {int(prefix.max())} tokens"
         return "a pattern of its own"
@@ -259,6 +262,11 @@ def _real(request: MaskRequest, n: int) -> Tensor:
     if request.padding is None or request.padding.shape[-1] != n:
         return torch.ones(1, n, dtype=torch.bool)
     return request.padding.bool().cpu()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two relations hold the same pairs; a relation of one row is that of every sequence."""
+    return bool((one == other).all())
 
 
 def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
