@@ -103,7 +103,7 @@ def audit_cached(model: PreTrainedModel) -> str:
     differ = [path for path in _WAYS if equal[path] is False]
     if differ and not report.violations:
         raise Wrong(f"false clean: {', '.join(differ)} differs from the full forward, and the audit says clean")
-    return "; ".join([report.order, *(f"{path}: not the full forward" for path in accused)])
+    return "; ".join([_answer(report), *(f"{path}: not the full forward" for path in accused)])
 
 
 def audit_image(model: PreTrainedModel) -> str:
@@ -133,7 +133,11 @@ def _audit(model: PreTrainedModel, inputs: Inputs, within: Tensor | None = None)
     later = ~torch.ones(size, size, dtype=torch.bool).tril() & oracles.plain(inputs[name])[:, None]
     if not bool((moved & later).any()) and bool((believed & later).any()):
         raise Wrong("declared weaker than it is: no position sees a later one, and the order lets it")
-    return report.order
+    return _answer(report)
+
+
+def _answer(report: af.audit.AuditReport) -> str:
+    return f"{report.verdict}: {report.order}"
 
 
 # -------- masks and biases

@@ -11,7 +11,7 @@ import transformers
 
 from tests.conformance.cells import FEATURES
 from tests.conformance.matrix import Row
-from tests.conformance.miniature import KINDS
+from tests.conformance.miniature import KINDS, architectures
 
 FILE = Path(__file__).parents[2] / "docs" / "conformance.md"
 CODES = ("works", "refused", "unclear", "wrong", "none")
@@ -64,14 +64,18 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
     for (name, feature), row in rows.items():
         classes.setdefault(name, {})[feature] = row
     built = {name: found for name, found in classes.items() if "build" not in found}
+    installed = sum(1 for _ in architectures())
     lines = [
         "# Does it work with my model?",
         "",
-        f"Every architecture of transformers {transformers.__version__} (torch {torch.__version__}) in miniature,",
-        "each feature against an oracle that shares no code with it: tokens are changed and float64 outputs compared,",
-        "unit vectors are pushed through every attention module, matrices are formed. `make conformance` makes this",
-        f"page and [the table as CSV](conformance.csv). {len(classes)} classes, {len(built)} built; what could not be",
-        "built is listed at the end with the reason.",
+        f"Architectures of transformers {transformers.__version__} (torch {torch.__version__}) in miniature, each",
+        "feature against an oracle that shares no code with it: tokens are changed and float64 outputs compared, unit",
+        "vectors are pushed through every attention module, matrices are formed. `make conformance` makes this page",
+        "and [the table as CSV](conformance.csv).",
+        "",
+        f"**{len(classes)} of {installed} classes have been run**, {len(built)} of them could be built.",
+        "",
+        "*Works* says that the feature and the oracle agree: an audit that finds the leak that is there works.",
         "",
         "| feature | works | refused, with the reason | unclear error | wrong | nothing to work on |",
         "|---|---|---|---|---|---|",
@@ -91,6 +95,9 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
         found = built[name]
         signs = [SIGNS[found[feature].cell.code] if feature in found else "" for feature in FEATURES]
         lines.append(f"| {found[next(iter(found))].architecture.name} | " + " | ".join(signs) + " |")
+    lines += ["", "## Models that leak", "", "Audit and oracle agree that information flows against the order:", ""]
+    leaks = [row for name in order for row in built[name].values() if row.cell.reason.startswith("leak: ")]
+    lines += [f"- {row.architecture.name}, {row.feature}: {_plain(row.cell.reason[6:])}" for row in leaks] or ["None."]
     lines += ["", "## What is wrong or unclear", ""]
     bad = [row for name in order for row in built[name].values() if row.cell.code in ("wrong", "unclear")]
     lines += [f"- {row.architecture.name}, {row.feature}: {_plain(row.cell.reason)}" for row in bad] or ["Nothing."]

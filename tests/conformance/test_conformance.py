@@ -1,0 +1,41 @@
+"""The families that most people run: no cell gets worse than it is in the committed matrix, none is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conformance.cells import FEATURES
+from tests.conformance.matrix import read, rows_of, worse
+from tests.conformance.miniature import Architecture, architectures, build
+
+SUBSET = (
+    *("llama", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3"),
+    *("falcon_h1", "bamba", "lfm2", "olmo3", "qwen2_5_vl", "paligemma", "modernbert", "bert", "t5", "bart", "doge"),
+)
+
+
+def chosen() -> list[Architecture]:
+    names = {architecture.model_type: architecture for architecture in reversed(list(architectures()))}
+    return [names[name] for name in SUBSET]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", chosen(), ids=lambda architecture: architecture.model_type)
+def test_no_cell_is_worse_than_in_the_committed_matrix(architecture: Architecture) -> None:
+    committed = read()
+    for row in rows_of(architecture):
+        before = committed[architecture.key, row.feature]
+        assert not worse(before.cell, row.cell), f"{row.feature}: {before.cell} -> {row.cell}"
+
+
+def test_the_committed_matrix_has_every_feature_of_every_class_that_was_built() -> None:
+    committed = read()
+    built = {key for key, feature in committed if feature != "build"}
+    assert {architecture.key for architecture in chosen()} <= built
+    assert all((key, feature) in committed for key in built for feature in FEATURES)
+
+
+def test_miniatures_have_every_kind_of_layer() -> None:
+    config = build(next(a for a in architectures() if a.model_type == "qwen3_next")).config
+    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    assert config.hidden_size == 64
