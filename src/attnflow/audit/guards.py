@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Guard(Handle):
         model: nn.Module,
         every: int | None,
         on_leak: str,
-        order: Mask | Sequence[Mask] | Flow | None,
+        order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None,
         passes: int,
         sequences: int,
     ) -> None:
@@ -127,7 +127,7 @@ def guard(
     every: int | None = None,
     *,
     on_leak: str = "raise",
-    order: Mask | Sequence[Mask] | Flow | None = None,
+    order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = None,
     passes: int = 8,
     sequences: int = 2,
 ) -> Guard:
@@ -142,7 +142,8 @@ def guard(
         every: also audit each call whose number is a multiple of this; None for the first call alone.
         on_leak: "raise" `LeakFound`, or "log" a warning to the logger `attnflow.audit` and go on; a call that cannot
             be audited is then logged, too, and listed in `refusals`.
-        order: what may flow; None for what the model declares for the batch.
+        order: what may flow; None for what the model declares for the batch; "mask" for the pairs of each batch's own
+            `attention_mask`, as in training on a merged task, whose positions go back where no document ends.
         passes: perturbations for each audit; fewer than for `check`, whose coverage a real batch seldom needs.
         sequences: rows of the batch that are audited, the first ones. Two show what crosses between sequences.
 

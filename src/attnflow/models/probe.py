@@ -45,13 +45,14 @@ class Columns:
 
     def __post_init__(self) -> None:
         first = int(self.index[0])
-        run = torch.equal(self.index, torch.arange(first, first + len(self.index)))
+        run = torch.equal(self.index, torch.arange(first, first + len(self.index), device="cpu"))
         object.__setattr__(self, "span", slice(first, first + len(self.index)) if run else None)
 
     @classmethod
     def of_rows(cls, path: str, rows: Rows) -> Columns:
         """Where the registry says that the heads lie in a projection."""
-        blocks = torch.arange(rows.groups * rows.blocks * rows.head_dim).view(rows.groups, rows.blocks, rows.head_dim)
+        size = rows.groups * rows.blocks * rows.head_dim
+        blocks = torch.arange(size, device="cpu").view(rows.groups, rows.blocks, rows.head_dim)  # under "meta", too
         return cls((path,), blocks[:, rows.start : rows.stop].flatten())
 
     def take(self, outputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens width"]:

@@ -25,7 +25,7 @@ class GuardCallback(TrainerCallback):
         every: int | None = None,
         *,
         on_leak: Literal["raise", "log"] = "raise",
-        order: Mask | Sequence[Mask] | Flow | None = None,
+        order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = None,
         passes: int = 8,
         sequences: int = 2,
     ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -104,8 +103,11 @@ class Store:
         return len(self._open())
 
     def __contains__(self, key: object) -> bool:
-        number = integer("id", key, minimum=-sys.maxsize)
-        return 0 <= number <= arguments.LARGEST_ID and bool(self._open().holds(np.array([number]))[0])
+        try:
+            number = integer("id", key)
+        except ValueError:  # negative, or beyond what an id may be
+            return False
+        return bool(self._open().holds(np.array([number]))[0])
 
     def insert(
         self,
