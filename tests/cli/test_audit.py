@@ -185,8 +185,9 @@ def test_no_such_model(run: Callable, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_the_real_models_are_clean(run: Callable) -> None:
-    for name, order in (("smollm2-135m", "causal"), ("minilm", "bidirectional")):
+def test_the_real_models_break_no_order(run: Callable) -> None:
+    said = {"smollm2-135m": (0, "clean: causal"), "minilm": (1, "nothing tested: bidirectional")}
+    for name, (status, words) in said.items():
         code, out, err = run("audit", name, "--tokens", "12", "--passes", "4")
-        assert (code, err) == (0, "")
-        assert f"clean: {order}" in out
+        assert (code, err) == (status, "")
+        assert words in out
