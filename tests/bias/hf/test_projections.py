@@ -85,3 +85,12 @@ def test_a_cache_without_a_place_for_the_bias_says_so():
         assert (outputs(model, input_ids=text, use_cache=False) - plain).abs().max() > 1e-3 * plain.abs().max()
         with pytest.raises(af.UnsupportedArchitecture, match=r"MiniMaxCache numbers its layers.*use_cache=False"):
             model(text, use_cache=True)
+
+
+def test_two_calls_of_the_attention_interface_in_one_module_are_refused():
+    model, text = made("diffllama", "DiffLlamaForCausalLM"), ids(10)
+    before = model(text).logits
+    message = r"more than once in a forward.*out of layers"
+    with af.bias.attach(model, WIDE), pytest.raises(af.UnsupportedArchitecture, match=message):
+        model(text)
+    assert torch.equal(before, model(text).logits)

@@ -192,6 +192,11 @@ class Hooks:
         source = self.sources.get(side)
         if source is None:
             return None
+        if source.paths[0] not in self.outputs:
+            raise UnsupportedArchitecture(
+                "this attention module calls the attention interface more than once in a forward (as differential "
+                "attention does), and a bias cannot tell its calls apart; leave its layers out of layers"
+            )
         outputs: dict[str, Tensor] = {}
         for path in source.paths:
             output = self.outputs[path]
