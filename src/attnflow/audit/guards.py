@@ -48,7 +48,8 @@ class Guard(Handle):
         self.reports: list[AuditReport] = []
         self.refusals: dict[int, str] = {}
         self._every, self._on_leak = every, on_leak
-        self._order, self._passes, self._sequences = order, passes, sequences
+        self._order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = order
+        self._passes, self._sequences = passes, sequences
         self._calls = 0
         self._busy = False
         self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
