@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attnflow as af
+from attnflow._core.files import SEAL
 from attnflow.models import cache, loader
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.packages import MODELS
@@ -50,7 +51,7 @@ def test_a_damaged_entry_is_none_and_is_made_again(damage):
     elif damage == "gone":
         file.unlink()
     else:
-        (file.parents[1] / "checksums.json").write_text("[")
+        (file.parents[1] / SEAL).write_text("[")
     assert cache.lookup("key") is None
     cache.store("key", write)
     assert (cache.lookup("key") / "inner" / "b").read_bytes() == bytes(5000)
@@ -66,27 +67,29 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_the_first_of_several_writers_wins(tmp_path):
+def test_of_several_writers_each_leaves_a_whole_entry(tmp_path):
     def slow(folder):
         cache.store("key", write)
+        assert (cache.lookup("key") / "a").read_bytes() == b"content"
         (folder / "a").write_bytes(b"later")
 
     cache.store("key", slow)
-    assert (cache.lookup("key") / "a").read_bytes() == b"content"
+    assert (cache.lookup("key") / "a").read_bytes() == b"later"
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["key"]
 
 
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
-    left = tmp_path / "cache" / ".key.abc"
+    left = tmp_path / "cache" / ".key.abc.part"
     left.mkdir(parents=True)
-    cache.store("one", write)
-    assert left.exists()  # it may still be written
-    cache._ABANDONED, kept = -1.0, cache._ABANDONED
-    try:
-        cache.store("two", write)
-    finally:
-        cache._ABANDONED = kept
+
+    def slow(folder):
+        cache.store("one", write)
+        assert folder.is_dir()  # it is still being written
+        write(folder)
+
+    cache.store("two", slow)
     assert not left.exists()
+    assert cache.describe().entries == 2
 
 
 def test_places(monkeypatch):
