@@ -38,6 +38,7 @@ TABLES = {
     "QueryBias",
     "Reembedded",
     "Sparse",
+    "StoreCheck",
     "StoreStats",
     "Strength",
     "Written",

@@ -120,7 +120,7 @@ def test_what_the_engine_cannot_do_changes_nothing(directory, method, call, monk
                     raise OSError("No space left on device")
                 return getattr(self.table, name)
 
-        monkeypatch.setattr(store._backend, "_table", Failing(store._backend._table))
+        monkeypatch.setattr(store._backend._table, "raw", Failing(store._backend._table.raw))
         with pytest.raises(StoreError, match="No space left on device"):
             call(store)
         assert [entry.text for entry in store.get(store.ids())] == list("abcd")
@@ -161,7 +161,7 @@ def test_snapshots_survive_compaction(directory, monkeypatch):
         store.snapshot("early")
         for i in range(23):
             store.upsert(ids=[i % 4], embeddings=torch.full((1, 4), float(i)), texts=[str(i)])
-        versions = store._backend._table.list_versions()
+        versions = store._backend._table.raw.list_versions()
         assert len(versions) < 10
         assert store.stats().versions == {6: 1, 7: 3}
         store.restore("early")
@@ -176,7 +176,7 @@ def test_many_short_processes_are_compacted_too(directory, monkeypatch):
         with Store.open(directory, dim=4) as store:
             store.insert(embeddings=EYE[:1], texts=[str(i)])
     with Store.open(directory, read_only=True) as store:
-        assert len(store._backend._table.list_versions()) < 10
+        assert len(store._backend._table.raw.list_versions()) < 10
         assert [entry.text for entry in store.get(store.ids())] == [str(i) for i in range(23)]
 
 
@@ -187,7 +187,7 @@ def test_compaction_that_fails_is_said_and_the_write_stays(directory, monkeypatc
         raise OSError("No space left on device")
 
     with Store.open(directory, dim=4) as store:
-        monkeypatch.setattr(type(store._backend._table), "optimize", full)
+        monkeypatch.setattr(type(store._backend._table.raw), "optimize", full)
         store.insert(embeddings=EYE)
         assert "was not compacted: No space left on device" in caplog.text
         assert len(store) == 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata, milvus
+from attnflow.knowledge.store.table import ENTRIES
 
 EYE = torch.eye(4)
 
@@ -53,17 +54,17 @@ def test_a_commit_after_an_interrupt_is_found(directory, monkeypatch):
     """What LanceDB is doing when the interrupt comes may be committed all the same, unseen by the table at hand."""
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE)
-        table = store._backend._table
+        table = store._backend._table.raw
 
         class Interrupted:
             def __getattr__(self, name):
                 return getattr(table, name)
 
             def add(self, rows):
-                lancedb.connect(directory).open_table(lance.TABLE).add(rows)
+                lancedb.connect(directory).open_table(ENTRIES).add(rows)
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(store._backend, "_table", Interrupted())
+        monkeypatch.setattr(store._backend._table, "raw", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             store.insert(embeddings=2 * EYE)
         monkeypatch.undo()

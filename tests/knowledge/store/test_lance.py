@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from attnflow.knowledge.store import NewerFormat, NotAStore, ReadOnly, Store, StoreLocked
+from attnflow.knowledge.store import Damaged, NewerFormat, NotAStore, ReadOnly, Store, StoreLocked, metadata
 from tests.knowledge.store.processes import run
 
 EYE = torch.eye(4)
@@ -90,17 +90,16 @@ def test_damaged_metadata_is_named(directory, text):
 def test_a_store_of_a_later_version_is_refused(directory):
     Store.open(directory, dim=4).close()
     values = json.loads((directory / "store.json").read_text())
-    (directory / "store.json").write_text(json.dumps(values | {"attnflow_store": 2, "curvature": -1}))
+    (directory / "store.json").write_text(json.dumps(values | {"attnflow_store": 3, "curvature": -1}))
     for read_only in (False, True):
-        with pytest.raises(NewerFormat, match=r"format 2.*reads up to 1: upgrade"):
+        with pytest.raises(NewerFormat, match=r"format 3.*reads up to 2: upgrade"):
             Store.open(directory, read_only=read_only)
 
 
 def test_metadata_of_another_table_are_refused(directory):
     Store.open(directory, dim=4).close()
-    values = json.loads((directory / "store.json").read_text())
-    (directory / "store.json").write_text(json.dumps(values | {"dim": 5}))
-    with pytest.raises(NotAStore, match=r"is damaged: store\.json says dim=5, not so the entries"):
+    metadata.save(directory, metadata.Metadata(5, 0))
+    with pytest.raises(Damaged, match=r"is damaged: store\.json says dim=5, not so the entries"):
         Store.open(directory)
 
 

@@ -78,7 +78,7 @@ def test_what_is_not_there_is_said(place, tmp_path):
 
 def test_a_store_of_a_later_version_is_refused(place):
     with Store.open(place, dim=4) as store:
-        text = metadata.encode(store._backend.record).replace('"attnflow_store": 1', '"attnflow_store": 2')
+        text = metadata.encode(store._backend.record).replace('"attnflow_store": 2', '"attnflow_store": 3')
         row = {"id": 0, "record": text, "vector": [0.0, 0.0]}
         store._backend.client.upsert("attnflow_store", [row])
     with pytest.raises(NewerFormat, match="upgrade"):

@@ -24,28 +24,28 @@ class CachedIndex(ABC):
     """The searching half of a backend on this machine; a subclass keeps the rows.
 
     A batch becomes visible to searches as a whole, or not at all. Slot i of the index holds the row whose id and time
-    of update are `_labels.used[i]`; `_slots` is the way back.
+    of update are `_labels.used[i]`, with its checksum; `_slots` is the way back.
     """
 
     def __init__(self, stored: Metadata, wanted: Wanted) -> None:
         self.dim, self.num_thresholds = stored.dim, stored.num_thresholds
         self._index = EntryIndex(self.dim, self.num_thresholds, wanted.search, wanted.target_recall)
-        self._labels = GrowingMatrix(2, torch.int64)
+        self._labels = GrowingMatrix(3, torch.int64)
         self._slots: dict[int, int] = {}
         self._lock = ReadersWriter()
         self._whole = True  # not in the middle of a change
 
     @abstractmethod
-    def stamps(self) -> tuple[IntArray, IntArray]:
-        """Ids of all kept rows, and when each was updated."""
+    def stamps(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Ids of all kept rows, when each was updated, and its checksum (0 where none is kept)."""
 
     @abstractmethod
     def load(self, ids: IntArray | None = None) -> Stamped:
         """What a search needs of all kept rows, or of those of these that exist."""
 
     @abstractmethod
-    def _write(self, rows: Rows) -> None:
-        """Keep rows."""
+    def _write(self, rows: Rows) -> IntArray:
+        """Keep rows; returns their checksums."""
 
     @abstractmethod
     def _delete(self, ids: IntArray) -> None:
@@ -89,8 +89,8 @@ class CachedIndex(ABC):
 
     def write(self, rows: Rows) -> None:
         """Keep rows, then show them: new ones get slots at the end, the others have theirs."""
-        self._write(rows)
-        self._show(Stamped(rows.id, rows.updated, rows.vector))
+        checks = self._write(rows)
+        self._show(Stamped(rows.id, rows.updated, rows.vector, checks))
 
     def delete(self, ids: IntArray) -> None:
         """Keep rows no longer, then hide them: the last rows move into the holes."""
@@ -136,13 +136,14 @@ class CachedIndex(ABC):
             self._slots = dict(zip(loaded.ids.tolist(), range(len(loaded.ids)), strict=True))
 
     def _synchronise(self) -> None:
-        """Fetch what differs: an id with another time of update is another content."""
+        """Fetch what differs: an id with another time of update, or another checksum, is another content."""
         if not len(self) or not self._whole:
             return self.reindex()
-        ids, updated = self.stamps()
-        held, shown = self._labels.used.numpy().T
+        ids, updated, checks = self.stamps()
+        held, *shown = self._labels.used.numpy().T
         common, here, there = np.intersect1d(held, ids, assume_unique=True, return_indices=True)
-        changed = np.setdiff1d(ids, common[shown[here] == updated[there]], assume_unique=True)
+        same = (shown[0][here] == updated[there]) & (shown[1][here] == checks[there])
+        changed = np.setdiff1d(ids, common[same], assume_unique=True)
         if len(changed) > len(ids) // 2:
             return self.reindex()
         return self._show(self.load(changed), np.setdiff1d(held, common, assume_unique=True))
@@ -197,5 +198,5 @@ class CachedIndex(ABC):
 
 
 def _labels(rows: Stamped) -> Tensor:
-    """Id and time of update of each row, [n, 2]."""
-    return torch.from_numpy(np.stack([rows.ids, rows.updated], axis=1))
+    """Id, time of update and checksum of each row, [n, 3]."""
+    return torch.from_numpy(np.stack([rows.ids, rows.updated, rows.checks], axis=1))

@@ -137,6 +137,10 @@ class Rows:
         columns |= {name: column(records, name, object) for name in _TEXTS}
         return cls(**columns, vector=column(records, "vector", np.float32).reshape(-1, width))
 
+    def take(self, places: Sequence[int]) -> Rows:
+        """Some of them, in this order."""
+        return Rows(**{name: values[places] for name, values in vars(self).items()})
+
     def records(self) -> list[dict[str, Any]]:
         """One dictionary for each entry; vectors are views."""
         columns = {name: getattr(self, name).tolist() for name in (*_NUMBERS, *_TEXTS)} | {"vector": list(self.vector)}
@@ -163,11 +167,12 @@ class Rows:
 
 
 class Stamped(NamedTuple):
-    """The part of rows that a search needs: ids int64 [n], updated int64 [n], vectors float32 [n, width]."""
+    """The part of rows that a search needs: ids, updated and checks int64 [n], vectors float32 [n, width]."""
 
     ids: IntArray
     updated: IntArray
     vectors: Floats
+    checks: IntArray
 
 
 class Summary(NamedTuple):

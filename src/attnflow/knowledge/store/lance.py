@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import logging
-import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from attnflow._core.checks import IntArray
-from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.cached_index import CachedIndex
+from attnflow.knowledge.store.check import StoreCheck, examine, examine_snapshot
+from attnflow.knowledge.store.checksums import checksums
 from attnflow.knowledge.store.entry import Rows, Stamped, Summary
-from attnflow.knowledge.store.errors import NotAStore, ReadOnly, failures
+from attnflow.knowledge.store.errors import StoreError, failures
 from attnflow.knowledge.store.lock import FileLock
-from attnflow.knowledge.store.metadata import Metadata, Wanted
-
-TABLE = "entries"
+from attnflow.knowledge.store.metadata import Wanted
+from attnflow.knowledge.store.opening import create, open_entries, upgraded
+from attnflow.knowledge.store.table import ENTRIES, Database, packages
 
 _LOG = logging.getLogger(__name__)
 _COMPACT_AFTER = 100  # commits: each leaves a file of rows and a manifest that lists all files
@@ -34,70 +32,55 @@ class LanceBackend(CachedIndex):
     """One table, one row an entry; old versions are dropped in passing."""
 
     def __init__(self, directory: Path, wanted: Wanted) -> None:
-        lancedb, self._arrow = _packages()
+        packages()
         with failures(f"{directory} cannot be looked at"):
             absent = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
         if absent:
-            _create(directory, wanted.new(str(directory)))
+            create(directory, wanted.new(str(directory)))
         self._directory = directory
-        self._unreadable = f"{directory} cannot be read; if another process writes there, refresh()"
         self._metadata = metadata.load(directory)
         wanted.check(str(directory), self._metadata)
         super().__init__(self._metadata, wanted)
         self._file_lock = None if wanted.read_only else FileLock(directory / "writer.lock")
         try:
             self._metadata = metadata.load(directory)  # whoever had the lock until now may have changed it
+            self._database = Database(directory, self.dim, self.num_thresholds)
+            self._table = open_entries(self._database, self._metadata)
+            if not wanted.read_only:
+                self._metadata = upgraded(directory, self._table, self._metadata)
             self.next_id = self._metadata.next_id
-            with failures(f"{directory} cannot be opened"):
-                self._database: Any = lancedb.connect(directory)
-                self._table: Any = self._database.open_table(TABLE)
             self._refresh()
-            if self._table.schema != self._arrow.schema(self.dim, self.num_thresholds):
-                raise NotAStore(f"{directory} is damaged: {metadata.FILE} says dim={self.dim}, not so the entries")
+            # Those of processes that ended before it was time to compact count, too.
+            self._commits = sum(1 for _ in (directory / f"{ENTRIES}.lance" / "_versions").glob("*.manifest"))
         except BaseException:
             self.close()
             raise
-        # Those of processes that ended before it was time to compact count, too.
-        self._commits = 0 if wanted.read_only else len(self._table.list_versions())
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, rows: Rows) -> IntArray:
         """Append where all ids are new, merge otherwise; one commit."""
-        table = self._arrow.to_table(rows, self.dim, self.num_thresholds)
+        checks = checksums(rows)
         with self._committing("the entries were not written"):
-            if rows.version.max() == 1:
-                self._table.add(table)
-            else:
-                merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
-                merge.execute(table)
+            (self._table.append if rows.version.max() == 1 else self._table.merge)(rows, checks)
         self.next_id = max(self.next_id, int(rows.id.max()) + 1)
+        return checks
 
     def _delete(self, ids: IntArray) -> None:
         """One commit, after the largest id is on record."""
         with self._committing("the entries were not deleted"):
             self._record_ids()
-            self._table.delete(_among(ids))
+            self._table.delete(ids)
 
     def read(self, ids: IntArray) -> Rows:
-        """A scan of the column of ids."""
-        with failures(self._unreadable):
-            table = self._table.search().where(_among(ids)).to_arrow() if len(ids) else self._table.schema.empty_table()
-        return self._arrow.to_rows(table, self.dim, self.num_thresholds)
+        """From the table."""
+        return self._table.read(ids)
 
-    def stamps(self) -> tuple[IntArray, IntArray]:
-        """Two columns."""
-        with failures(self._unreadable):
-            table = self._table.search().select(["id", "updated"]).to_arrow()
-        return table["id"].to_numpy(), self._arrow.times(table["updated"])
+    def stamps(self) -> tuple[IntArray, IntArray, IntArray]:
+        """From the table."""
+        return self._table.stamps()
 
     def load(self, ids: IntArray | None = None) -> Stamped:
-        """Batch by batch, straight into the matrix."""
-        columns = ["id", "updated", "embedding"] + (["thresholds"] if self.num_thresholds else [])
-        with failures(self._unreadable):
-            query = self._table.search().select(columns)
-            if ids is not None:
-                query = query.where(_among(ids)) if len(ids) else query.where("false")
-            count = self._table.count_rows() if ids is None else len(ids)
-            return self._arrow.to_stamped(query.to_batches(), count, self.dim, self.num_thresholds)
+        """From the table."""
+        return self._table.load(ids)
 
     def snapshot(self, name: str) -> None:
         """A copy in a table of its own, which counts once the metadata name it.
@@ -105,8 +88,8 @@ class LanceBackend(CachedIndex):
         A tag on a version would cost nothing at first, but LanceDB 0.40 then keeps all later files of rows for good.
         """
         with failures("the snapshot was not made"):
-            self._database.drop_table(_snapshot(name), ignore_missing=True)  # what a crash in this place has left
-            self._database.create_table(_snapshot(name), self._table.search().to_batches())
+            self._database.connection.drop_table(_snapshot(name), ignore_missing=True)  # what a crash has left
+            self._database.create(_snapshot(name), self._table.raw.search().to_batches())
             self._record(snapshots=[*self.snapshots(), name])
 
     def snapshots(self) -> list[str]:
@@ -116,35 +99,43 @@ class LanceBackend(CachedIndex):
     def _restore(self, name: str) -> None:
         """The rows of the copy in place of all others; one commit."""
         with self._committing("the snapshot was not restored"):
+            copy = self._database.open(_snapshot(name))
+            for _ in copy.whole_rows():
+                """Before anything is written: all are as they were."""
             self._record_ids()
-            rows = self._database.open_table(_snapshot(name)).search().to_batches()
-            self._table.add(rows, mode="overwrite")
+            self._table.replace(copy.whole_rows())
 
     def drop_snapshot(self, name: str) -> None:
         """First from the metadata, then the table."""
         with failures("the snapshot was not dropped"):
             self._record(snapshots=[other for other in self.snapshots() if other != name])
-            self._database.drop_table(_snapshot(name))
+            self._database.connection.drop_table(_snapshot(name))
 
     def _refresh(self) -> None:
         """The newest version: of another process, or of a commit of this one that was taken for failed."""
         with failures(f"{self._directory} cannot be refreshed"):
-            self._table.checkout_latest()
+            self._table.raw.checkout_latest()
         self.next_id = max(self.next_id, int(self.stamps()[0].max(initial=-1)) + 1)
 
     def summary(self) -> Summary:
         """Two columns, and the sizes of all files."""
-        with failures(self._unreadable):
-            table = self._table.search().select(["version", "encoder"]).to_arrow()
+        table = self._table.columns("version", "encoder")
         versions, encoders = (
             {row["values"]: row["counts"] for row in table[name].value_counts().to_pylist()}
             for name in ("version", "encoder")
         )
         return Summary(versions, encoders, _bytes(self._directory))
 
+    def verify(self, uri: str) -> StoreCheck:
+        """All bytes of all rows, those of snapshots too."""
+        if not self._table.checked:
+            raise StoreError(f"{uri} is of format 1, without checksums: open it to write once, which adds them")
+        check, names = examine(uri, self._table), self.snapshots()
+        of_snapshots = (examine_snapshot(uri, self._database, name, _snapshot(name)) for name in names)
+        return replace(check, faults=check.faults + tuple(fault for faults in of_snapshots for fault in faults))
+
     def close(self) -> None:
         """Let others write."""
-        self._table = self._database = None
         if self._file_lock is not None:
             self._file_lock.release()
 
@@ -163,53 +154,16 @@ class LanceBackend(CachedIndex):
         with failures(what):
             yield
         self._commits += 1
-        if self._commits >= _COMPACT_AFTER and self._commits >= self._table.count_rows() // _ROWS_A_COMMIT:
+        if self._commits >= _COMPACT_AFTER and self._commits >= self._table.raw.count_rows() // _ROWS_A_COMMIT:
             self._commits = 0
             try:
-                self._table.optimize(cleanup_older_than=_KEEP)
+                self._table.raw.optimize(cleanup_older_than=_KEEP)
             except Exception as error:  # the write is done and stays; compaction is tried again later
                 _LOG.warning("%s was not compacted: %s", self._directory, error)
 
 
-def _packages() -> tuple[Any, Any]:
-    """(lancedb, our module of Arrow tables): imported on use."""
-    try:
-        import lancedb
-
-        from attnflow.knowledge.store import arrow
-    except ImportError as error:
-        raise MissingExtra("lancedb", "knowledge", "a store in a directory") from error
-    return lancedb, arrow
-
-
-def _create(directory: Path, described: Metadata) -> None:
-    """A store appears at its place as a whole: it is made beside it and renamed."""
-    beside = directory.with_name(f".{directory.name}.{uuid4().hex}.new")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        beside.mkdir()
-    except OSError as error:
-        raise ReadOnly(f"a store at {directory} cannot be made: {error.strerror}") from None
-    try:
-        with failures(f"a store at {directory} cannot be made"):
-            lancedb, arrow = _packages()
-            lancedb.connect(beside).create_table(TABLE, schema=arrow.schema(described.dim, described.num_thresholds))
-            metadata.save(beside, described)
-            try:
-                beside.rename(directory)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise  # else another was faster: then that store is opened
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
 def _snapshot(name: str) -> str:
     return f"snapshot-{name}"
-
-
-def _among(ids: IntArray) -> str:
-    return f"id IN ({','.join(map(str, ids.tolist()))})"
 
 
 def _bytes(directory: Path) -> int:

@@ -7,8 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from attnflow._core.checks import IntArray
 from attnflow.knowledge.store.cached_index import CachedIndex
+from attnflow.knowledge.store.check import StoreCheck
 from attnflow.knowledge.store.entry import Rows, Stamped, Summary, column
 from attnflow.knowledge.store.metadata import Metadata, Wanted
 
@@ -29,15 +32,15 @@ class MemoryBackend(CachedIndex):
         """Whole rows."""
         return Rows.of(self._held(ids), self.dim + self.num_thresholds)
 
-    def stamps(self) -> tuple[IntArray, IntArray]:
-        """Ids and times of update."""
+    def stamps(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Ids and times of update; memory needs no checksums."""
         held = self._held()
-        return column(held, "id"), column(held, "updated")
+        return column(held, "id"), column(held, "updated"), np.zeros(len(held), dtype=np.int64)
 
     def load(self, ids: IntArray | None = None) -> Stamped:
         """Ids, times and vectors."""
         rows = Rows.of(self._held(ids), self.dim + self.num_thresholds)
-        return Stamped(rows.id, rows.updated, rows.vector)
+        return Stamped(rows.id, rows.updated, rows.vector, np.zeros(len(rows), dtype=np.int64))
 
     def snapshot(self, name: str) -> None:
         """A copy of the dictionary."""
@@ -57,15 +60,20 @@ class MemoryBackend(CachedIndex):
         held = self._held()
         return Summary(Counter(row["version"] for row in held), Counter(row["encoder"] for row in held), 0)
 
+    def verify(self, uri: str) -> StoreCheck:
+        """Nothing is on a disk."""
+        return StoreCheck(uri, len(self))
+
     def close(self) -> None:
         """Forget all."""
         self._rows, self._snapshots = {}, {}
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, rows: Rows) -> IntArray:
         fresh = {record["id"]: record for record in replace(rows, vector=rows.vector.copy()).records()}
         with self._rows_lock:
             self._rows.update(fresh)
             self.next_id = max(self.next_id, max(fresh, default=-1) + 1)
+        return np.zeros(len(rows), dtype=np.int64)
 
     def _delete(self, ids: IntArray) -> None:
         with self._rows_lock:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 from attnflow._core.checks import integer
 from attnflow._core.files import write_atomically
 from attnflow.knowledge.index import SearchMode
-from attnflow.knowledge.store.errors import NewerFormat, NotAStore
+from attnflow.knowledge.store.errors import NewerFormat, NotAStore, StoreError
 
 FILE = "store.json"
-FORMAT = 1
+FORMAT = 2  # 1: rows and metadata without checksums
+_CHECK = "crc"
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Metadata:
         num_thresholds: threshold columns.
         next_id: all ids that the store has lost are below it.
         snapshots: their names, oldest first.
+        format: of what is there.
     """
 
     dim: int
     num_thresholds: int
     next_id: int = 0
     snapshots: Sequence[str] = ()
+    format: int = FORMAT
 
 
 Kind = TypeVar("Kind", bound=Metadata)
@@ -64,8 +68,10 @@ class Wanted(NamedTuple):
 
 
 def encode(metadata: Metadata) -> str:
-    """As JSON, with the format's number."""
-    return json.dumps({"attnflow_store": FORMAT} | asdict(metadata))
+    """As JSON, with the format's number and a checksum of the rest."""
+    values = asdict(metadata)
+    values = {"attnflow_store": values.pop("format")} | values
+    return json.dumps(values | {_CHECK: _crc(values)})
 
 
 def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
@@ -77,15 +83,17 @@ def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
     """
     try:
         values: dict[str, Any] = json.loads(text)
-        version = integer("format", values.pop("attnflow_store"))
+        version, check = integer("format", values["attnflow_store"]), values.pop(_CHECK, None)
         if version > FORMAT:
             raise NewerFormat(
                 f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
             )
-        metadata = kind(**values)
+        if version > 1 and check != _crc(values):
+            raise ValueError("its checksum is another")
+        metadata = kind(**{"format" if name == "attnflow_store" else name: value for name, value in values.items()})
         for name, least in (("dim", 1), ("num_thresholds", 0), ("next_id", 0)):
             integer(name, getattr(metadata, name), least)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise NotAStore(f"{place} does not describe a store of attnflow, or is damaged") from None
     return metadata
 
@@ -94,9 +102,16 @@ def load(directory: Path) -> Metadata:
     """Of a directory that is a store."""
     path = directory / FILE
     try:
-        return decode(str(path), path.read_text())
+        text = path.read_bytes().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         raise NotAStore(f"{directory} is not a store of attnflow: it has no {FILE}") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+    return decode(str(path), text)
+
+
+def _crc(values: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def save(directory: Path, metadata: Metadata) -> None:

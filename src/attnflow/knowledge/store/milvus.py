@@ -23,6 +23,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.arguments import refuse_unknown
+from attnflow.knowledge.store.check import StoreCheck
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Summary, column
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreError, StoreLocked, failures
 from attnflow.knowledge.store.lock import FileLock
@@ -220,6 +221,10 @@ class MilvusRows:
             if not self.client.list_indexes(self.live) and not self._read_only:
                 self._load(self.live)  # killed while the index was built anew
             self.client.load_collection(self.live)
+
+    def verify(self, uri: str) -> StoreCheck:
+        """Refused: rows carry no checksums here."""
+        raise StoreError(f"{uri} is in Milvus, where entries have no checksums of ours: verify a store in a directory")
 
     def summary(self) -> Summary:
         """A pass over all rows."""

@@ -1,30 +1,31 @@
-"""What users call: it checks arguments, numbers and dates rows, and hands them to a backend."""
+"""What users call: it checks arguments, numbers and dates rows, and hands them to a backend; `stored.py` reads."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
-from attnflow._core.checks import Indices, IntArray, integer, preview
-from attnflow.knowledge.index import Mode, Neighbours, SearchMode
-from attnflow.knowledge.index.arguments import Vectors, column, matrix, queries, score
+from attnflow._core.checks import Indices, IntArray, preview
+from attnflow.knowledge.index import SearchMode
+from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.store import arguments
 from attnflow.knowledge.store.backends import Backend, open_backend
-from attnflow.knowledge.store.entry import Entry, StoreStats
-from attnflow.knowledge.store.errors import ReadOnly, StoreError
+from attnflow.knowledge.store.check import StoreCheck
+from attnflow.knowledge.store.errors import ReadOnly
 from attnflow.knowledge.store.metadata import Wanted
+from attnflow.knowledge.store.rescue import rescue
+from attnflow.knowledge.store.stored import StoredEntries
 
 
-class Store:
+class Store(StoredEntries):
     """Entries that are kept, searched and edited while a model runs; open one with `Store.open`.
 
     A call that writes returns when the write is durable against a crash of the process and visible to the next
@@ -45,18 +46,6 @@ class Store:
     ...     store.get(best.ids)[0].text
     'north'
     """
-
-    def __init__(self, uri: str, name: str, backend: Backend, read_only: bool) -> None:
-        self.uri = uri
-        self.backend = name
-        self.read_only = read_only
-        self._backend = backend
-        self._write_lock = threading.RLock()
-        self._process = os.getpid()
-        self._closed = False
-        self.dim, self.num_thresholds = backend.dim, backend.num_thresholds
-        self.revision = self._clock = 0
-        self._behind = True  # what is searched may differ from what is kept
 
     @classmethod
     def open(
@@ -84,11 +73,13 @@ class Store:
             StoreLocked: another `Store` writes there.
             ReadOnly: the place cannot be written.
             NewerFormat: a later version of this package wrote it.
+            Damaged: entries are not as they were written; `rescue` copies the others into a new store.
             ValueError: dim or num_thresholds are not the store's.
             MissingExtra: the backend's package is not installed.
 
-        Cost: all vectors are read into memory (not for Milvus): about 1 s for 1,000,000 entries of width 128, and the
-            building of the index where the search is approximate.
+        Cost: all vectors are read into memory (not for Milvus) and compared with their checksums: about 1.5 s for
+            1,000,000 entries of width 128, a third of it for the checksums, and the building of the index where the
+            search is approximate.
         """
         place, wanted = os.fspath(uri), Wanted(dim, num_thresholds, read_only, search, target_recall)
         store = cls(place, *open_backend(place, wanted), read_only)
@@ -99,15 +90,25 @@ class Store:
             raise
         return store
 
-    def __len__(self) -> int:
-        return len(self._open())
+    @staticmethod
+    def rescue(uri: str | os.PathLike[str], to: str | os.PathLike[str]) -> StoreCheck:
+        """Make a new store of what is whole of a damaged one, in a directory: entries with their versions and times.
 
-    def __contains__(self, key: object) -> bool:
-        try:
-            number = integer("id", key)
-        except ValueError:  # negative, or beyond what an id may be
-            return False
-        return bool(self._open().holds(np.array([number]))[0])
+        The damaged store is only read. Its snapshots are not copied.
+
+        Args:
+            uri: the damaged store.
+            to: a folder that is not there yet, or is empty.
+
+        Returns:
+            How many entries were copied, ids of those that are damaged, and what else was lost.
+
+        Raises:
+            NotAStore: there is no table of entries in the directory.
+            StoreLocked: somebody writes to it: close it there first.
+            StoreError: `to` holds something, or nothing can be rescued.
+        """
+        return rescue(Path(uri).absolute(), Path(to).absolute())
 
     def insert(
         self,
@@ -169,104 +170,6 @@ class Store:
                 with self._following():
                     backend.delete(keys)
 
-    def get(self, ids: Indices) -> list[Entry]:
-        """Entries in the order of `ids`.
-
-        Raises:
-            KeyError: an id is unknown.
-        """
-        backend, keys = self._open(), arguments.identifiers("ids", ids)
-        held = {entry.id: entry for entry in backend.read(keys).entries(self.dim)}
-        arguments.refuse_unknown([key for key in keys.tolist() if key not in held])
-        return [held[key] for key in keys.tolist()]
-
-    def ids(self) -> Int64[Tensor, " n"]:
-        """The ids of all entries, ascending."""
-        return torch.from_numpy(np.sort(self._open().ids()))
-
-    def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
-        """The embeddings of `rows`."""
-        return self.rows(ids)[:, : self.dim]
-
-    def thresholds(self, ids: Indices | None = None) -> Float32[Tensor, "n num_thresholds"]:
-        """The thresholds of `rows`."""
-        return self.rows(ids)[:, self.dim :]
-
-    def rows(self, ids: Indices | None = None) -> Float32[Tensor, "n width"]:
-        """[embedding | thresholds] of one moment, in the order of `ids`; by default of all entries, as in `ids()`.
-
-        Raises:
-            KeyError: an id is unknown.
-        """
-        backend = self._open()
-        return torch.from_numpy(backend.vectors(None if ids is None else self._known(backend, ids)))
-
-    def search(
-        self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
-    ) -> Neighbours:
-        """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
-
-        Args:
-            query: [n, dim], or [dim] for a single one.
-            k: how many.
-            threshold_column: which threshold is added; none by default.
-            mode: "exact" or "approximate" for this search alone.
-
-        Returns:
-            Ids and scores, [n, k] or [k], on the CPU.
-        """
-        backend, asked, chosen = self._asked(query, threshold_column)
-        return backend.search(asked, integer("k", k, minimum=1), chosen, mode)
-
-    def range(
-        self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
-    ) -> Neighbours:
-        """All entries that score above a threshold, as `search` gives them; the answer is as wide as the longest."""
-        backend, asked, chosen = self._asked(query, threshold_column)
-        return backend.range(asked, score("threshold", threshold), chosen, mode)
-
-    def recall(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> float:
-        """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
-        backend, asked, chosen = self._asked(sample, threshold_column)
-        if not asked.numel():
-            raise ValueError("recall is measured on at least one query, got none")
-        return backend.recall(asked, integer("k", k, minimum=1), chosen)
-
-    def calibrate(self, sample: Vectors, k: int = 32, *, threshold_column: int | None = None) -> None:
-        """Tune approximate searches to reach `target_recall` on sample queries [n, dim], until the store is closed."""
-        with self._write_lock:
-            backend, asked, chosen = self._asked(sample, threshold_column)
-            backend.calibrate(asked, integer("k", k, minimum=1), chosen)
-
-    def reindex(self) -> None:
-        """Build the index anew from the stored entries, as after many edits."""
-        with self._write_lock:
-            self._open().reindex()
-
-    def stats(self) -> StoreStats:
-        """The store in numbers."""
-        backend = self._open()
-        summary, encoders = backend.summary(), Counter[str]()
-        for encoder, count in summary.encoders.items():
-            encoders[encoder or ""] += count
-        return StoreStats(
-            uri=self.uri,
-            backend=self.backend,
-            count=len(backend),
-            dim=self.dim,
-            num_thresholds=self.num_thresholds,
-            bytes_on_disk=summary.bytes_on_disk,
-            mode=backend.mode,
-            reason=backend.reason,
-            versions=dict(summary.versions),
-            encoders=dict(encoders),
-            snapshots=tuple(backend.snapshots()),
-        )
-
-    def snapshots(self) -> list[str]:
-        """Names of snapshots, oldest first."""
-        return self._open().snapshots()
-
     def snapshot(self, name: str | None = None) -> str:
         """Keep the present entries under a name, "snapshot-1" and so on by default; `restore` brings them back."""
         with self._writer() as backend:
@@ -292,21 +195,6 @@ class Store:
         with self._writer(name) as backend:
             backend.drop_snapshot(name)
 
-    def refresh(self) -> None:
-        """See what another process has written since this store was opened or refreshed."""
-        self._open()
-        with self._write_lock:
-            self._behind = True
-            self.revision += 1
-            self._open()
-
-    def close(self) -> None:
-        """Let go of files and of the right to write; nothing is lost without it."""
-        if not self._closed:
-            self._closed = True
-            if os.getpid() == self._process:
-                self._backend.close()
-
     def __enter__(self) -> Store:
         return self
 
@@ -316,26 +204,6 @@ class Store:
     def __deepcopy__(self, memo: object) -> Store:
         """The same store: a copy of a model that reads it reads it, too."""
         return self
-
-    def __repr__(self) -> str:
-        return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
-
-    def _open(self) -> Backend:
-        """The backend, which searches what it keeps."""
-        if self._closed:
-            raise StoreError(f"the store {self.uri} is closed: open it again")
-        if os.getpid() != self._process:
-            raise StoreError(f"the store {self.uri} was opened by another process before a fork: open it here again")
-        if self._behind:
-            with self._write_lock:
-                if self._behind:
-                    self._backend.refresh()  # a write that was cut short may have been committed all the same
-                    self._behind = False
-        return self._backend
-
-    def _asked(self, query: Vectors, threshold_column: int | None) -> tuple[Backend, Tensor, int | None]:
-        chosen = column(threshold_column, self.num_thresholds)
-        return self._open(), queries(query, self.dim), chosen
 
     @contextmanager
     def _writer(self, snapshot: str | None = None) -> Generator[Backend]:
@@ -393,9 +261,4 @@ class Store:
                 rows = rows.after(backend.read(keys[present]))
             with self._following():
                 backend.write(rows)
-        return keys
-
-    def _known(self, backend: Backend, ids: Indices) -> IntArray:
-        keys = arguments.identifiers("ids", ids)
-        arguments.refuse_unknown(keys[~backend.holds(keys)].tolist())
         return keys
