@@ -67,11 +67,11 @@ def bad_audit():
 
 def full_report():
     task = leaking_task()
-    differences = tuple(TaskDifference(i, 1e-13, 2.5) for i in range(3))
+    differences = tuple(TaskDifference(i, 1e-13, 2.5, 3e-13) for i in range(3))
     return page(
         task.flow,
         check(task),
-        Verification(1e-13, 2e-13, 7.5, differences, 1e-9),
+        Verification(1e-13, 2e-13, 3e-13, 7.5, differences, 1e-9),
         bad_audit(),
         labels=["the", "quick", "brown", "fox", "."],
         cost=CostModel(2, 4, 64),
@@ -155,7 +155,7 @@ def test_everything_asked_for_is_shown():
         "87.5 % of 28",
         "a remark of the audit",
         "3 modules watched",
-        "1.0e-13 of outputs, 2.0e-13 of gradients",
+        "1.0e-13 of outputs, 3.0e-13 of losses, 2.0e-13 of gradients",
         "For 2 layers of 4 heads with 64 channels",
         "4 · head_dim · heads · layers · pairs",
         "attnflow check",

@@ -38,7 +38,7 @@ MAKERS = {
     "Flow": lambda: analyze(masks.tree([-1, 0, 0, 1])),
     "Hasse": lambda: analyze(masks.causal(3)).hasse,
     "LeakReport": lambda: check(leaking_task()),
-    "Verification": lambda: Verification(1e-13, 2e-13, 7.5, (TaskDifference(0, 1e-13, 2.5),), 1e-9),
+    "Verification": lambda: Verification(1e-13, 2e-13, 3e-13, 7.5, (TaskDifference(0, 1e-13, 2.5, 3e-13),), 1e-9),
     "AuditReport": bad_audit,
     "BiasMap": bias_map,
     "BiasGraph": lambda: bias_map().graph(),

@@ -53,6 +53,7 @@ def test_llama_in_double_precision(name):
     result = tasks.verify(family, merged, llama(), tolerance=1e-12)
     assert result.output_difference < 1e-12
     assert result.gradient_difference < 1e-12
+    assert result.loss_difference < 1e-12
     assert result.ok
     result.raise_if_different()
     assert [each.task for each in result.tasks] == list(range(len(family)))
@@ -111,6 +112,46 @@ def test_lost_labels_show_in_the_gradients():
     result = tasks.verify(family, bare, llama())
     assert result.output_difference < 1e-12
     assert result.gradient_difference == pytest.approx(1.0)
+
+
+def labels_changed(labels, change):
+    """One label of many is another one, gone, of another weight, of another position, or there twice."""
+    first, rest = labels[3], [*labels[:3], *labels[4:]]
+    if change == "dropped":
+        return rest
+    if change == "wrong":
+        return [replace(first, target=Token((first.target_id + 1) % 16, 0, ())), *rest]
+    if change == "reweighted":
+        return [replace(first, weight=first.weight * 1.001), *rest]
+    if change == "of another subtask":
+        return [replace(first, task=first.task + 1), *rest]
+    return [first, first, *rest]
+
+
+@pytest.mark.parametrize("change", ["dropped", "wrong", "reweighted", "of another subtask", "doubled"])
+@pytest.mark.parametrize("double", [True, False])
+def test_changed_labels_are_not_ok_without_gradients(change, double):
+    family = [task for _ in range(3) for task in tasks.block_two_stream(IDS, 2)]
+    merged = tasks.merge(family)
+    model = llama() if double else llama().float()
+    assert tasks.verify(family, merged, model, gradients=False).ok
+    changed = Task(merged.task.inputs, labels_changed(merged.task.labels, change), merged.task.mask)
+    result = tasks.verify(family, replace(merged, task=changed), model, gradients=False)
+    assert not result.ok
+    assert result.output_difference <= result.tolerance < result.loss_difference
+    with pytest.raises(af.AttnflowError, match="of losses"):
+        result.raise_if_different()
+
+
+def test_labels_of_a_subtask_that_has_none():
+    with_labels, without = FAMILIES["butterfly"][:2]
+    without = Task(without.inputs, [], without.mask)
+    merged = tasks.merge([with_labels, without])
+    more = [*merged.task.labels, replace(merged.task.labels[0], task=1)]
+    changed = replace(merged, task=Task(merged.task.inputs, more, merged.task.mask))
+    result = tasks.verify([with_labels, without], changed, llama(), gradients=False)
+    assert result.loss_difference == float("inf")
+    assert not result.ok
 
 
 def test_weights_count():

@@ -218,13 +218,14 @@ def _verify(model: Any, objective: Objective) -> Outcome:
     """Every subtask alone and the merged task once, forward and backward."""
     comparison = tasks.verify(objective.family, objective.merged, model)
     outputs, gradients = comparison.output_difference, comparison.gradient_difference or 0.0
+    losses = comparison.loss_difference
     alone = sum(task.loss for task in comparison.tasks)
     lines = [
-        f"largest relative difference of outputs {outputs:.1e}, of gradients {gradients:.1e}",
+        f"largest relative difference of outputs {outputs:.1e}, of losses {losses:.1e}, of gradients {gradients:.1e}",
         f"tolerance {TOLERANCE:.0e} (float64 rounds at 1e-16; deep models reach about 1e-12)",
         f"loss of the merged task {comparison.merged_loss:.10f}, of its subtasks {alone:.10f}",
     ]
-    return Outcome(max(outputs, gradients) <= TOLERANCE, lines, _differences(comparison), [comparison])
+    return Outcome(max(outputs, losses, gradients) <= TOLERANCE, lines, _differences(comparison), [comparison])
 
 
 def _verify_printed(model: Any, butterfly: Objective) -> Outcome:

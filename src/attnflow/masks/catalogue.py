@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from attnflow._core.checks import Indices, IntArray, boolean, index_array, integer, size
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
+from attnflow.masks.numbering import LARGEST, too_many
 
 
 def full(n: int, num_keys: int | None = None) -> Mask:
@@ -143,14 +144,17 @@ def longformer(n: int, window: int, indices: Indices = (0,)) -> Mask:
     [0, 2, 3, 4]
     """
     n = size("n", n)
-    near, everywhere = sliding_window(n, window, causal=False), global_tokens(n, indices)
-    # Numbered as `global_tokens` does it, a window loses only the global tokens inside it: few pieces a row.
+    q, window = np.arange(n), integer("window", window, 1)
+    everywhere = global_tokens(n, indices)
     rows, rank = everywhere.relabelled()
     assert rank is not None
-    pieces = near.permute(np.argsort(rank)).pieces(limit=n * n + 1)
-    assert pieces is not None
-    parameters = {"n": n, "window": near.parameters["window"], "indices": everywhere.parameters["indices"]}
-    rows = rows.union(IntervalRows.build(*pieces, n, n))
+    # Numbered as `global_tokens` does it, a window is a stretch of the global tokens and a stretch of the others.
+    chosen = np.sort(np.argsort(rank)[: len(cast("tuple[int, ...]", everywhere.parameters["indices"]))])
+    first, last = np.maximum(q - min(window, n) + 1, 0), np.minimum(q + min(window, n), n)
+    low, high = np.searchsorted(chosen, np.stack([first, last]))
+    others = IntervalRows.of(n, n, (rank, low, high), (rank, first - low + len(chosen), last - high + len(chosen)))
+    parameters = {"n": n, "window": window, "indices": everywhere.parameters["indices"]}
+    rows = rows.union(others)
     return Mask(rows, "longformer", parameters, query_rank=rank, key_rank=rank)
 
 
@@ -181,17 +185,20 @@ def big_bird(
     if num_window % 2 == 0:
         raise ValueError(f"num_window must be odd, to be centred on the query's block, got {num_window}")
     count, half, generator = n // block, num_window // 2, np.random.default_rng(seed)
-    triples: list[tuple[int, int, int]] = []
-    for row in range(count):
-        allowed = {(0, count)} if row < num_global else {(0, num_global), (row - half, row + half + 1)}
-        taken = {k for first, last in allowed for k in range(max(first, 0), min(last, count))}
-        left = np.setdiff1d(np.arange(count), np.fromiter(taken, np.int64, len(taken)))
-        drawn = generator.choice(left, size=min(num_random, len(left)), replace=False)
-        triples += [(row, first, last) for first, last in allowed]
-        triples += [(row, int(k), int(k) + 1) for k in drawn]
+    if (intervals := n * (2 + min(num_random, count))) > LARGEST:
+        raise too_many(f"big_bird(n={n}, num_random={num_random})", intervals)
+    block_row = np.arange(count)
+    last_global = np.where(block_row < num_global, count, min(num_global, count))
+    first, last = np.maximum(block_row - half, last_global), np.minimum(block_row + half + 1, count)
+    wide = np.maximum(last - first, 0)  # of the window, beyond the global blocks
+    free = count - last_global - wide
+    drawn = [generator.choice(left, size=min(num_random, left), replace=False) for left in free.tolist()]
+    row = np.repeat(block_row, [len(blocks) for blocks in drawn])
+    random = np.concatenate([*drawn, np.zeros(0, np.int64)]) + last_global[row]  # of the blocks not yet allowed
+    random += np.where(random >= first[row], wide[row], 0)
     parameters = {"n": n, "block": block, "num_global": num_global, "num_window": num_window}
-    table = np.array(triples, dtype=np.int64).reshape(-1, 3)
-    rows = blow_up(IntervalRows.of(count, count, (table[:, 0], table[:, 1], table[:, 2])), block)
+    parts = (block_row, 0, last_global), (block_row, first, last), (row, random, random + 1)
+    rows = blow_up(IntervalRows.of(count, count, *parts), block)
     return Mask(rows, "big_bird", parameters | {"num_random": num_random, "seed": seed})
 
 
@@ -279,8 +286,7 @@ def divides(name: str, n: int, block: int) -> int:
 def blow_up(blocks: IntervalRows, block: int) -> IntervalRows:
     """The relation in which every row and key of `blocks` stands for `block` of them."""
     rows = blocks.take(np.repeat(np.arange(blocks.num_rows), block))
-    starts, ends = rows.starts.astype(np.int64) * block, rows.ends.astype(np.int64) * block
-    return IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, blocks.num_keys * block)
+    return IntervalRows(rows.indptr, rows.starts * np.int32(block), rows.ends * np.int32(block), rows.num_keys * block)
 
 
 def _mask(

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.numbering import invert
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -107,13 +108,6 @@ def block_counts(rows: IntervalRows, key_rank: IntArray | None, q_block: int, k_
         assert key_rank is not None, "rows in their own order are never shattered"
         return _count_shattered(rows, key_rank, q_block, k_block)
     return _count_pieces(*pieces, (rows.num_rows, rows.num_keys), q_block, k_block)
-
-
-def invert(rank: IntArray) -> IntArray:
-    """The inverse of a permutation."""
-    inverse = np.empty_like(rank)
-    inverse[rank] = np.arange(len(rank))
-    return inverse
 
 
 def _count_pieces(

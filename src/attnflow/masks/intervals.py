@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
+from attnflow.masks.renaming import renamed
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -75,6 +76,11 @@ class IntervalRows:
         """Number of rows (queries)."""
         return len(self.indptr) - 1
 
+    def equals(self, other: IntervalRows) -> bool:
+        """Whether both are the same relation."""
+        mine, others = ((rows.indptr, rows.starts, rows.ends) for rows in (self, other))
+        return all(map(np.array_equal, mine, others))
+
     def row_index(self) -> IntArray:
         """The row of each interval, int64[intervals]."""
         return np.repeat(np.arange(self.num_rows, dtype=np.int64), np.diff(self.indptr))
@@ -102,26 +108,15 @@ class IntervalRows:
         return IntervalRows.build(self.row_index(), starts, ends, self.num_rows, last - first)
 
     def pieces(self, new_key: IntArray | None, limit: int) -> tuple[IntArray, IntArray, IntArray] | None:
-        """Disjoint (row, start, end) with key k called `new_key[k]` (a permutation); None if there are over `limit`.
+        """Disjoint (row, start, end) with key k called `new_key[k]`, in no order; None if there are over `limit`.
 
-        `new_key` is cut into stretches that run up or down by one; an interval becomes a piece per stretch it meets.
+        Cost: O((intervals + pieces) log keys), pieces up to `limit`.
         """
         starts, ends = self.starts.astype(np.int64), self.ends.astype(np.int64)
-        if new_key is None or self.num_keys == 0:
+        if new_key is None or not len(starts):
             return self.row_index(), starts, ends
-        if len(starts) > limit:
-            return None
-        first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])  # where each begins
-        stretch = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
-        pieces = stretch[1] - stretch[0] + 1
-        if pieces.sum() > limit:
-            return None
-        source = np.repeat(np.arange(len(pieces)), pieces)
-        which = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces - stretch[0], pieces)
-        low = np.maximum(starts[source], first[which])
-        high = np.minimum(ends[source], np.append(first, self.num_keys)[which + 1]) - 1
-        low, high = new_key[low], new_key[high]
-        return self.row_index()[source], np.minimum(low, high), np.maximum(low, high) + 1
+        pieces = renamed(starts, ends, new_key, limit)
+        return None if pieces is None else (self.row_index()[pieces[0]], *pieces[1:])
 
     def with_diagonal(self) -> IntervalRows:
         """Row by row, the keys and the row's own number; the rows must be as many as the keys. Cost: O(intervals)."""

@@ -17,11 +17,11 @@ from attnflow._core.results import in_notebook
 from attnflow.masks import flex
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, same, same_rank
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_CHUNK_BYTES: Final = 1 << 23
 _MAX_TEXT: Final = 200  # characters of a printed mask
 
 
@@ -116,7 +116,7 @@ class Mask:
         query = checks.integer("query", query, 0, self.num_queries - 1)
         row = query if self._query_rank is None else int(self._query_rank[query])
         keys = self._rows.keys_of(row)
-        return keys if self._key_rank is None else np.sort(flex.invert(self._key_rank)[keys])
+        return keys if self._key_rank is None else np.sort(invert(self._key_rank)[keys])
 
     def allows(self, query: int, key: int) -> bool:
         """Whether `query` may attend to `key`."""
@@ -139,47 +139,39 @@ class Mask:
 
     def dense_chunks(self, chunk: int | None = None) -> Iterator[tuple[int, BoolArray]]:
         """(first query, bool[rows, num_keys]) for consecutive row blocks: the whole relation in little memory."""
-        if chunk is None:
-            chunk = max(1, _CHUNK_BYTES // max(1, self.num_keys))
-        chunk = checks.integer("chunk", chunk, 1)
-        for start in range(0, self.num_queries, chunk):
-            queries = np.arange(start, min(start + chunk, self.num_queries))
-            part = self._rows.to_bool(queries if self._query_rank is None else self._query_rank[queries])
-            yield start, part if self._key_rank is None else part[:, self._key_rank]
+        return self._numbered.tables(None if chunk is None else checks.integer("chunk", chunk, 1))
 
     def intervals(self) -> IntervalRows:
         """The allowed keys of each query as sorted disjoint intervals.
 
-        Free for masks that are interval-structured in their own order; a relabelled mask is converted once
-        (O(pairs) time, row chunks in memory) and may have many intervals.
+        Free for masks that are interval-structured in their own order. A relabelled mask is converted once, in
+        O(log n) for each interval of the result or, if they are many, by row chunks of its table.
+
+        Raises:
+            ValueError: there are more intervals than memory has room for.
         """
         if "intervals" not in self._cache:
-            pieces = self.pieces()
-            if pieces is None:
-                parts = [IntervalRows.from_bool(part) for _, part in self.dense_chunks()]
-                self._cache["intervals"] = IntervalRows.stack(parts, self.num_keys)
-            else:
-                self._cache["intervals"] = IntervalRows.build(*pieces, self.num_queries, self.num_keys)
+            self._cache["intervals"] = self._numbered.intervals(repr(self))
         return cast(IntervalRows, self._cache["intervals"])
 
     def pieces(self, limit: int | None = None) -> tuple[IntArray, IntArray, IntArray] | None:
         """Disjoint intervals (query, start, end) in no given order; None where relabelling makes more than `limit`."""
         rows = self.rows_in_query_order()
-        new_key = None if self._key_rank is None else flex.invert(self._key_rank)
+        new_key = None if self._key_rank is None else invert(self._key_rank)
         if limit is None:
             limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
-        return rows.pieces(new_key, limit)
+        return rows.pieces(new_key, min(limit, RENAMED))
 
     def rows_in_query_order(self) -> IntervalRows:
         """Row q for query q, as intervals of internal key numbers. Cost: O(intervals)."""
-        return self._rows if self._query_rank is None else self._rows.take(self._query_rank)
+        return self._numbered.in_query_order()
 
     def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
         """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.
 
         `rank` is None for the identity. Falls back to `intervals()` when queries and keys are numbered apart.
         """
-        if _equal(self._query_rank, self._key_rank):
+        if same_rank(self._query_rank, self._key_rank):
             return self._rows, self._query_rank
         return self.intervals(), None
 
@@ -204,18 +196,21 @@ class Mask:
         """
         self._check(other, "compare")
         limit = checks.integer("limit", limit, 1)
-        if self._same_labels(other):
-            a, b = self._rows, other._rows
-            if all(map(np.array_equal, (a.indptr, a.starts, a.ends), (b.indptr, b.starts, b.ends))):
-                return []
-            if self._query_rank is None and self._key_rank is None:
-                return _first_pairs(a.union(b).intersection(a.intersection(b).complement()), limit)
+        a, b = self._numbered, other._numbered
+        if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank) and a.rows.equals(b.rows):
+            return []
         pairs: list[tuple[int, int]] = []
-        for (start, left), (_, right) in zip(self.dense_chunks(), other.dense_chunks(), strict=True):
-            pairs += [(int(q) + start, int(k)) for q, k in np.argwhere(left != right)[: limit - len(pairs)]]
+        agreeing = np.ones(self.num_queries, dtype=np.bool_)
+        for query in differing(a, b).tolist():
+            agreeing[query] = False
+            either = np.setxor1d(self.keys(query), other.keys(query))
+            pairs += [(query, key) for key in either[: limit - len(pairs)].tolist()]
             if len(pairs) == limit:
+                agreeing[query:] = False
                 break
-        return pairs
+        if same(a, b, np.flatnonzero(agreeing)):
+            return pairs
+        return self.difference(other, limit)  # other random numbers: the sums of two sets of keys were equal
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both allow."""
@@ -256,19 +251,16 @@ class Mask:
         left, right, key_step = keys.indices(self.num_keys)
         if step != 1 or key_step != 1:
             raise ValueError(f"a mask is sliced with step 1, got {step} and {key_step}; use permute to reorder")
-        rows = self.intervals().take(np.arange(first, max(first, last))).clip(left, max(left, right))
-        return Mask(rows, f"{self!r}[{first}:{last}, {left}:{right}]")
+        name = f"{self!r}[{first}:{last}, {left}:{right}]"
+        part = Numbered(self.rows_in_query_order().take(np.arange(first, max(first, last))), None, self._key_rank)
+        rows = part.intervals(name).clip(left, max(left, right))
+        return Mask(rows, name)
 
     def _combined(self, other: Mask, sign: str) -> Mask:
         self._check(other, "combine")
-        same = self._same_labels(other)
-        left, right = (self._rows, other._rows) if same else (self.intervals(), other.intervals())
-        return Mask(
-            left.intersection(right) if sign == "&" else left.union(right),
-            f"({self!r} {sign} {other!r})",
-            query_rank=self._query_rank if same else None,
-            key_rank=self._key_rank if same else None,
-        )
+        name = f"({self!r} {sign} {other!r})"
+        result = combined(self._numbered, other._numbered, sign, name)
+        return Mask(result.rows, name, query_rank=result.query_rank, key_rank=result.key_rank)
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -320,12 +312,9 @@ class Mask:
         if self.shape != other.shape:
             raise ValueError(f"cannot {verb} masks of different shapes: {self.shape} and {other.shape}")
 
-    def _same_labels(self, other: Mask) -> bool:
-        return _equal(self._query_rank, other._query_rank) and _equal(self._key_rank, other._key_rank)
-
-
-def _equal(a: IntArray | None, b: IntArray | None) -> bool:
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+    @property
+    def _numbered(self) -> Numbered:
+        return Numbered(self._rows, self._query_rank, self._key_rank)
 
 
 def not_a_mask(value: object) -> TypeError:
@@ -351,15 +340,6 @@ def _how_to_make_one(value: object) -> str:
     if isinstance(getattr(value, "mask", None), Mask):
         return "pass its .mask"
     return f"make one with the catalogue, such as {make}causal(n), or with {make}from_dense(torch.tensor(rows))"
-
-
-def _first_pairs(rows: IntervalRows, limit: int) -> list[tuple[int, int]]:
-    pairs: list[tuple[int, int]] = []
-    for row, start, end in zip(rows.row_index().tolist(), rows.starts.tolist(), rows.ends.tolist(), strict=True):
-        pairs += [(row, key) for key in range(start, min(end, start + limit - len(pairs)))]
-        if len(pairs) == limit:
-            break
-    return pairs
 
 
 def _short(value: object) -> str:

@@ -98,11 +98,15 @@ def _idle(report: LeakReport) -> Section:
 def verification_part(result: Verification, _: Context) -> Part:
     """How far one pass over a merged task is from its subtasks alone, on a real model."""
     gradients = "not compared" if result.gradient_difference is None else f"{result.gradient_difference:.1e}"
+    losses = f"{result.loss_difference:.1e}"
     lead = f"One pass over the merged task against {plural(len(result.tasks), 'subtask')} run alone, on the same model."
     rows = [[str(t.task), f"{t.output_difference:.1e}", f"{t.loss:.4g}"] for t in result.tasks[:_LISTED]]
     body = html.paragraph(lead, kind="lead") + html.facts(
         [
-            ("Largest relative difference", f"{result.output_difference:.1e} of outputs, {gradients} of gradients"),
+            (
+                "Largest relative difference",
+                f"{result.output_difference:.1e} of outputs, {losses} of losses, {gradients} of gradients",
+            ),
             ("Summed loss", f"{result.merged_loss:.6g}"),
         ]
     )
@@ -111,7 +115,8 @@ def verification_part(result: Verification, _: Context) -> Part:
     reading = f"In one pass it gives what its subtasks give, but for {result.output_difference:.1e} of the outputs."
     if not result.ok:
         reading = (
-            f"The merged task does NOT give what its subtasks give: outputs differ by {result.output_difference:.1e}."
+            f"The merged task does NOT give what its subtasks give: outputs differ by {result.output_difference:.1e}, "
+            f"losses by {losses}."
         )
         body = html.note("bad", html.paragraph(f"Beyond the tolerance of {result.tolerance:.0e}.")) + body
     return Part(title, [Section("verification", title, body)], [reading], failed=not result.ok)

@@ -27,11 +27,20 @@ _FLOOR: Final = 1e-3  # of the largest gradient of the model: below it, a parame
 
 @dataclass(frozen=True)
 class TaskDifference:
-    """One subtask: `output_difference` is the largest relative difference at its labelled positions."""
+    """One subtask alone against its part of the merged task.
+
+    Attributes:
+        task: its place in the family.
+        output_difference: the largest difference of the logits at its labelled positions, relative to its largest.
+        loss: its summed weighted cross-entropy.
+        loss_difference: the largest difference of the loss of a position, relative to its largest; a label that one
+            of the two lacks counts as none.
+    """
 
     task: int
     output_difference: float
     loss: float
+    loss_difference: float
 
 
 @dataclass(frozen=True)
@@ -45,22 +54,26 @@ class Verification(Result):
             the sum of the subtasks' gradients, relative to the parameter's largest gradient (or a thousandth of the
             model's, if that is larger: some gradients, like those of key biases, are zero but for rounding). None if
             gradients were not asked for.
+        loss_difference: over all subtasks and labelled positions, the largest difference between the weighted
+            cross-entropy of the labels in the merged task and in the subtask, relative to the subtask's largest.
+            Infinite where the merged task has labels of a subtask that has none.
         merged_loss: summed weighted cross-entropy of the merged task.
-        tasks: the same for each subtask that has labels; their losses add up to the merged one.
+        tasks: each subtask that has labels; their losses add up to the merged one.
         tolerance: the relative difference that rounding may make.
     """
 
     output_difference: float
     gradient_difference: float | None
+    loss_difference: float
     merged_loss: float
     tasks: tuple[TaskDifference, ...]
     tolerance: float
 
     @property
     def ok(self) -> bool:
-        """Whether outputs and, if compared, gradients agree within the tolerance (NaN never does)."""
+        """Whether outputs, losses and, if compared, gradients agree within the tolerance (NaN never does)."""
         gradients = 0.0 if self.gradient_difference is None else self.gradient_difference
-        return self.output_difference <= self.tolerance and gradients <= self.tolerance
+        return all(value <= self.tolerance for value in (self.output_difference, self.loss_difference, gradients))
 
     def raise_if_different(self) -> None:
         """Raise `AttnflowError` if the merged task does not give what its subtasks give."""
@@ -75,7 +88,7 @@ class Verification(Result):
         gradients = "not compared" if self.gradient_difference is None else f"{self.gradient_difference:.1e}"
         return (
             f"merged against {len(self.tasks)} subtasks alone: largest relative difference of outputs "
-            f"{self.output_difference:.1e}, of gradients {gradients}"
+            f"{self.output_difference:.1e}, of losses {self.loss_difference:.1e}, of gradients {gradients}"
         )
 
 
@@ -126,24 +139,31 @@ def verify(
     double = all(parameter.dtype == torch.float64 for parameter in model.parameters())
     with evaluating(model), torch.set_grad_enabled(gradients), precision(model, torch.float64 if double else None):
         logits = run(model, merged.task)
-        merged_loss = _loss(logits, merged.task)
+        merged_terms = _terms(logits, merged.task)
+        merged_loss = merged_terms.sum()
         merged_gradients = _gradients(merged_loss, parameters)
         logits = logits.detach()
+        merged_sums = _by_position(merged.task, merged_terms)
         details: list[TaskDifference] = []
         summed = [torch.zeros_like(parameter) for parameter in parameters]
         for number, (task, place) in enumerate(zip(tasks, merged.position_of, strict=True)):
             if not task.labels:
                 continue
             alone = run(model, task)
-            task_loss = _loss(alone, task)
+            terms = _terms(alone, task)
+            task_loss = terms.sum()
             for total, gradient in zip(summed, _gradients(task_loss, parameters), strict=True):
                 total += gradient
             labelled = sorted({label.position for label in task.labels})
             difference = _relative(logits[[place[position] for position in labelled]], alone.detach()[labelled])
-            details.append(TaskDifference(number, difference, float(task_loss.detach())))
+            sums = {(number, place[label]): term for (_, label), term in _by_position(task, terms).items()}
+            theirs = {key: term for key, term in merged_sums.items() if key[0] == number}
+            details.append(TaskDifference(number, difference, float(task_loss.detach()), _apart(theirs, sums)))
+    strangers = {key[0] for key in merged_sums} - {each.task for each in details}
     return Verification(
         _largest([each.output_difference for each in details]),
         _gradient_difference(merged_gradients, summed) if gradients else None,
+        _largest([*(each.loss_difference for each in details), *(float("inf") for _ in strangers)]),
         float(merged_loss.detach()),
         tuple(details),
         torch.finfo(logits.dtype).eps ** 0.5 if tolerance is None else tolerance,
@@ -205,16 +225,33 @@ def _embedding(model: nn.Module) -> nn.Module:
     return cast(nn.Module, get())
 
 
-def _loss(logits: Tensor, task: Task) -> Tensor:
+def _terms(logits: Tensor, task: Task) -> Tensor:
+    """The weighted cross-entropy of each label."""
     if not task.labels:
-        return logits.sum() * 0  # of a merged task that lost its labels: gradients differ, nothing fails
+        return logits.reshape(-1)[:1] * 0  # of a merged task that lost its labels: gradients differ, nothing fails
     positions = [label.position for label in task.labels]
     targets = torch.tensor([label.target_id for label in task.labels], device=logits.device)
     if int(targets.max()) >= logits.shape[-1]:
         raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
     weights = torch.tensor([label.weight for label in task.labels], device=logits.device)
     precise = logits[positions].to(torch.promote_types(logits.dtype, torch.float32))
-    return (F.cross_entropy(precise, targets, reduction="none") * weights.to(precise.dtype)).sum()
+    return F.cross_entropy(precise, targets, reduction="none") * weights.to(precise.dtype)
+
+
+def _by_position(task: Task, terms: Tensor) -> dict[tuple[int, int], float]:
+    """What the labels of each (subtask, position) add to the loss."""
+    sums: dict[tuple[int, int], float] = {}
+    for label, term in zip(task.labels, terms.detach().tolist(), strict=False):
+        key = (label.task, label.position)
+        sums[key] = sums.get(key, 0.0) + term
+    return sums
+
+
+def _apart(values: dict[tuple[int, int], float], reference: dict[tuple[int, int], float]) -> float:
+    """The largest difference, relative to the largest reference; a missing value is 0."""
+    keys = sorted(values.keys() | reference.keys())
+    one, two = (torch.tensor([part.get(key, 0.0) for key in keys], dtype=torch.float64) for part in (values, reference))
+    return _relative(one, two)
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
