@@ -13,6 +13,7 @@ from attnflow.bias.graph import BiasGraph
 from attnflow.bias.layer import layer_biases
 from attnflow.bias.query import QueryBias
 from attnflow.models import load_model
+from tests.bias.hf.common import rewrite
 
 TEXT = "I the of thou with thy"
 
@@ -102,7 +103,7 @@ def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
     shutil.copytree(saved, folder)
     config = json.loads((folder / "bias_config.json").read_text())
     config["base"]["name"] = ""
-    (folder / "bias_config.json").write_text(json.dumps(config))
+    rewrite(folder, base=config["base"])
     code, _, err = run("bias", "show", str(folder))
     assert code == 2
     assert "does not name its base model: attnflow bias show MODEL --bias" in err
@@ -144,7 +145,7 @@ def test_without_a_bias(run, tiny_model, saved, tmp_path):
     config["base"]["model_type"] = "other"
     folder = tmp_path / "other"
     shutil.copytree(saved, folder)
-    (folder / "bias_config.json").write_text(json.dumps(config))
+    rewrite(folder, base=config["base"])
     code, _, err = run("bias", "show", tiny_model, "--bias", str(folder))
     assert code == 2
     assert "another base model" in err

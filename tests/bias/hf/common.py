@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
+from attnflow.bias.hf import saving
 from attnflow.bias.layer import layer_biases
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
@@ -92,6 +96,13 @@ def windows_roll_back() -> bool:
     except (RuntimeError, AttributeError):
         return False
     return True
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: object) -> None:
+    """A saved bias as `save` would write it, with other tensors or another config."""
+    about = json.loads((folder / "bias_config.json").read_text()) | changes
+    del about["checksum"]
+    saving.write(folder, load_file(folder / "bias.safetensors") if tensors is None else tensors, about)
 
 
 def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as encoded
 from torch import Tensor, nn
@@ -43,13 +43,15 @@ class WrongBase(AttnflowError):
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
     """Write the attached bias to a folder: its tensors as safetensors, its configs and base model as JSON.
 
-    Each file is written whole or not at all.
+    The file of the tensors carries the rest as well, so that one rename replaces the whole of an older bias: however
+    often a save is killed, the folder holds the last one that came so far. Other files there stay as they are.
 
     Returns:
         The folder, created if need be.
 
     Raises:
-        ValueError: the model has no bias, or it has no values yet (meta device) or is spread over processes.
+        ValueError: the model has no bias, or one with NaN or infinity in it, or it has no values yet (meta device) or
+            is spread over processes.
     """
     model, _ = split(model)
     configs = [config.to_dict() for config in handle(model).configs]
@@ -61,16 +63,26 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
             "the bias is sharded over processes (FSDP), where each holds a part; save the whole state dict by "
             "Trainer or accelerate, load it into one model, and save the bias of that"
         )
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    bad = [name for name, tensor in plain.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise ValueError(f"the bias holds NaN or infinity in {', '.join(bad[:3])}, which is not saved")
+    about = {"format": _FORMAT, "version": _VERSION, "bias": configs, "base": _base(model)}
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    about = {"format": _FORMAT, "version": _VERSION, "bias": configs, "base": _base(model)}
-    about["weights"] = digest(encoded(plain))
-    with write_atomically(place / CONFIG) as config:
-        config.write((json.dumps(about, indent=2) + "\n").encode())
-        with write_atomically(place / WEIGHTS) as weights:  # in place first, and it carries the config as well
-            weights.write(encoded(plain, metadata={"format": "pt", _FORMAT: json.dumps(about)}))
+    write(place, plain, about)
     return place
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
+    """Both files of a saved bias; `about` gets the digests of the tensors and of itself."""
+    content = encoded(dict(tensors))
+    whole = {**about, "weights": digest(content), "header": _digest(_header(content))}
+    whole["checksum"] = _digest(whole)
+    with write_atomically(folder / CONFIG) as config:
+        config.write((json.dumps(whole, indent=2) + "\n").encode())
+        with write_atomically(folder / WEIGHTS) as weights:  # in place first: this is what is read
+            weights.write(encoded(dict(tensors), metadata={"format": "pt", _FORMAT: json.dumps(whole)}))
 
 
 def load(
@@ -127,10 +139,18 @@ def load(
 
 
 def restore(model: nn.Module, folder: Path) -> bool:
-    """Give the attached bias the values in a folder; False if no bias is saved there."""
-    if not (folder / CONFIG).is_file():
+    """Give the attached bias the values in a folder; False if no bias is saved there.
+
+    Raises:
+        ValueError: damaged files, or a bias of another configuration.
+    """
+    if not (folder / WEIGHTS).is_file():
         return False
-    _fill(model, read(folder).tensors(), folder)
+    saved = read(folder)
+    attached = json.loads(json.dumps([config.to_dict() for config in handle(model).configs]))
+    if list(saved.configs) != attached:
+        raise ValueError(f"{folder} holds another bias: {list(saved.configs)}, attached is {attached}")
+    _fill(model, saved.tensors(), folder)
     return True
 
 
@@ -250,15 +270,21 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         ValueError: files that are damaged, or of a newer version.
     """
     place = Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (place / name).is_file():
-            raise FileNotFoundError(f"{place} holds no saved bias: {name} is missing; af.bias.save writes one")
-    about = _parsed(place / CONFIG, (place / CONFIG).read_bytes())
-    values = digest((place / WEIGHTS).read_bytes())
-    if about["weights"] != values:  # a save that was killed between its two files: the tensors carry their config, too
-        about = _inside(place / WEIGHTS)
-        if about["weights"] != values:
-            raise ValueError(f"{place / WEIGHTS} is damaged: its numbers are not those that were saved")
+    if not (place / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{place} holds no saved bias: {WEIGHTS} is missing; af.bias.save writes one")
+    content = (place / WEIGHTS).read_bytes()
+    header = _header(content)
+    inside = header.pop("__metadata__", {}).get(_FORMAT)
+    about = None if inside is None else _parsed(place / WEIGHTS, inside.encode())
+    # The other file may be of an earlier save, if this one was killed before its end; it is only checked.
+    beside = _parsed(place / CONFIG, (place / CONFIG).read_bytes()) if (place / CONFIG).is_file() else None
+    values = digest(content)
+    if about is None or "checksum" not in about:  # of an older save
+        if beside is None:
+            raise FileNotFoundError(f"{place} holds no saved bias: {CONFIG} is missing; af.bias.save writes one")
+        about = beside if about is None or beside["weights"] == values else about
+    if about["weights"] != values or about.get("header", _digest(header)) != _digest(header):
+        raise ValueError(f"{place / WEIGHTS} is damaged: its numbers are not those that were saved")
     return Saved(place, about["bias"], about["base"])
 
 
@@ -267,27 +293,35 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest()
 
 
-def _inside(path: Path) -> Mapping[str, Any]:
-    """The config that the file of the tensors carries."""
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _header(content: bytes) -> dict[str, Any]:
+    """The names, types and places of the tensors in a safetensors file; empty if it is damaged."""
     try:
-        with safe_open(path, "pt") as file:
-            text = cast("dict[str, str]", file.metadata() or {}).get(_FORMAT)
-    except SafetensorError:
-        text = None
-    if text is None:
-        raise ValueError(f"{path} is not the file that {CONFIG} was saved with: damaged, or of another save")
-    return _parsed(path, text.encode())
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        names = header.get("__metadata__", {}).items()
+        sound = all(isinstance(text, str) for _, text in names)
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+    return header if sound else {}
 
 
 def _parsed(path: Path, content: bytes) -> Mapping[str, Any]:
     try:
         about = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(about, Mapping) or about.get("format") != _FORMAT:
         raise ValueError(f"{path} is not the config of a saved bias")
     if about.get("version") != _VERSION:
         raise ValueError(f"{path} has version {about.get('version')}, this release reads {_VERSION}; update attnflow")
+    if "checksum" in about and _digest({k: v for k, v in about.items() if k != "checksum"}) != about["checksum"]:
+        raise ValueError(
+            f"{path} is damaged, or was edited: it is not as it was saved. {WEIGHTS} carries the same: without a "
+            f"{CONFIG} beside it, that is read"
+        )
     wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
     if not wrong and not all(isinstance(one, Mapping) and "kind" in one and "layers" in one for one in about["bias"]):
         wrong = ["bias"]
