@@ -129,10 +129,10 @@ def test_everything_that_speaks_of_documents_is_read(packing):
 
 
 def test_boundaries_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="must rise from 0 to the 12 positions of one flattened sequence"):
+    with pytest.raises(ValueError, match="must rise from 0 to 12, the number of positions"):
         check(tiny("Llama"), {"input_ids": tokens(1, 12), "cu_seq_lens_q": torch.tensor([0, 5, 9])})
-    with pytest.raises(ValueError, match="seq_idx must number the 12 positions"):
-        check(tiny("Llama"), {"input_ids": tokens(1, 12), "seq_idx": torch.zeros(1, 7)})
+    with pytest.raises(ValueError, match=r"seq_idx must number the positions \[1, 12\], got \[1, 7\]"):
+        check(tiny("Llama"), {"input_ids": tokens(1, 12), "seq_idx": torch.zeros(1, 7).long()})
 
 
 def test_positions_of_padding_and_of_images_are_no_documents():

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.audit.batch_family import Family
-from attnflow.audit.block_masks import computed_pairs
+from attnflow.audit.packing import as_tensor, integers, read_packing
+from attnflow.audit.pairs import allowed_pairs
 
 IGNORED: Final = -100
 ANSWERS: Final = ("completion_mask", "assistant_masks", "assistant_tokens_mask")
@@ -31,12 +30,12 @@ class Reading:
         padding: bool [batch, n], a run of the padding token at an end of the sequence, whatever the mask says.
         mask: [batch, n], the 2D attention mask as it is; None without one.
         positions: [batch, n]; None without position ids, or where they have several axes.
-        allow: bool [n, n] for each sequence, from a mask of pairs; None without one.
-        starts: {what says so: bool [batch, n], True where a document begins}.
+        allow: bool [batch, n, n], from a mask of pairs; None without one.
+        starts: {what says so: bool [batch, n], where a document begins behind another one of its sequence}.
         documents: [batch, n], the number of each position's document within its sequence.
         blocks: [batch, n], positions of one block read one another in both directions; -1 elsewhere.
         answers: bool [batch, n], what a mask in the batch says belongs to an answer; None without one.
-        problems: what contradicts itself in the reading, (position in the flattened batch, message).
+        problems: why boundaries of documents cannot be believed.
         unread: what could not be read, (what, why).
     """
 
@@ -47,12 +46,12 @@ class Reading:
     padding: Tensor
     mask: Tensor | None
     positions: Tensor | None
-    allow: tuple[Tensor, ...] | None
-    starts: dict[str, Tensor]
+    allow: Tensor | None
+    starts: Mapping[str, Tensor]
     documents: Tensor
     blocks: Tensor
     answers: Tensor | None
-    problems: list[tuple[int, str]]
+    problems: tuple[str, ...]
     unread: list[tuple[str, str]]
 
     @property
@@ -69,8 +68,8 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         TypeError: ids, labels or positions that are no integers.
     """
     prefix = "decoder_" if family.decoder or batch.get("decoder_input_ids") is not None else ""
-    ids = _integers(batch, f"{prefix}input_ids", (1, 2, 3))
-    labels = None if family.classes else _integers(batch, "labels", (1, 2, 4))
+    ids = integers(batch, f"{prefix}input_ids", (1, 2, 3))
+    labels = None if family.classes else integers(batch, "labels", (1, 2, 4))
     if ids is None and labels is None:
         raise ValueError(
             f"expected {prefix}input_ids or labels among the batch's entries, got {sorted(batch)}: pass what the data "
@@ -98,11 +97,13 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         real = real & ~_isolated(allow)
     if mask is None and allow is None:
         real = real & ~padding
+    positions = _positions(batch.get(f"{prefix}position_ids"), size)
+    merged = targets is not None  # several positions stand for one token then, where no document begins
+    packing = read_packing(batch, real, mask, None if merged else positions, from_lowest=allow is not None)
     unread: list[tuple[str, str]] = []
-    positions = _positions(batch.get(f"{prefix}position_ids"), size, unread)
-    problems: list[tuple[int, str]] = []
-    starts = _starts(batch, size, mask, positions, real, problems, merged=targets is not None, paired=allow is not None)
-    first = next(iter(starts.values()), torch.zeros(size, dtype=torch.bool))
+    if positions is not None and positions.ndim == 3:
+        unread.append(("position_ids", f"they have {len(positions)} axes: all but where time goes back"))
+        positions = None
     return Reading(
         ids=ids,
         labels=plain,
@@ -112,64 +113,34 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         mask=mask,
         positions=positions,
         allow=allow,
-        starts=starts,
-        documents=first.long().cumsum(-1),
+        starts=packing.starts,
+        documents=next(iter(packing.starts.values()), torch.zeros_like(real)).cumsum(-1),
         blocks=_blocks(batch, size, family),
         answers=_answers(batch, size),
-        problems=problems,
+        problems=packing.problems,
         unread=unread,
     )
 
 
-def _integers(batch: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:
-    value = batch.get(name)
-    if value is None:
-        return None
-    try:
-        tensor = (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__} that is none: {error}") from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
-    if tensor.ndim not in ranks:
-        raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} axes, got {list(tensor.shape)}")
-    return tensor.long()
-
-
-def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
-    """The 2D mask, or the pairs of a mask of pairs: of any head, and of any layer where layers differ."""
-    batch, n = size
+def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    """The 2D mask, or the pairs [batch, n, n] of a mask of pairs: of any head, and any layer where layers differ."""
     if value is None:
         return None, None
-    if isinstance(value, Mapping):
-        parts = [_masks(part, size)[1] for part in cast(Mapping[str, Any], value).values()]
-        pairs = [part for part in parts if part is not None]
-        if not pairs:
-            return None, None
-        return None, tuple(torch.stack(layers).any(0) for layers in zip(*pairs, strict=True))
-    if isinstance(value, BlockMask):
-        value = computed_pairs(value)
-    value = (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
-    if value.ndim <= 2:
-        value = value.reshape(-1, value.shape[-1])
-        if value.shape != size:
-            raise ValueError(f"attention_mask is {list(value.shape)}, expected {list(size)} as the ids")
-        return value, None
-    if value.shape[-2:] != (n, n) or value.shape[0] not in (1, batch):
-        raise ValueError(f"attention_mask must be [{batch}, heads, {n}, {n}], got {list(value.shape)}")
-    zero_one = not value.is_floating_point() or bool(((value == 0) | (value == 1)).all() and (value == 1).any())
-    allow = value != 0 if zero_one else value == 0
-    allow = (allow.any(1) if allow.ndim == 4 else allow).expand(batch, n, n)
-    return None, tuple(allow)
+    parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
+    pairs = [each for part in parts if part is not None and (each := allowed_pairs(part, *size)) is not None]
+    if pairs or isinstance(value, Mapping):
+        return None, torch.stack([each.expand(size[0], -1, -1) for each in pairs]).any(0) if pairs else None
+    mask = as_tensor(value)
+    mask = mask.reshape(-1, mask.shape[-1])
+    if mask.shape != size:
+        raise ValueError(f"attention_mask is {list(mask.shape)}, expected {list(size)} as the ids")
+    return mask, None
 
 
-def _isolated(allow: tuple[Tensor, ...]) -> Tensor:
+def _isolated(allow: Tensor) -> Tensor:
     """Runs at the ends of sequences that read nothing and that nothing else reads: how masks of pairs pad."""
-    rows: list[Tensor] = []
-    for pairs in allow:
-        others = pairs & ~torch.eye(len(pairs), dtype=torch.bool)
-        rows.append(_runs(~(others.any(0) | others.any(1))))
-    alone = torch.stack(rows)
+    others = allow & ~torch.eye(allow.shape[-1], dtype=torch.bool)
+    alone = _runs(~(others.any(1) | others.any(2)))
     return alone & ~alone.all(-1, keepdim=True)
 
 
@@ -189,100 +160,35 @@ def _padding(ids: Tensor, family: Family) -> Tensor:
     return run & ~run.all(-1, keepdim=True)
 
 
-def _positions(value: Any, size: tuple[int, int], unread: list[tuple[str, str]]) -> Tensor | None:
-    if value is None:
-        return None
-    positions = _integers({"position_ids": value}, "position_ids", (1, 2, 3))
-    assert positions is not None
-    if positions.ndim == 3:
-        unread.append(("position_ids", f"they have {len(positions)} axes (time, height, width)"))
-        return None
+def _positions(value: Any, size: tuple[int, int]) -> Tensor | None:
+    """[batch, n], or [axes, batch, n]."""
+    positions = integers({"position_ids": value}, "position_ids", (1, 2, 3))
+    if positions is None or positions.ndim == 3:
+        return positions
     positions = positions.reshape(-1, positions.shape[-1])
     if positions.shape[1] != size[1] or len(positions) not in (1, size[0]):
         raise ValueError(f"position_ids are {list(positions.shape)}, expected {list(size)} as the ids")
     return positions.expand(size)
 
 
-def _starts(
-    batch: Mapping[str, Any],
-    size: tuple[int, int],
-    mask: Tensor | None,
-    positions: Tensor | None,
-    real: Tensor,
-    problems: list[tuple[int, str]],
-    merged: bool,
-    paired: bool,
-) -> dict[str, Tensor]:
-    """Where documents begin, as each entry of the batch says; the most explicit first."""
-    starts: dict[str, Tensor] = {}
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        lengths = _integers(batch, name, (1,))
-        if lengths is not None:
-            total = size[0] * size[1]
-            if not len(lengths) or lengths[0] != 0 or lengths[-1] != total or (lengths.diff() < 0).any():
-                problems.append(
-                    (0, f"{name} must rise from 0 to {total}, the number of positions, got {_few(lengths)}")
-                )
-                continue
-            here = torch.zeros(total, dtype=torch.bool)
-            here[lengths[:-1][lengths.diff() > 0]] = True
-            starts[name] = here.reshape(size)
-            longest, most = int(lengths.diff().max()), batch.get(f"max_length_{name[-1]}")
-            if most is not None and int(most) < longest:
-                problems.append((0, f"max_length_{name[-1]} is {int(most)}, but {name} has a document of {longest}"))
-    numbers = _integers(batch, "seq_idx", (1, 2))
-    if numbers is not None:
-        numbers = numbers.reshape(-1, numbers.shape[-1])
-        if numbers.shape != size:
-            raise ValueError(f"seq_idx is {list(numbers.shape)}, expected {list(size)} as the ids")
-        starts["seq_idx"] = _changes(numbers)
-    if mask is not None and not mask.is_floating_point() and mask.long().amax() > 1:
-        starts["attention_mask"] = _changes(mask.long())
-    if positions is not None and not merged:
-        before = _before(positions, real)
-        back = real & (before >= 0) & (positions <= before)
-        if paired:  # masks of pairs come with layouts of any kind: documents are what begins anew
-            back &= positions == positions[:, :1]
-        if back.any():
-            starts["position_ids"] = back
-    for here in starts.values():
-        here[:, 0] = True
-    return starts
-
-
-def _changes(numbers: Tensor) -> Tensor:
-    return F.pad(numbers.diff(dim=-1) != 0, (1, 0))
-
-
-def _before(positions: Tensor, real: Tensor) -> Tensor:
-    """The position of the real token before each; -1 where there is none."""
-    index = torch.arange(positions.shape[1]).expand_as(positions)
-    last = torch.where(real, index, -1).cummax(-1).values
-    last = F.pad(last[:, :-1], (1, 0), value=-1)
-    return torch.where(last >= 0, positions.gather(1, last.clamp(min=0)), -1)
-
-
 def _blocks(batch: Mapping[str, Any], size: tuple[int, int], family: Family) -> Tensor:
     blocks = torch.full(size, -1)
-    types = _integers(batch, "token_type_ids", (1, 2))
+    types = integers(batch, "token_type_ids", (1, 2))
     if types is None or not (family.prefix or family.images):
         return blocks
     types = types.reshape(size)
     if family.prefix:
         return torch.where(types == 0, 0, blocks)
-    return torch.where(types == 1, _changes(types).long().cumsum(-1), blocks)
+    starts = F.pad(types.diff(dim=-1) != 0, (1, 0))
+    return torch.where(types == 1, starts.cumsum(-1), blocks)
 
 
 def _answers(batch: Mapping[str, Any], size: tuple[int, int]) -> Tensor | None:
     for name in ANSWERS:
         value = batch.get(name)
         if value is not None:
-            mask = torch.as_tensor(np.asarray(value)) if not isinstance(value, Tensor) else value.cpu()
+            mask = as_tensor(value)
             if mask.numel() != size[0] * size[1]:
                 raise ValueError(f"{name} is {list(mask.shape)}, expected {list(size)} as the ids")
             return mask.reshape(size) != 0
     return None
-
-
-def _few(values: Tensor) -> str:
-    return f"{values[:6].tolist()}{' ...' if len(values) > 6 else ''}"

@@ -97,11 +97,10 @@ class _Lint:
 
     def _documents(self) -> None:
         reading, labels = self.reading, self.labels
-        for at, message in reading.problems:
-            self.mistakes.append(Mistake("documents", *divmod(at, reading.shape[1]), 1, message))
+        self.mistakes += [Mistake("documents", 0, 0, 1, problem) for problem in reading.problems]
         names = list(reading.starts)
         for other in names[1:]:
-            different = (reading.starts[names[0]] != reading.starts[other]) & reading.real
+            different = reading.starts[names[0]] != reading.starts[other]
             self._add("documents", different, f"{names[0]} and {other} do not agree on where a document begins")
         if len(names) > 1:
             self.checked.append(f"documents: {', '.join(names)} agree")
@@ -129,10 +128,9 @@ class _Lint:
         """Does the attention mask let through what the documents keep apart?"""
         reading = self.reading
         if reading.allow is not None:
-            across = torch.zeros_like(reading.real)
-            for row, pairs in enumerate(reading.allow):
-                documents, real = reading.documents[row], reading.real[row]
-                across[row] = (pairs & (documents[:, None] != documents[None, :]) & real & real[:, None]).any(-1)
+            documents, real = reading.documents, reading.real
+            apart = documents[:, :, None] != documents[:, None, :]
+            across = (reading.allow & apart & real[:, None]).any(-1) & real
             self._add("mask", across, f"attention_mask lets a position read another document than {names[0]} says")
             self.checked.append(f"mask: its pairs stay within the documents of {names[0]}")
             return
@@ -144,12 +142,11 @@ class _Lint:
                 "trainer patches it"
             )
         elif self.family.transformers or not self.family.name:
-            begins = reading.starts[names[0]] & (reading.documents > reading.documents[:, :1])
             message = (
                 f"{names[0]} begins a document, but with a 2D attention_mask transformers does not keep them apart "
                 "(SDPA, eager, Flex): leave attention_mask out, or pass a mask of pairs"
             )
-            self._add("mask", begins & reading.real, message)
+            self._add("mask", reading.starts[names[0]], message)
             self.checked.append("mask: none that switches packing off")
 
     def _padding(self) -> None:
@@ -237,11 +234,13 @@ class _Lint:
             self._add("positions", first, message)
             self.checked.append("positions: agree with the mask")
         both = reading.real[:, 1:] & reading.real[:, :-1]
-        jumps = (reading.positions.diff(dim=-1) > 1) & both
+        begins = reading.starts.get("position_ids", torch.zeros_like(reading.real))[:, 1:]
+        jumps = (reading.positions.diff(dim=-1) != 1) & both & ~begins
         if jumps.any():
             row, column = jumps.nonzero()[0].tolist()
             self.notes.append(
-                f"position_ids jump at position {column + 1} of sequence {row}: transformers begins a document there"
+                f"position_ids do not count on at position {column + 1} of sequence {row}: transformers begins a "
+                "document there"
             )
 
     def _vocabulary(self) -> None:

@@ -18,7 +18,8 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, documents, documents_in_words, padding
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, documents, padding
+from attnflow.audit.pairs import allowed_pairs
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask
@@ -142,7 +143,7 @@ class _Stack:
         q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
         self.distance = (q - k).abs()
         self.direction = (k <= q if causal else torch.ones(n, n, dtype=torch.bool))[None]
-        self.apart = documents(inputs, slot)
+        self.apart, self.packed = documents(inputs, slot) or (None, "")
         self.base = self.direction if self.apart is None else self.direction & self.apart
         self.kinds = _kinds(config)
         self.window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
@@ -218,9 +219,7 @@ class _Stack:
 
     def words(self, calls: int) -> str:
         """The declaration as a sentence."""
-        words = "causal" if self.causal else "bidirectional"
-        if self.apart is not None:
-            words += " within " + documents_in_words(self.apart)
+        words = ("causal" if self.causal else "bidirectional") + (f" within {self.packed}" if self.packed else "")
         labels = {label: self.labels.count(label) for label in dict.fromkeys(self.labels) if label}
         parts = [f"{label} in {count} of {plural(calls, 'layer')}" for label, count in labels.items()]
         if self.blocks is not None:
@@ -290,22 +289,10 @@ def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
         UnsupportedArchitecture: a dict of masks.
         ValueError: a mask of another size.
     """
-    n = slot.length
-    mask: Any = inputs.kwargs.get("attention_mask")
+    mask = inputs.kwargs.get("attention_mask")
     if isinstance(mask, Mapping):
         raise UnsupportedArchitecture("attention_mask is a dict of masks: say what it means with order=")
-    if type(mask).__name__ == "BlockMask":
-        batch, heads = (torch.arange(size)[(..., *[None] * d)] for size, d in zip(mask.shape[:2], (3, 2), strict=True))
-        pairs = mask.mask_mod(batch, heads, torch.arange(n)[:, None], torch.arange(n)[None])
-        return pairs.cpu().expand(*mask.shape[:2], n, n).any(1)
-    if not isinstance(mask, Tensor) or mask.ndim < 3:
-        return None
-    if mask.shape[-2:] != (n, n):
-        raise ValueError(f"attention_mask must end in [{n}, {n}], got {tuple(mask.shape)}")
-    mask = mask.detach().cpu()
-    zero_one = not mask.is_floating_point() or bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any())
-    allow = mask != 0 if zero_one else mask == 0
-    return allow.any(1) if mask.ndim == 4 else allow
+    return None if mask is None else allowed_pairs(mask, inputs.batch, slot.length)
 
 
 def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
@@ -321,7 +308,7 @@ def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
         stacks[slot.offset] = _Stack(model, own, inputs, slot, causal=slot is decoder)
     real = [padding(inputs, slot) for slot in inputs.slots]
     every = [torch.ones(inputs.batch, slot.length, dtype=torch.bool) for slot in inputs.slots]
-    keep = torch.cat([e if r is None else r.expand(inputs.batch, -1) for r, e in zip(real, every, strict=True)], -1)
+    keep = torch.cat([e if r is None else r for r, e in zip(real, every, strict=True)], -1)
     keep = None if keep.all() else keep
     layers: list[Tensor] = []
     for call in seen.calls:

@@ -17,13 +17,13 @@ from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.audit.auditor import check
 from attnflow.audit.findings import AuditReport
+from attnflow.audit.packing import BOUNDARIES
 from attnflow.masks.mask import Mask
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
-_BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k")  # counted over the batch, not over its rows
 
 
 class Guard(Handle):
@@ -196,7 +196,7 @@ def _rows(name: str, value: Any, batch: int, sequences: int) -> Any:
         return {key: _rows(str(key), item, batch, sequences) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, BlockMask):
         return value[:sequences] if value.shape[0] == batch > sequences else value
-    if not isinstance(value, Tensor) or not value.ndim or name in _BOUNDARIES:
+    if not isinstance(value, Tensor) or not value.ndim or name in BOUNDARIES:
         return value
     if name == "position_ids" and value.ndim == 3 and value.shape[1] == batch:  # of time, height and width
         return value[:, :sequences]

@@ -1,98 +1,182 @@
-"""Which positions of a call are padding, and which belong to one document: what the inputs themselves say."""
+"""Which positions of a call are padding and where documents begin: what its arguments say, for audits and lints."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
 
-_BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seq_lens")
-DOCUMENT_ARGUMENTS: Final = ("seq_idx", *_BOUNDARIES)
+BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
+DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where documents begin.
+
+    Attributes:
+        real: bool [batch, n], no padding.
+        starts: {argument: bool [batch, n], where it begins a document of a sequence, but for the first one}, the most
+            explicit argument first; only of arguments that speak of documents.
+        problems: why boundaries cannot be believed.
+    """
+
+    real: Tensor
+    starts: Mapping[str, Tensor]
+    problems: tuple[str, ...]
+
+
+def read_packing(
+    arguments: Mapping[str, Any],
+    real: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    *,
+    from_lowest: bool = False,
+) -> Packing:
+    """Boundaries of a flattened batch, numbers of documents, a 2D mask that counts, and position ids that go back.
+
+    A document is a run of positions, with or without padding inside: a number that comes again is another document, as
+    it is for a recurrent state.
+
+    Args:
+        arguments: what a model is called with.
+        real: bool [batch, n], no padding.
+        mask: the 2D attention mask [batch, n].
+        positions: [batch, n], or [axes, batch, n] of which the first is time.
+        from_lowest: whether a document has the lowest position of its sequence at its start: layouts under a mask of
+            pairs go back anywhere.
+
+    Raises:
+        TypeError: boundaries or numbers that are no integers.
+        ValueError: numbers of another length.
+    """
+    starts: dict[str, Tensor] = {}
+    problems: list[str] = []
+    n, total = real.shape[1], real.numel()
+    for name in BOUNDARIES:
+        bounds = integers(arguments, name, (1,))
+        if bounds is None:
+            continue
+        lengths = bounds.diff()
+        if not len(lengths) or bounds[0] != 0 or bounds[-1] != total or (lengths < 0).any():
+            few = f"{bounds[:6].tolist()}{' ...' if len(bounds) > 6 else ''}"
+            problems.append(f"{name} must rise from 0 to {total}, the number of positions, got {few}")
+            continue
+        starts[name] = _changes(torch.bucketize(torch.arange(total), bounds[1:], right=True).view_as(real), real)
+        most = arguments.get(f"max_length_{name[-1]}")
+        if most is not None and int(most) < lengths.max():
+            problems.append(f"max_length_{name[-1]} is {int(most)}, but {name} has a document of {int(lengths.max())}")
+    numbers = integers(arguments, "seq_idx", (1, 2))
+    if numbers is not None:
+        if numbers.shape[-1] != n or numbers.numel() not in (n, total):
+            raise ValueError(f"seq_idx must number the positions {list(real.shape)}, got {list(numbers.shape)}")
+        starts["seq_idx"] = _changes(numbers.reshape(-1, n).expand_as(real), real)
+    if mask is not None and not mask.is_floating_point() and mask.long().amax() > 1:
+        starts["attention_mask"] = _changes(mask, real)
+    back = None if positions is None else _back(positions, real, from_lowest)
+    if back is not None and back.any():
+        starts["position_ids"] = back
+    return Packing(real, starts, tuple(problems))
+
+
+def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str] | None:
+    """(pairs of positions of one document, bool [batch, n, n]; how many there are, in words); None without several.
+
+    What any argument keeps apart is apart.
+
+    Raises:
+        TypeError: boundaries or numbers that are no integers.
+        ValueError: an argument contradicts itself, or is of another length.
+    """
+    mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
+    real = torch.ones(inputs.batch, slot.length, dtype=torch.bool) if mask is None else mask != 0
+    packing = read_packing(inputs.kwargs, real, mask, positions)
+    if packing.problems:
+        raise ValueError(packing.problems[0])
+    starts = [each for each in packing.starts.values() if each.any()]
+    if not starts:
+        return None
+    numbers = torch.stack(starts).any(0).cumsum(-1)
+    rows = [
+        row[kept].unique_consecutive(return_counts=True)[1].tolist() for row, kept in zip(numbers, real, strict=True)
+    ]
+    words = f"up to {plural(max(map(len, rows)), 'packed document')} a sequence"
+    if all(row == rows[0] for row in rows):
+        sizes = " + ".join(map(str, rows[0][:12])) + (" + ..." if len(rows[0]) > 12 else "")
+        words = f"{plural(len(rows[0]), 'packed document')}, {sizes} tokens"
+    return numbers[:, :, None] == numbers[:, None, :], words
 
 
 def padding(inputs: Inputs, slot: Slot) -> Tensor | None:
     """Which positions of a slot are real, bool [batch, n]; None without padding."""
-    decoder = (slot.name or "").startswith("decoder")
-    mask = inputs.kwargs.get("decoder_attention_mask" if decoder else "attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim > 2 or mask.shape[-1] != slot.length:
-        return None
-    keep = mask.detach().cpu().reshape(-1, slot.length) != 0
-    return None if keep.all() else keep
+    mask = _of_slot(inputs, slot, "attention_mask")
+    return None if mask is None or mask.all() else mask != 0
 
 
-def documents(inputs: Inputs, slot: Slot) -> Tensor | None:
-    """Which pairs of positions are of one document, bool [rows, n, n]; None where nothing speaks of several.
-
-    Position ids that go back, boundaries of a flattened batch, numbers of documents, a 2D mask that counts: what any of
-    them keeps apart is apart.
+def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:
+    """One argument as int64 on the CPU; None where it is not given.
 
     Raises:
-        ValueError: one of them is of another length.
+        TypeError: no tensor, or not of integers.
+        ValueError: a number of axes that is not among `ranks`.
     """
-    n = slot.length
-    numbers = [_restarts(inputs, n), _counted(inputs, n), _numbered(inputs, n), *_bounded(inputs, n)]
-    apart = [each[:, :, None] == each[:, None, :] for each in numbers if each is not None]
-    if not apart:
+    value = arguments.get(name)
+    if value is None:
         return None
-    together = torch.stack([each.expand(max(map(len, apart)), -1, -1) for each in apart]).all(0)
-    return None if together.all() else together
+    try:
+        tensor = as_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__} that is none: {error}") from error
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
+    if tensor.ndim not in ranks:
+        raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} axes, got {list(tensor.shape)}")
+    return tensor.long()
 
 
-def documents_in_words(together: Tensor) -> str:
-    """How many documents, and of how many tokens."""
-    starts = [torch.nn.functional.pad(~row.diagonal(-1), (1, 1), value=True).nonzero()[:, 0] for row in together]
-    lengths = [start.diff().tolist() for start in starts]
-    if len(lengths) == 1 or all(each == lengths[0] for each in lengths):
-        sizes = " + ".join(map(str, lengths[0][:12])) + (" + ..." if len(lengths[0]) > 12 else "")
-        return f"{plural(len(lengths[0]), 'packed document')}, {sizes} tokens"
-    return f"up to {plural(max(map(len, lengths)), 'packed document')} a sequence"
+def as_tensor(value: object) -> Tensor:
+    """A tensor, an array or nested lists as a tensor on the CPU."""
+    return (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
 
 
-def _restarts(inputs: Inputs, n: int) -> Tensor | None:
-    """Document numbers by position ids that go back, of the first axis where there are several."""
-    positions = inputs.kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.shape[-1] != n:
+def _of_slot(inputs: Inputs, slot: Slot, name: str) -> Tensor | None:
+    """An argument [.., batch, n] that holds a value for each position of a slot; others are not of these positions."""
+    value = inputs.kwargs.get(f"decoder_{name}" if (slot.name or "").startswith("decoder_") else name)
+    if not isinstance(value, Tensor) or value.ndim > (3 if name == "position_ids" else 2):
         return None
-    positions = positions.detach().cpu()
+    rows = value.detach().cpu()[(None,) * (value.ndim == 1)]
+    fits = rows.shape[-1] == slot.length and rows.shape[-2] in (1, inputs.batch)
+    return rows.expand(*rows.shape[:-2], inputs.batch, -1) if fits else None
+
+
+def _back(positions: Tensor, real: Tensor, from_lowest: bool) -> Tensor:
+    """Where a position goes back, or stays at the lowest one (a document of one token)."""
     several = positions.ndim > 2  # of an image, all tokens may share a time
-    positions = positions[0] if several else positions.reshape(-1, n)
-    step = positions.diff(dim=-1)
-    first = positions[:, 1:] == positions.min(dim=-1, keepdim=True).values
-    starts = (step < 0) if several else (step < 0) | ((step == 0) & first)
-    return torch.nn.functional.pad(starts.cumsum(-1), (1, 0)) if starts.any() else None
+    positions = (positions[0] if several else positions).expand_as(real)
+    before, both = _before(positions, real)
+    lowest = positions == positions.where(real, positions.max()).amin(-1, keepdim=True)
+    back = positions < before
+    if not several:
+        back |= (positions == before) & lowest
+    return back & both & (lowest | (not from_lowest))
 
 
-def _counted(inputs: Inputs, n: int) -> Tensor | None:
-    """A 2D attention mask that holds the number of each token's document, and 0 for padding."""
-    mask = inputs.kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim > 2 or mask.is_floating_point() or mask.shape[-1] != n:
-        return None
-    return mask.detach().cpu().reshape(-1, n) if mask.numel() and int(mask.max()) > 1 else None
+def _changes(numbers: Tensor, real: Tensor) -> Tensor:
+    before, both = _before(numbers, real)
+    return both & (numbers != before)
 
 
-def _numbered(inputs: Inputs, n: int) -> Tensor | None:
-    numbers = inputs.kwargs.get("seq_idx")
-    if not isinstance(numbers, Tensor):
-        return None
-    if numbers.shape[-1] != n:
-        raise ValueError(f"seq_idx must number the {n} positions, got shape {tuple(numbers.shape)}")
-    return numbers.detach().cpu().reshape(-1, n)
-
-
-def _bounded(inputs: Inputs, n: int) -> list[Tensor]:
-    numbers: list[Tensor] = []
-    for name in _BOUNDARIES:
-        bounds = inputs.kwargs.get(name)
-        if isinstance(bounds, Tensor) and bounds.ndim == 1:
-            bounds = bounds.detach().cpu().long()
-            if inputs.batch != 1 or int(bounds[-1]) != n or bool((bounds.diff() < 0).any()):
-                raise ValueError(
-                    f"{name} must rise from 0 to the {n} positions of one flattened sequence, got "
-                    f"{bounds.tolist()[:12]} for a batch of {inputs.batch}"
-                )
-            numbers.append(torch.bucketize(torch.arange(n), bounds[1:], right=True)[None])
-    return numbers
+def _before(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """(the value at the real position before each; whether there is one, and the position is real itself)."""
+    last = torch.where(real, torch.arange(real.shape[1]), -1).cummax(-1).values
+    last = F.pad(last[:, :-1], (1, 0), value=-1)
+    return values.gather(1, last.clamp(min=0)), real & (last >= 0)

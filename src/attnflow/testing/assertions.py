@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
-from attnflow.audit.block_masks import computed_pairs
+from attnflow.audit.pairs import computed_pairs
 from attnflow.audit.guards import without_loss
 from attnflow.masks.mask import Mask
 from attnflow.models.loaded import Loaded, split

@@ -1,4 +1,4 @@
-"""Which pairs FlexAttention computes under a BlockMask."""
+"""Masks of pairs: which pairs of positions they allow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from itertools import product
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+
+from attnflow.audit.packing import as_tensor
+
+
+def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
+    """bool [batch or 1, n, n], the pairs that a mask allows in any head; None of a mask of positions.
+
+    Args:
+        mask: a `BlockMask`, a tensor of 0 and 1 or bool, or an additive one with 0 for allowed.
+        batch: number of sequences.
+        n: number of positions.
+
+    Raises:
+        ValueError: a mask of another size.
+    """
+    if isinstance(mask, BlockMask):
+        mask = computed_pairs(mask)
+    pairs = as_tensor(mask)
+    if pairs.ndim < 3:
+        return None
+    if pairs.shape[-2:] != (n, n) or pairs.shape[0] not in (1, batch):
+        raise ValueError(f"attention_mask must be [{batch}, heads, {n}, {n}], got {list(pairs.shape)}")
+    zero_one = not pairs.is_floating_point() or bool(((pairs == 0) | (pairs == 1)).all() and (pairs == 1).any())
+    allow = pairs != 0 if zero_one else pairs == 0
+    return allow.any(1) if allow.ndim == 4 else allow
 
 
 def computed_pairs(blocks: BlockMask) -> Tensor:
