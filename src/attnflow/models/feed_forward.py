@@ -12,9 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.table import FEED_FORWARD, FeedForward
-from attnflow.models.sites import moves_between_positions
+from attnflow.models.mixing import attends, moves_between_positions
 
-_ATTENTION: Final = re.compile(r"Att(entio)?n")
 _BESIDE: Final = re.compile(r"Norm|Embedding|Router", re.IGNORECASE)
 _LAYER: Final = re.compile(r"\.\d+(?=\.|$)")
 
@@ -75,7 +74,7 @@ def stored(module: nn.Module) -> Tensor:
 
 def _layers(model: nn.Module, sites: Sequence[FeedForward]) -> Iterator[tuple[str, nn.Module]]:
     """The elements of the outermost lists of modules that hold attention or a site, by path."""
-    names = [name for name, module in model.named_modules() if _attends(module)] + [site.name for site in sites]
+    names = [name for name, module in model.named_modules() if attends(module)] + [site.name for site in sites]
     for path in dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))):
         for name, layer in model.get_submodule(path).named_children():
             yield f"{path}.{name}", layer
@@ -83,19 +82,15 @@ def _layers(model: nn.Module, sites: Sequence[FeedForward]) -> Iterator[tuple[st
 
 def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward]) -> Iterator[str]:
     """Where a name begins that belongs to attention, another mixer, a norm, an embedding or a router."""
-    if _attends(layer) and sum(_attends(module) for module in layer.modules()) == 1:  # a list of attention modules
+    if attends(layer) and sum(attends(module) for module in layer.modules()) == 1:  # a list of attention modules
         yield f"{path}."
     for name, module in layer.named_modules(prefix=path):
         inside = module is not layer and not any(f"{site.name}.".startswith(f"{name}.") for site in sites)
-        if inside and (_attends(module) or _BESIDE.search(type(module).__name__)):
+        if inside and (attends(module) or _BESIDE.search(type(module).__name__)):
             yield f"{name}."
         elif inside and moves_between_positions(module):
             convolution = isinstance(module, nn.Conv1d | nn.Conv2d)
             yield f"{name.rpartition('.')[0] if convolution else name}."
-
-
-def _attends(module: nn.Module) -> bool:
-    return _ATTENTION.search(type(module).__name__) is not None
 
 
 def _fits(module: nn.Module, layer: FeedForward) -> bool:

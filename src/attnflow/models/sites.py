@@ -7,20 +7,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Final, Literal, cast
+from typing import Literal, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.find import CROSS, Kind
-
-_INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
-# Modules that carry information between positions without attention, by class name.
-_MIXER: Final = re.compile(
-    r"Mamba|SSM(?![a-z])|Delta(Net|Attention)|Linear(Recurrent)?Attention|Lightning|Recurrent|RgLru|Rwkv|Retention"
-    r"|ShortConv|LongConv|Hyena|[sm]LSTM"
-)
+from attnflow.models.mixing import INTERFACE, attends, calls_interface, moves_between_positions
 
 Part = Literal["", "encoder", "decoder"]
 
@@ -56,12 +50,12 @@ def find_sites(model: object) -> tuple[Site, ...]:
         raise ValueError(
             f"expected a transformers model with a config, got {type(model).__name__}; pass the model, not one layer"
         )
-    callers = [(name, module) for name, module in model.named_modules() if _calls_interface(module)]
+    callers = [(name, module) for name, module in model.named_modules() if calls_interface(module)]
     if not callers:
-        attention = sorted({type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__})
+        attention = sorted({type(m).__name__ for m in model.modules() if attends(m)})
         raise UnsupportedArchitecture(
             f"{type(model).__name__} does not take the attention interface of transformers: no module of it calls "
-            f"{_INTERFACE} (its attention: {', '.join(attention) or 'none'}), so that no mask can be given to it from "
+            f"{INTERFACE} (its attention: {', '.join(attention) or 'none'}), so that no mask can be given to it from "
             "outside; af.audit still measures its order"
         )
     parts = {_part(name) for name, _ in callers}
@@ -113,15 +107,6 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
     return mixers
 
 
-def moves_between_positions(module: nn.Module) -> bool:
-    """Whether a module is recurrent, a state space or a convolution wider than one position; not: attention."""
-    if _calls_interface(module):
-        return False
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return max(module.kernel_size) > 1
-    return isinstance(module, nn.RNNBase) or _MIXER.search(type(module).__name__) is not None
-
-
 def eager_kernel(module: nn.Module) -> Callable[..., object]:
     """The `eager` attention of a module: the default that it names when it asks the interface."""
     forward = inspect.unwrap(type(module).forward)
@@ -131,12 +116,6 @@ def eager_kernel(module: nn.Module) -> Callable[..., object]:
     raise UnsupportedArchitecture(
         f"{type(module).__name__} names no eager attention; choose backend='sdpa' or 'flex_attention'"
     )
-
-
-def _calls_interface(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    return isinstance(code, CodeType) and _INTERFACE in code.co_names
 
 
 def _part(name: str) -> Part:

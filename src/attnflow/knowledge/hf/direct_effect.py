@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.knowledge.layered import LayerReader
+from attnflow.models.mixing import attends
 
 Kind = Literal["embedding", "attention", "entries"]
 Add = Callable[[Kind, int, Tensor], object]
@@ -49,7 +50,7 @@ class Stream:
                 reader = self.model.get_submodule(self.paths[layer])
                 hooks.enter_context(reader.register_forward_hook(adding("entries", layer)))
                 for child in block.children():
-                    if "Attention" in type(child).__name__:
+                    if attends(child):
                         hooks.enter_context(child.register_forward_hook(adding("attention", layer)))
             if blocks:
                 first = min(blocks)

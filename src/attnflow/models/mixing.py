@@ -1,0 +1,40 @@
+"""Which modules move information between positions: attention and other mixers, by their code or their name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import CodeType
+from typing import Final
+
+from torch import nn
+
+INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
+_ATTENTION: Final = re.compile(r"Att(entio)?n")
+_MIXER: Final = re.compile(
+    r"Mamba|SSM(?![a-z])|Delta(Net|Attention)|Linear(Recurrent)?Attention|Lightning|Recurrent|RgLru|Rwkv|Retention"
+    r"|ShortConv|LongConv|Hyena|[sm]LSTM"
+)
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module calls the attention interface of transformers, or is named attention (also linear attention).
+
+    Names are needed where a family computes attention by itself.
+    """
+    return calls_interface(module) or _ATTENTION.search(type(module).__name__) is not None
+
+
+def moves_between_positions(module: nn.Module) -> bool:
+    """Whether a module is recurrent, a state space or a convolution wider than one position; not: attention."""
+    if calls_interface(module):
+        return False
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return max(module.kernel_size) > 1
+    return isinstance(module, nn.RNNBase) or _MIXER.search(type(module).__name__) is not None
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether `forward` names the attention interface of transformers."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return isinstance(code, CodeType) and INTERFACE in code.co_names
