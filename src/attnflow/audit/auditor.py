@@ -243,10 +243,9 @@ class Auditor:
 
     def look_for_missing(self, seen: Survey, findings: bool) -> None:
         """Pairs that the order allows and that no layer passes on."""
-        pairs = missing_pairs(self.model, seen, self.fields.relation, self.seed, thorough=findings)
-        if findings:
-            self.violations += pairs.violations
-        self.notes += pairs.notes if findings else [*pairs.notes, *pairs.summary]
+        violations, notes = missing_pairs(self.model, seen, self.fields.relation, self.seed, thorough=findings)
+        self.violations += violations if findings else []
+        self.notes += notes
 
     def pull(self) -> None:
         """Vector-Jacobian products instead of perturbations."""

@@ -19,9 +19,7 @@ from attnflow.audit.inputs import Inputs, accepts
 from attnflow.audit.passes import Recording, Runner, Way
 from attnflow.audit.perturb import other_precision
 from attnflow.audit.trace import Event, Watch
-from attnflow.models.evaluation import precision
-
-_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, IndexError, KeyError)
+from attnflow.models.evaluation import REFUSALS, precision, refusal
 
 
 def chunks_of(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
@@ -86,16 +84,15 @@ class Comparison:
             UnsupportedArchitecture: the model takes no cache, or does not run in a second precision.
         """
         other = other_precision(self.dtype)
-        optional = way.path != "cached"
         try:
             own, stepped = self._run(None), self._run(way)
-        except (*_REFUSALS, UnsupportedArchitecture) as error:
-            if optional:
-                return _first_line(error)
-            raise
+        except (*REFUSALS, UnsupportedArchitecture) as error:  # not every model has every way of decoding
+            if way.path == "cached":  # it was asked for
+                raise
+            return refusal(error)
         try:
             exact, exactly = self._run(None, other), self._run(way, other)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise UnsupportedArchitecture(
                 f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
                 f"its cache ({error}); audit it with cache=False"
@@ -167,7 +164,7 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
         return inputs
     slot = inputs.slots[0]
     if slot.name is None or not inputs.batched or set(inputs.kwargs) - {slot.name, "position_ids", "use_cache"}:
-        raise ValueError("the inputs hold more than ids and positions")
+        raise UnsupportedArchitecture("the inputs hold more than ids and positions")
     values = inputs.values(slot)
     fill = int(inputs.pool[0]) if len(inputs.pool) else 0
     front = values.new_full((inputs.batch, pads, *values.shape[2:]), fill)
@@ -190,7 +187,3 @@ def _static(model: nn.Module, length: int) -> Any:
 
 def _largest(values: Tensor) -> float:
     return float(values.abs().nan_to_num(nan=0.0).max())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -19,6 +19,7 @@ from attnflow.audit.auditor import check
 from attnflow.audit.findings import AuditReport
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.masks.mask import Mask
+from attnflow.models.evaluation import REFUSALS
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow
 
@@ -73,7 +74,7 @@ class Guard(Handle):
         self._busy = True
         try:
             report = self._audit(model, args, kwargs)
-        except (AttnflowError, ValueError, TypeError) as error:
+        except (AttnflowError, *REFUSALS) as error:
             if self._on_leak == "raise":
                 raise
             self.refusals[call] = str(error)  # who wants a log does not want the run to end

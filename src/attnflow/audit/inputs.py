@@ -339,7 +339,7 @@ def _embedding(model: nn.Module) -> nn.Embedding | None:
     if callable(getter):
         try:
             module = getter()
-        except (NotImplementedError, AttributeError):
+        except (NotImplementedError, AttributeError):  # what getters of classes without a table raise
             module = None
         return module if isinstance(module, nn.Embedding) else None
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)

@@ -20,7 +20,7 @@ from attnflow.audit.replay import Replay, layer_calls
 from attnflow.audit.survey import survey
 from attnflow.audit.trace import Event
 from attnflow.masks.build import from_dense
-from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.evaluation import REFUSALS, evaluating, precision
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow, analyze
 
@@ -217,7 +217,7 @@ def _settle(
                 for offset, change in unsure.items():
                     leak = is_leak(change, own[offset], base[offset], after[offset], subject.dtype)
                     relation[:, offset : offset + change.shape[1], column] |= leak & (change > 0)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except REFUSALS as error:
         raise UnsupportedArchitecture(
             f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "
             f"({error}): measure it with mode='vjp'"

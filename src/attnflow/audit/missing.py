@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -16,23 +15,16 @@ from attnflow.audit.packing import padding
 from attnflow.audit.perturb import row_change
 from attnflow.audit.replay import Part, Replay, layer_calls
 from attnflow.audit.survey import LayerCall, Survey
-from attnflow.models.evaluation import precision
+from attnflow.models.evaluation import REFUSALS, precision, refusal
+from attnflow.models.mixing import attends, moves_between_positions
 
 _COLUMNS: Final = 4  # positions that are tried where missing pairs are only noted
 _SAMPLES: Final = 3
-_MIXERS: Final = ["mamba", "deltanet", "recurrent", "shortconv", "ssm", "linearattention", "lightning", "rwkv", "lstm"]
 
 
-@dataclass
-class MissingPairs:
-    """What is missing: one violation per layer, the same as sentences, and why some layers were not asked."""
-
-    violations: list[Violation] = field(default_factory=list[Violation])
-    summary: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
-
-
-def missing_pairs(model: nn.Module, seen: Survey, relation: Relation, seed: int, thorough: bool) -> MissingPairs:
+def missing_pairs(
+    model: nn.Module, seen: Survey, relation: Relation, seed: int, thorough: bool
+) -> tuple[list[Violation], list[str]]:
     """Pairs (target, source) of attention layers that are allowed, and whose source moves the target in no sample.
 
     Each layer call is replayed alone, from its own input, in float64; a change counts from one unit in the last place
@@ -44,43 +36,41 @@ def missing_pairs(model: nn.Module, seen: Survey, relation: Relation, seed: int,
         relation: what the order allows, layer by layer.
         seed: of the noise.
         thorough: all positions and three samples, not a few positions and one.
+
+    Returns:
+        One violation for each layer, and notes: why layers were not asked, and unless `thorough` the first violation.
     """
-    result = MissingPairs()
+    violations: list[Violation] = []
+    notes: list[str] = []
     inputs = seen.inputs.without_cache(model)
     generator = torch.Generator().manual_seed(seed)
+    where = ""
     try:
-        calls = layer_calls(model, inputs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        result.notes.append(f"missing pairs were not looked for: {error}")
-        return result
-    for number, (call, layer) in enumerate(zip(seen.calls, calls, strict=False)):
-        if not holds_attention(model, call):
-            continue
-        allow = relation.layers[0 if relation.repeat else number]
-        try:
-            part = next(iter(Replay(inputs, layer, generator).parts()))
-            lacking = _lacking(part, allow.expand(inputs.batch, -1, -1), thorough)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, UnsupportedArchitecture) as error:
-            result.notes.append(f"missing pairs of {call.name} were not looked for: {str(error).splitlines()[0]}")
-            return result
-        for slot in inputs.slots:
-            real = padding(inputs, slot)
-            if real is not None:
-                rows = slice(slot.offset, slot.offset + slot.length)
-                lacking[:, rows] &= real[:, :, None]
-                lacking[:, :, rows] &= real[:, None, :]
-        if lacking.any():
-            row, target, source = (int(index) for index in lacking.nonzero()[0])
-            result.violations.append(
-                Violation("missing", call.index, call.name, source, target, 0.0, row, row, confirmed=True)
-            )
-    if result.violations:
-        first = result.violations[0]
-        result.summary.append(
-            f"{plural(len(result.violations), 'layer')} lack pairs that the order allows, first {first.module}: "
+        for number, (call, layer) in enumerate(zip(seen.calls, layer_calls(model, inputs), strict=False)):
+            if not holds_attention(model, call):
+                continue
+            where = f" of {call.name}"
+            allow = relation.layers[0 if relation.repeat else number].expand(inputs.batch, -1, -1)
+            lacking = _lacking(next(iter(Replay(inputs, layer, generator).parts())), allow, thorough)
+            for slot in inputs.slots:
+                real = padding(inputs, slot)
+                if real is not None:
+                    rows = slice(slot.offset, slot.offset + slot.length)
+                    lacking[:, rows] &= real[:, :, None]
+                    lacking[:, :, rows] &= real[:, None, :]
+            if lacking.any():
+                row, target, source = lacking.nonzero()[0].tolist()
+                pair = Violation("missing", call.index, call.name, source, target, 0.0, row, row, confirmed=True)
+                violations.append(pair)
+    except (*REFUSALS, UnsupportedArchitecture) as error:  # layers that do not run alone, or not in float64
+        notes.append(f"missing pairs{where} were not looked for: {refusal(error)}")
+    if violations and not thorough:
+        first = violations[0]
+        notes.append(
+            f"{plural(len(violations), 'layer')} lack pairs that the order allows, first {first.module}: "
             f"position {first.target} never moves with {first.source} (both_sides=True makes it a finding)"
         )
-    return result
+    return violations, notes
 
 
 def _lacking(part: Part, allow: Tensor, thorough: bool) -> Tensor:
@@ -107,7 +97,4 @@ def _lacking(part: Part, allow: Tensor, thorough: bool) -> Tensor:
 def holds_attention(model: nn.Module, call: LayerCall) -> bool:
     """Whether a layer has attention among its modules, and no mixer of another kind beside it."""
     modules = list(model.get_submodule(call.name).modules())
-    names = [type(module).__name__.lower() for module in modules]
-    if any(isinstance(module, nn.Conv1d) for module in modules) or any(w in name for name in names for w in _MIXERS):
-        return False
-    return any(word in name for name in names for word in ("attention", "attn"))
+    return any(map(attends, modules)) and not any(map(moves_between_positions, modules))

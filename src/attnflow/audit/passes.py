@@ -164,6 +164,8 @@ class Runner:
             state[name].activate_past_recording()
         cache = _entry(self.model(**part, use_cache=True), name)
         self.passes += 1
+        if not hasattr(cache, "crop"):
+            raise UnsupportedArchitecture(f"{type(cache).__name__} cannot be cropped")
         cache.crop(-self.way.drafts)
         state[name] = cache
 

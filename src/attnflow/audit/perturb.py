@@ -16,7 +16,7 @@ from attnflow.audit.inputs import Call, Draw
 from attnflow.audit.nan import refuse_nan
 from attnflow.audit.passes import Recording, Runner
 from attnflow.audit.trace import Event, Key
-from attnflow.models.evaluation import precision
+from attnflow.models.evaluation import REFUSALS, precision
 
 _NOISE: Final = 4.0  # noise is known from a few runs only
 
@@ -198,8 +198,8 @@ class Prober:
                 if self._other is None:
                     self._other = self.runner.record(inputs.base)
                 second = self.runner.record(inputs.changed(selected, drawn))
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            self._other_fails = True  # the model insists on its precision: what moved stands, unconfirmed
+        except REFUSALS:  # the model insists on its precision: what moved stands, unconfirmed
+            self._other_fails = True
             return moves, None
         real: list[Moved] = []
         for moved in moves:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+# What the code of a model raises when it refuses a call, a cache or a precision: torch RuntimeError (of which
+# NotImplementedError is one), checks of arguments TypeError or ValueError; models of transformers nothing else. What
+# else is raised is a mistake, perhaps ours, and must not pass for a refusal.
+REFUSALS: Final = (RuntimeError, TypeError, ValueError)
+
+
+def refusal(error: Exception) -> str:
+    """What was raised, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def seed_all(seed: int) -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnflow.models.evaluation import evaluating
+from attnflow.models.evaluation import REFUSALS, evaluating
 from attnflow.models.families.rows import Rows
 from attnflow.models.inputs import sparing
 from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
@@ -95,7 +95,7 @@ def probe(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | st
         interception = intercept(around, dict.fromkeys(modules, watch), role="bias", implementation="sdpa")
         try:
             around[0](_ids(around[0]), **sparing(around[0]))
-        except Exception as error:  # whatever a model says of its input
+        except REFUSALS as error:  # one token of text alone is no input of some models
             why = f"the model did not run on one token ({type(error).__name__}: {error})"
         finally:
             interception.remove()

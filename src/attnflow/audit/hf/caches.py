@@ -8,13 +8,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
+from attnflow._core.errors import UnsupportedArchitecture
+
 
 def static_cache(model: nn.Module, length: int) -> StaticCache:
     """A static cache for `length` tokens.
 
     Raises:
-        ValueError: the model is none of transformers, or does not compile with one.
+        UnsupportedArchitecture: the model is none of transformers, or does not compile with one.
     """
     if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
-        raise ValueError(f"{type(model).__name__} takes no static cache")
+        raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
