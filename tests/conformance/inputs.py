@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.conformance.miniature import NotBuilt
+from tests.conformance.miniature import LOWEST, NotBuilt
 
 LENGTH = 12
-LOWEST, HIGHEST = 8, 60  # ids that no miniature uses as a special token
+HIGHEST = 60  # of the ids of ordinary tokens, exclusive
 Inputs = dict[str, Tensor]
 
 

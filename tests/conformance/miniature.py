@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LARGEST = 60_000_000  # parameters of a miniature, at most
 VOCABULARY = 120
+LOWEST = 8  # the smallest id of an ordinary token: special ones lie below, or at the end of the vocabulary
 DEPTH = 2
 WIDTH, HEAD = 64, 16
 
@@ -92,6 +93,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("granitemoehybrid", layer_types=["mamba", "attention"]),
     **_each("recurrent_gemma", block_types=["recurrent", "attention"]),
     **_each("xmod", default_language="en_XX"),
+    **_each("qwen2_5_omni_thinker qwen3_omni_moe_thinker", vision_start_token_id=5),
     **_each("aria", projector_patch_to_query_dict={16: 4}),
     **_each("dots3_note", per_layer_config={}),
 }
@@ -178,6 +180,7 @@ def build(architecture: Architecture) -> PreTrainedModel:
                 raise NotBuilt(f"{size / 1e6:.0f} million parameters")
             torch.manual_seed(0)
             model = cls(config).eval()
+            _wake(model)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("eager")  # the grouped product has no float64
             _runs(model)
@@ -185,6 +188,13 @@ def build(architecture: Architecture) -> PreTrainedModel:
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
     raise NotBuilt(" | ".join(reasons))
+
+
+def _wake(model: PreTrainedModel) -> None:
+    """Matrices that are zero at initialisation hide what lies before them."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.is_floating_point() and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
 
 
 def _runs(model: PreTrainedModel) -> None:
@@ -236,7 +246,7 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
             small[name] = min(value, VOCABULARY)
         elif narrow and name in _SIZES:
             small[name] = min(value, _SIZES[name])
-        elif name.endswith(("_token_id", "_token_index")) and value >= VOCABULARY:
+        elif name.endswith(("_token_id", "_token_index")) and value >= LOWEST:
             small[name] = VOCABULARY - 1 - sum(other in small for other in values if other.endswith(("_id", "_index")))
     heads = values.get("num_attention_heads")
     if narrow and isinstance(heads, int) and isinstance(values.get("num_key_value_heads"), int):

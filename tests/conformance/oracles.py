@@ -22,7 +22,10 @@ from tests.conformance.inputs import HIGHEST, LOWEST, Inputs
 
 SEEDS = 2  # other tokens that are put into every position
 _WATCHED = "conformance"
-MOVED = 1e-8  # of the largest output, in float64
+_OTHER_MIXER = re.compile(
+    r"(Mixer|DeltaNet|DeltaAttention|LightningAttention|LinearAttention|ShortConv|RecurrentBlock)$"
+)
+MOVED = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the largest output
 
 
 def stream(inputs: Inputs) -> str:
@@ -41,21 +44,34 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
     raise TypeError(f"{type(model).__name__} returns no tensor of [batch, positions]")
 
 
+def precise(model: PreTrainedModel, inputs: Inputs) -> tuple[PreTrainedModel, torch.dtype]:
+    """A copy in float64; in float32 of a model that does not run in float64, or gives no numbers there."""
+    if next(model.parameters()).dtype == torch.float64:
+        return model, torch.float64
+    double = deepcopy(model).double()
+    try:
+        out = output(double, {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()})
+    except RuntimeError:
+        return deepcopy(model), torch.float32
+    return (double, torch.float64) if bool(out.isfinite().all()) else (deepcopy(model), torch.float32)
+
+
 def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """[batch, position, position], bool: whether the output at q moves when the token at k is another one.
 
     The changed sequences run side by side, as the rows of one batch, where the inputs are [batch, positions] alone;
     the sequences of the call stay beside them, as a model makes another mask where nothing is padded.
     """
-    model = deepcopy(model).double() if next(model.parameters()).dtype != torch.float64 else model
-    inputs = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
+    model, dtype = precise(model, inputs)
+    inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs.items()}
     name = stream(inputs)
+    padding = inputs.get("attention_mask", torch.ones_like(inputs[name])) == 0 if name == "input_ids" else None
     rows, size = inputs[name].shape
     moved = torch.zeros(rows, size, size, dtype=torch.bool)
     side_by_side = all(value.dim() == 2 and value.shape[0] == rows for value in inputs.values())
     for row in range(rows):
         for seed in range(SEEDS):
-            ids = _changed(inputs[name][row], 7 + 11 * seed)
+            ids = _changed(inputs[name][row], 7 + 11 * seed, None if padding is None else padding[row])
             if side_by_side:
                 rest = {k: v[row].expand(len(ids), -1) for k, v in inputs.items()} | {name: ids}
                 out = output(model, {k: torch.cat([v, inputs[k]]) for k, v in rest.items()})[: len(ids)]
@@ -64,7 +80,7 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
             out = out.flatten(2)
             noise = 4 * (out[0] - out[-1]).abs().amax()  # many models compute parts of themselves in float32
             change = (out[1:-1] - out[-1]).abs().amax(-1)
-            moved[row] |= torch.maximum(noise, MOVED * out[-1].abs().amax()) < change.T
+            moved[row] |= torch.maximum(noise, MOVED[dtype] * out[-1].abs().amax()) < change.T
     return moved
 
 
@@ -73,12 +89,32 @@ def plain(ids: Tensor) -> Tensor:
     return (ids >= LOWEST) & (ids < HIGHEST)
 
 
-def _changed(ids: Tensor, step: int) -> Tensor:
-    """[positions + 2, positions]: row k + 1 with another token at k, special tokens excepted; the ends as it is."""
-    other = torch.where(plain(ids), (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
+def _changed(ids: Tensor, step: int, padding: Tensor | None) -> Tensor:
+    """[positions + 2, positions]: row k + 1 with another token at k; the ends as it is.
+
+    Special tokens stay, unless the mask says that they are padding.
+    """
+    changed = plain(ids) if padding is None else plain(ids) | padding
+    other = torch.where(changed, (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
     rows = ids.repeat(len(ids) + 2, 1)
     rows[1:-1].diagonal().copy_(other)
     return rows
+
+
+@contextmanager
+def silenced(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Recurrent, state-space and convolutional mixers put out zeros: what moves between positions is attention."""
+
+    def zeros(module: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return torch.zeros_like(out)
+        return (torch.zeros_like(out[0]), *out[1:])
+
+    mixers = [module for module in model.modules() if _OTHER_MIXER.search(type(module).__name__)]
+    with ExitStack() as stack:
+        for module in mixers:
+            stack.callback(module.register_forward_hook(zeros).remove)
+        yield mixers
 
 
 def reachable(allow: Tensor, layers: int) -> Tensor:
@@ -112,7 +148,7 @@ def queries_and_keys(model: PreTrainedModel, inputs: Inputs) -> dict[str, tuple[
     Each attention module's hidden states are replaced by unit vectors, one sequence of one token for each direction;
     biases are zero and norms of queries and keys the identity. Position 0 leaves rotations without effect.
     """
-    model = deepcopy(model).double()
+    model, _ = precise(model, inputs)
     with recorded() as seen, torch.no_grad():
         model.set_attn_implementation(_WATCHED)
         model(**inputs)

@@ -146,12 +146,12 @@ class _Stack:
         self.apart, self.packed = documents(inputs, slot) or (None, "")
         self.base = self.direction if self.apart is None else self.direction & self.apart
         self.kinds = _kinds(config)
-        self.window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-        if self.kinds is None and isinstance(getattr(config, "sliding_window", None), int):
+        self.window = _size(config, "sliding_window") or _size(config, "window_size")
+        if self.kinds is None and _size(config, "sliding_window") is not None:
             self.kinds = ("sliding_attention",) * int(config.num_hidden_layers)
         if not causal and not getattr(config, "use_bidirectional_attention", None) and isinstance(self.window, int):
             self.window += 1  # encoders count the half-window without the query itself
-        self.chunk = getattr(config, "attention_chunk_size", None)
+        self.chunk = _size(config, "attention_chunk_size")
         self.inputs = inputs
         self.labels: list[str] = []
         self.blocks: Tensor | None = None  # pairs of later positions that the model asks for beside its causal ones
@@ -246,6 +246,15 @@ def _causal(model: nn.Module, config: Any) -> bool:
     if "ForMaskedLM" in type(model).__name__:
         return False
     raise _unknown(model, "neither its configuration nor its attention modules say whether it is causal")
+
+
+def _size(config: Any, name: str) -> int | None:
+    """A size that all layers share; None where there is none, or where each layer has its own."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return None
+    return value if isinstance(value, int) else None
 
 
 def _kinds(config: Any) -> tuple[str, ...] | None:

@@ -34,9 +34,13 @@ class Entry:
     axis: int
     positions_first: bool
 
-    def arranged(self, rows: Tensor) -> Tensor:
-        """Rows [batch, positions, width] as the layer has them; further axes in front are broadcast."""
-        return rows.transpose(0, 1) if self.positions_first else rows
+    def arranged(self, rows: Tensor, axes: int) -> Tensor:
+        """Rows [batch, positions, width] for vectors of so many axes.
+
+        Further axes in front are broadcast, and those between positions and width (parallel residual streams).
+        """
+        rows = rows.transpose(0, 1) if self.positions_first else rows
+        return rows[(..., *[None] * (axes - self.axis - 3), slice(None))]
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,7 @@ class Inputs:
 
     def without_cache(self, model: nn.Module) -> Inputs:
         """The same call that makes no cache, unless it says so itself."""
-        named = inspect.signature(model.forward).parameters.values()
-        passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
-        if (accepts(model.forward, "use_cache") or passes_on) and "use_cache" not in self.kwargs:
+        if takes_use_cache(model) and "use_cache" not in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "use_cache": False})
         return self
 
@@ -234,6 +236,13 @@ def config_of(model: nn.Module) -> Any:
 def accepts(function: Callable[..., object], name: str) -> bool:
     """Whether `function` has a parameter of that name."""
     return name in inspect.signature(function).parameters
+
+
+def takes_use_cache(model: nn.Module) -> bool:
+    """Whether a call can say if a cache is made: heads of transformers hand keywords on that they do not name."""
+    named = inspect.signature(model.forward).parameters.values()
+    passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
+    return accepts(model.forward, "use_cache") or passes_on
 
 
 def _ids(inputs: Sequence[Any]) -> Tensor:

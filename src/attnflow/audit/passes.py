@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Call, Inputs, Slot, accepts
+from attnflow.audit.inputs import Call, Inputs, Slot, accepts, takes_use_cache
 from attnflow.audit.survey import entering
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
 from attnflow.models.evaluation import seed_all
@@ -126,7 +127,7 @@ class Runner:
 
     def _cached(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
-        if name is None or not accepts(self.model.forward, "use_cache"):
+        if name is None or not takes_use_cache(self.model):
             raise UnsupportedArchitecture(
                 f"{type(self.model).__name__}.forward takes no cache: audit it with cache=False"
             )
@@ -147,7 +148,7 @@ class Runner:
                     f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
                 )
             if encoder:
-                state["encoder_outputs"] = (_entry(output, "encoder_last_hidden_state"),)
+                state["encoder_outputs"] = _encoder_output(_entry(output, "encoder_last_hidden_state"))
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
@@ -201,7 +202,7 @@ def moved(
             return None
         entered[slot.offset] = start
         rows = noise[slot.offset][:, start - slot.offset : start - slot.offset + vectors.shape[axis]]
-        changed = vectors + slot.entry.arranged(rows).to(vectors)
+        changed = vectors + slot.entry.arranged(rows, vectors.ndim).to(vectors)
         return (
             tuple(changed if value is vectors else value for value in args),
             {name: changed if value is vectors else value for name, value in kwargs.items()},
@@ -238,6 +239,14 @@ def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> d
                 value = value[..., start:end]
         part[name] = value
     return part
+
+
+def _encoder_output(hidden: Any) -> Any:
+    if "transformers" not in sys.modules:
+        return (hidden,)
+    from attnflow.audit.hf.caches import encoder_output
+
+    return encoder_output(hidden)
 
 
 def _entry(output: Any, name: str) -> Any:

@@ -115,7 +115,8 @@ class Prober:
         moves = self._against_order(selected, drawn, rows)
         if not moves:
             return None
-        real, confirmed = self._confirmed(moves, selected, drawn)
+        real, confirmed = self._confirmed(self._consequential(moves), selected, drawn)
+        real = self._consequential(real)
         self.dirty |= {moved.event.key.module for moved in real if moved.event.key.side == "out"}
         return Hit(selected, drawn, real[0], confirmed) if real else None
 
@@ -186,6 +187,24 @@ class Prober:
         change = torch.where(watched & (change > _NOISE * self._noise.get(event.key, 0.0)), change, 0.0)
         if change.any():
             moves.append(Moved(before, change))
+
+    def _consequential(self, moves: list[Moved]) -> list[Moved]:
+        """Rows that move where the layer or the model puts them out, too: scores that are masked later are no leak."""
+        ends = {key for key in self.base.events if not key.module or key.module in self.runner.layer_names}
+        if not ends:
+            return moves
+        reached = torch.zeros(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
+        for moved in moves:
+            if moved.event.key in ends:
+                reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]] |= moved.change > 0
+        there: list[Moved] = []
+        for moved in moves:
+            rows = reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]]
+            rows = rows.any(0, keepdim=True) if len(moved.change) < len(rows) else rows
+            change = torch.where(rows, moved.change, 0.0)
+            if change.any():
+                there.append(Moved(moved.event, change))
+        return there
 
     def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Draw) -> tuple[list[Moved], bool | None]:
         """What of `moves` is no rounding, and whether that could be told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,17 @@ def sparing(model: nn.Module) -> dict[str, object]:
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
     accepted = inspect.signature(inner.forward).parameters
     return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
+
+
+def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """Ids that are none of the special ones, which models replace, mask, or count."""
+    configs = [model.config, model.config.get_text_config()]
+    special = {v for config in configs for name, v in vars(config).items() if name.endswith(("_id", "_index"))}
+    tokens = [index for index in range(3, 1000 + count) if index not in special][:count]
+    with suppress(NotImplementedError, AttributeError):
+        last = int(cast(Any, model.get_input_embeddings()).num_embeddings) - 1
+        tokens = [min(token, last - place) for place, token in enumerate(tokens)]
+    return tokens
 
 
 def model_name(model: nn.Module) -> str:

@@ -9,18 +9,17 @@ Separate, fused, interleaved, gated and latent layouts differ in the answer alon
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from attnflow.models.evaluation import REFUSALS, evaluating
 from attnflow.models.families.rows import Rows
-from attnflow.models.inputs import sparing
+from attnflow.models.inputs import ordinary_tokens, sparing
 from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
 from attnflow.models.sites import Site, models_around
 
@@ -94,7 +93,9 @@ def probe(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | st
         modules = [site.module for site in sites]
         interception = intercept(around, dict.fromkeys(modules, watch), role="bias", implementation="sdpa")
         try:
-            around[0](_ids(around[0]), **sparing(around[0]))
+            (token,) = ordinary_tokens(around[0], 1)
+            ids = torch.full((_BATCH, 1), token, device=next(around[0].parameters()).device)
+            around[0](ids, **sparing(around[0]))
         except REFUSALS as error:  # one token of text alone is no input of some models
             why = f"the model did not run on one token ({type(error).__name__}: {error})"
         finally:
@@ -103,16 +104,6 @@ def probe(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | st
         site.name: _projections(*calls[site.module], outputs[site.name]) if site.module in calls else why
         for site in sites
     }
-
-
-def _ids(model: PreTrainedModel) -> Int[Tensor, "batch one"]:
-    """A token that is none of the special ones, which models replace, mask, or count."""
-    configs = [model.config, model.config.get_text_config()]
-    special = {v for config in configs for name, v in vars(config).items() if name.endswith(("_id", "_index"))}
-    token = next(index for index in range(3, 1000) if index not in special)
-    with suppress(NotImplementedError, AttributeError):
-        token = min(token, int(cast(Any, model.get_input_embeddings()).num_embeddings) - 1)
-    return torch.full((_BATCH, 1), token, device=next(model.parameters()).device)
 
 
 @contextmanager

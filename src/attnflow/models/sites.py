@@ -41,7 +41,8 @@ def find_sites(model: object) -> tuple[Site, ...]:
     Raises:
         TypeError: not a module.
         ValueError: a module without a transformers model inside.
-        UnsupportedArchitecture: a transformers model of which no module calls the interface.
+        UnsupportedArchitecture: a transformers model of which no module calls the interface, or, where it reads text,
+            none that does.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a transformers model, got {type(model).__name__}; see af.load_model")
@@ -60,7 +61,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
         )
     parts = {_part(name) for name, _ in callers}
     two = {"encoder", "decoder"} <= parts
-    return tuple(
+    sites = tuple(
         Site(
             name,
             module,
@@ -70,6 +71,19 @@ def find_sites(model: object) -> tuple[Site, ...]:
         )
         for name, module in callers
     )
+    _refuse_other_modality(next(iter(owners.values())), sites)
+    return sites
+
+
+def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> None:
+    """Text that passes by every site: what is done to the attention of an image would be taken for that of the text."""
+    owners = {type(site.owner).__name__: site.owner.main_input_name for site in sites}
+    if model.main_input_name == "input_ids" and "input_ids" not in owners.values():
+        names = ", ".join(f"{owner} (reads {reads})" for owner, reads in owners.items())
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} reads text by attention that does not call {_INTERFACE}; what calls it lies in "
+            f"{names}: pass that part if you mean it"
+        )
 
 
 def models_around(model: nn.Module, sites: Sequence[Site]) -> list[PreTrainedModel]:

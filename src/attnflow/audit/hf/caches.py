@@ -1,12 +1,13 @@
-"""Caches of transformers that a model does not make by itself."""
+"""What decoding hands to a model of transformers beside tokens: a static cache, an encoder's output."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from attnflow._core.errors import UnsupportedArchitecture
 
@@ -20,3 +21,8 @@ def static_cache(model: nn.Module, length: int) -> StaticCache:
     if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
         raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+
+
+def encoder_output(hidden: Tensor) -> BaseModelOutput:
+    """The output of an encoder that has run: some decoders read it by name, others by place."""
+    return BaseModelOutput(last_hidden_state=cast(Any, hidden))

@@ -8,12 +8,14 @@ from typing import Final, Literal, cast, get_args
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnflow._core.checks import boolean, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.masks.hf.attention import MaskedAttention
 from attnflow.masks.hf.forms import MaskForms
+from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
@@ -32,12 +34,21 @@ class MaskHandle(Handle):
         model: the model.
         backend: the implementation that computes attention: "sdpa", "eager" or "flex_attention".
         masks: path of each masked attention module -> its mask.
+        unchecked: why it could not be seen by running the model that nothing but attention mixes positions, else "".
     """
 
-    def __init__(self, model: nn.Module, backend: str, masks: Mapping[str, Mask], interception: Interception) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: str,
+        masks: Mapping[str, Mask],
+        interception: Interception,
+        unchecked: str,
+    ) -> None:
         super().__init__(model)
         self.backend = backend
         self.masks = dict(masks)
+        self.unchecked = unchecked
         self._interception = interception
 
     def _restore(self) -> None:
@@ -53,7 +64,8 @@ class MaskHandle(Handle):
         distinct = ", ".join(dict.fromkeys(map(repr, self.masks.values())))
         number = len(self.masks)
         modules = f"{number} attention module{'' if number == 1 else 's'}"
-        return f"{distinct} on {modules} of {type(self.model).__name__}, computed by {self.backend}"
+        doubt = f"; other mixing of positions was not looked for: {self.unchecked}" if self.unchecked else ""
+        return f"{distinct} on {modules} of {type(self.model).__name__}, computed by {self.backend}{doubt}"
 
 
 def attach(
@@ -106,7 +118,8 @@ def attach(
         UnsupportedArchitecture: the model does not take the attention interface, mixes positions in other ways, or
             (while it runs) makes its own mask.
 
-    Cost: sdpa and eager hold the mask dense, n * n bytes; flex_attention holds its blocks, and never n * n.
+    Cost: sdpa and eager hold the mask dense, n * n bytes; flex_attention holds its blocks, and never n * n. The first
+    time, each stack runs on 2 x 4 tokens, every position attending to itself: what moves all the same is refused.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,9 +139,10 @@ def attach(
     sites = find_sites(model)
     masks = _assign(sites, mask, per_layer, layers)
     masked = [site for site in sites if site.module in masks]
+    owners = list({id(site.owner): site.owner for site in masked}.values())
     if other_mixers == "error":
-        owners = {id(site.owner) for site in masked}
-        _refuse_mixers(model, [site for site in sites if id(site.owner) in owners])
+        _refuse_mixers(model, [site for site in sites if any(site.owner is owner for owner in owners)])
+    unchecked = "; ".join(filter(None, (_checked_by_running(owner, sites, other_mixers) for owner in owners)))
     backend = _implementation(model, masked, backend)
     forms = {one: MaskForms(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
@@ -142,7 +156,8 @@ def attach(
     interception = intercept(
         models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=True
     )
-    handle = MaskHandle(model, backend, {site.name: masks[site.module] for site in masked}, interception)
+    masks_by_name = {site.name: masks[site.module] for site in masked}
+    handle = MaskHandle(model, backend, masks_by_name, interception, unchecked)
     _log.info("%s", str(handle))
     return handle
 
@@ -155,6 +170,27 @@ def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
             f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
             f"{', '.join(mixers[:4])}{more}; pass other_mixers='keep' to mask its attention alone"
         )
+
+
+def _checked_by_running(owner: PreTrainedModel, sites: Sequence[Site], other_mixers: str) -> str:
+    """Why a stack could not be looked at by running it, else "".
+
+    Raises:
+        UnsupportedArchitecture: its attention is not called, or it mixes positions beside it.
+    """
+    check = check_stack(owner, sites)
+    name = type(owner).__name__
+    if not check.used:
+        raise UnsupportedArchitecture(
+            f"{name} calls none of its attention modules when it reads text: a mask on them would do nothing"
+        )
+    if check.moved and other_mixers == "error":
+        raise UnsupportedArchitecture(
+            f"{name} moves information between positions beside its attention, where no mask rules: while every "
+            f"position attends to itself alone, another token at one position moves {len(check.moved)} others "
+            "(af.audit.check names the module); pass other_mixers='keep' to mask its attention alone"
+        )
+    return check.unchecked
 
 
 def _assign(

@@ -1,0 +1,94 @@
+"""Whether attention is all that moves information between positions, seen by running the model without any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnflow.models.evaluation import evaluating
+from attnflow.models.inputs import ordinary_tokens, sparing
+from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
+from attnflow.models.sites import Site, models_around
+
+_LENGTH: Final = 4
+_CHANGED: Final = 1  # the position whose token is another one
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a run of a stack showed while each of its positions attended to itself alone.
+
+    Attributes:
+        used: whether any of its attention modules was called.
+        moved: positions that move with another position's token all the same.
+        unchecked: why nothing can be said, else "".
+    """
+
+    used: bool = True
+    moved: tuple[int, ...] = ()
+    unchecked: str = ""
+
+
+_checks: Final[WeakKeyDictionary[nn.Module, Check]] = WeakKeyDictionary()
+
+
+def check_stack(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
+    """Run `owner`, a stack that reads text, on two sequences that differ in one token.
+
+    Cost: one forward pass of 2 x 4 tokens, once for each stack; the model and all random generators are as they were.
+    """
+    if owner not in _checks:
+        _checks[owner] = _run(owner, [site for site in sites if site.owner is owner])
+    return _checks[owner]
+
+
+def _run(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
+    if owner.main_input_name != "input_ids":
+        return Check(unchecked=f"it reads {owner.main_input_name}")
+    if any(parameter.is_meta for parameter in owner.parameters()):
+        return Check(unchecked="its weights are not loaded")
+    called: set[nn.Module] = set()
+
+    def alone(call: AttentionCall, proceed: Proceed) -> Output:
+        called.add(call.module)
+        output, weights = proceed(call)  # a bias on the module expects to be asked
+        value = call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1).transpose(1, 2)
+        return (value if value.shape == output.shape else torch.zeros_like(output)), weights
+
+    token, other = ordinary_tokens(owner, 2)
+    ids = torch.full((2, _LENGTH), token, device=next(owner.parameters()).device)
+    ids[1, _CHANGED] = other
+    stance = cast(Any, torch.compiler).set_stance("force_eager")  # no graph is made for this shape
+    with evaluating(owner), torch.no_grad(), stance:
+        interception = intercept(
+            models_around(owner, [_below(owner, site) for site in sites]),
+            {site.module: alone for site in sites},
+            role="mask",
+        )
+        try:
+            output = owner(ids, **(sparing(owner) | {"return_dict": True}))
+        except Exception as error:  # whatever a model says of its inputs: named by the handle, not hidden
+            return Check(unchecked=f"it does not run on {_LENGTH} tokens alone ({type(error).__name__}: {error})")
+        finally:
+            interception.remove()
+    if not called:
+        return Check(used=False)
+    hidden = next((v for v in output.values() if isinstance(v, Tensor) and v.shape[:2] == ids.shape), None)
+    if hidden is None or not hidden.is_floating_point():
+        return Check(unchecked="it puts out nothing for each position")
+    change = (hidden[0].double() - hidden[1].double()).abs().flatten(1).amax(-1)
+    # Experts batch their tokens by what is in them, so that rounding moves rows that nothing reaches.
+    rounding = min(1e3 * torch.finfo(hidden.dtype).eps, 0.05) * float(hidden.double().abs().max())
+    return Check(moved=tuple(i for i in (change > rounding).nonzero().flatten().tolist() if i != _CHANGED))
+
+
+def _below(owner: PreTrainedModel, site: Site) -> Site:
+    """The site as seen from its owner."""
+    name = next(name for name, module in owner.named_modules() if module is site.module)
+    return Site(name, site.module, site.kind, site.part, site.owner)
