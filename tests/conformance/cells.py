@@ -134,7 +134,8 @@ def _audit(model: PreTrainedModel, inputs: Inputs, within: Tensor | None = None)
     if leak and not outside.any() and not mixed:
         raise Wrong(f"false alarm: {report.violations[0]}")
     later = ~torch.ones(size, size, dtype=torch.bool).tril() & oracles.plain(inputs[name])[:, None]
-    if not bool((moved & later).any()) and bool((believed & later).any()):
+    causal = bool((moved & later.mT).any()) and not bool((moved & later).any())
+    if causal and bool((believed & later).any()):
         raise Wrong("declared weaker than it is: no position sees a later one, and the order lets it")
     return _answer(report)
 

@@ -65,16 +65,17 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     model, dtype = precise(model, inputs)
     inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs.items()}
     name = stream(inputs)
-    padding = inputs.get("attention_mask", torch.ones_like(inputs[name])) == 0 if name == "input_ids" else None
+    padding = inputs["attention_mask"] == 0 if "attention_mask" in inputs else torch.zeros_like(inputs[name]).bool()
     rows, size = inputs[name].shape
     moved = torch.zeros(rows, size, size, dtype=torch.bool)
     side_by_side = all(value.dim() == 2 and value.shape[0] == rows for value in inputs.values())
     for row in range(rows):
         for seed in range(SEEDS):
-            ids = _changed(inputs[name][row], 7 + 11 * seed, None if padding is None else padding[row])
+            ids = _changed(inputs[name][row], 7 + 11 * seed)
             if side_by_side:
                 rest = {k: v[row].expand(len(ids), -1) for k, v in inputs.items()} | {name: ids}
-                out = output(model, {k: torch.cat([v, inputs[k]]) for k, v in rest.items()})[: len(ids)]
+                with _other_padding(model, padding[row], seed):
+                    out = output(model, {k: torch.cat([v, inputs[k]]) for k, v in rest.items()})[: len(ids)]
             else:
                 out = torch.cat([output(model, inputs | {name: one[None]}) for one in ids])
             out = out.flatten(2)
@@ -89,16 +90,29 @@ def plain(ids: Tensor) -> Tensor:
     return (ids >= LOWEST) & (ids < HIGHEST)
 
 
-def _changed(ids: Tensor, step: int, padding: Tensor | None) -> Tensor:
-    """[positions + 2, positions]: row k + 1 with another token at k; the ends as it is.
-
-    Special tokens stay, unless the mask says that they are padding.
-    """
-    changed = plain(ids) if padding is None else plain(ids) | padding
-    other = torch.where(changed, (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
+def _changed(ids: Tensor, step: int) -> Tensor:
+    """[positions + 2, positions]: row k + 1 with another token at k, special tokens excepted; the ends as it is."""
+    other = torch.where(plain(ids), (ids - LOWEST + step) % (HIGHEST - LOWEST) + LOWEST, ids)
     rows = ids.repeat(len(ids) + 2, 1)
     rows[1:-1].diagonal().copy_(other)
     return rows
+
+
+@contextmanager
+def _other_padding(model: PreTrainedModel, padding: Tensor, seed: int) -> Iterator[None]:
+    """In row k + 1 another vector where position k is padding: its token says where a sequence begins, and stays."""
+
+    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        places = padding.nonzero()[:, 0]
+        noise = torch.randn(out.shape[-1], generator=torch.Generator().manual_seed(seed)).to(out)
+        out = out.clone()
+        out[places + 1, places] += noise
+        return out
+
+    with ExitStack() as stack:
+        if padding.any():
+            stack.callback(model.get_input_embeddings().register_forward_hook(add).remove)
+        yield
 
 
 @contextmanager

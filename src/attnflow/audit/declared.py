@@ -9,6 +9,7 @@ tested against.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -144,6 +145,13 @@ class _Stack:
         self.distance = (q - k).abs()
         self.direction = (k <= q if causal else torch.ones(n, n, dtype=torch.bool))[None]
         self.apart, self.packed = documents(inputs, slot) or (None, "")
+        ids = inputs.kwargs.get("input_ids")
+        length = ids.shape[-1] if isinstance(ids, Tensor) else n
+        others = any(isinstance(v, Tensor) and v.is_floating_point() for v in inputs.kwargs.values())
+        if n > length and n % length == 0 and not others:
+            raise _unknown(model, f"its layers get {n} positions for {length} tokens, in streams of their own")
+        if length != n and documents(inputs, replace(slot, length=length)) is not None:
+            raise _unknown(model, f"its inputs tell documents of {length} positions apart, and its layers get {n}")
         self.base = self.direction if self.apart is None else self.direction & self.apart
         self.kinds = _kinds(config)
         self.window = _size(config, "sliding_window") or _size(config, "window_size")

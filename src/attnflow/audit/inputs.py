@@ -305,7 +305,7 @@ def _checked(name: str, value: object) -> Tensor:
 
 def _fits(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Check ids against the vocabulary, vectors against the width of the embeddings."""
-    table = _embedding(model)
+    table = embedding_table(model)
     if table is None or tensor.numel() == 0 or name not in (*_ENCODER, *_DECODER):
         return
     if not tensor.is_floating_point():
@@ -322,7 +322,7 @@ def _fits(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _pool(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
     """Ids that may replace others: the vocabulary without special tokens, whose meaning could change the mask."""
     ids = [tensor for tensor in tensors if not tensor.is_floating_point()]
-    size = min([module.num_embeddings for module in (_embedding(model),) if module is not None] or [0])
+    size = min([module.num_embeddings for module in (embedding_table(model),) if module is not None] or [0])
     config = config_of(model)
     named = getattr(config, "vocab_size", None)
     size = min(size, named) if isinstance(named, int) and size else size or named or 0
@@ -342,7 +342,7 @@ def _pool(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
     return pool
 
 
-def _embedding(model: nn.Module) -> nn.Embedding | None:
+def embedding_table(model: nn.Module) -> nn.Embedding | None:
     """The table of token embeddings."""
     getter = getattr(model, "get_input_embeddings", None)
     if callable(getter):
@@ -361,7 +361,7 @@ def embedding_modules(model: nn.Module) -> list[nn.Module]:
         UnsupportedArchitecture: there is none.
     """
     getter = getattr(model, "get_input_embeddings", None)
-    module = getter() if callable(getter) else _embedding(model)
+    module = getter() if callable(getter) else embedding_table(model)
     if not isinstance(module, nn.Module):
         raise UnsupportedArchitecture(
             f"{type(model).__name__} has no embedding table to start from: pass inputs_embeds, or use mode='perturb'"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Call, Inputs, Slot, accepts, takes_use_cache
+from attnflow.audit.inputs import Call, Inputs, Slot, accepts, embedding_table, takes_use_cache
+from attnflow.audit.packing import padding
 from attnflow.audit.survey import entering
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
 from attnflow.models.evaluation import seed_all
@@ -191,6 +192,15 @@ def moved(
     """
     entered: dict[int, int] = {}
 
+    def pads(slot: Slot, real: Tensor, module: nn.Module, args: object, output: Any) -> Any:
+        start = segments().get(output.shape[1]) if isinstance(output, Tensor) and output.ndim == 3 else None
+        if start is None or len(output) != inputs.batch:
+            return None
+        rows = slice(start - slot.offset, start - slot.offset + output.shape[1])
+        added = noise[slot.offset][:, rows].masked_fill(real[:, rows, None], 0.0)
+        times = -(-output.shape[2] // added.shape[2])
+        return output + added.repeat(1, 1, times)[..., : output.shape[2]].to(output)
+
     def hook(slot: Slot, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert slot.entry is not None
         vectors = entering(args, kwargs)
@@ -213,6 +223,10 @@ def moved(
     handles = [
         modules[entry.layer].register_forward_pre_hook(partial(hook, slot), with_kwargs=True) for slot, entry in entries
     ]
+    for slot, _ in entries:  # padding keeps its token, but what embeds it may mix positions before the first layer
+        real, table = padding(inputs, slot), embedding_table(model)
+        if real is not None and table is not None:
+            handles.append(table.register_forward_hook(partial(pads, slot, real)))
     try:
         yield
     finally:

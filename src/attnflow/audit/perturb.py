@@ -221,16 +221,21 @@ class Prober:
             self._other_fails = True
             return moves, None
         real: list[Moved] = []
+        unsure = False
         for moved in moves:
             before, after = self._other.events.get(moved.event.key), second.events.get(moved.event.key)
             if before is None or after is None or before.values.shape != after.values.shape:
+                real.append(moved)
+                continue
+            if not bool(before.values.isfinite().all()) and bool(moved.event.values.isfinite().all()):
+                unsure = True  # a model whose masks overflow in the other precision: nothing is told by NaN
                 real.append(moved)
                 continue
             leak = is_leak(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
             self.rounding = max(self.rounding, float(torch.where(leak, 0.0, moved.change).max()))
             if (leak & (moved.change > 0)).any():
                 real.append(Moved(moved.event, torch.where(leak, moved.change, 0.0)))
-        return real, True
+        return real, None if unsure else True
 
     def _floor(self, key: Key, reach: float) -> float:
         """What a change must exceed to count while the changed set is halved."""
