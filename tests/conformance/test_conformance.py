@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.cells import FEATURES
+from tests.conformance.cells import FEATURES, cell
 from tests.conformance.matrix import read, rows_of, worse
 from tests.conformance.miniature import Architecture, architectures, build
 
@@ -19,7 +19,6 @@ def chosen() -> list[Architecture]:
     return [names[name] for name in SUBSET]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", chosen(), ids=lambda architecture: architecture.model_type)
 def test_no_cell_is_worse_than_in_the_committed_matrix(architecture: Architecture) -> None:
     committed = read()
@@ -39,3 +38,37 @@ def test_miniatures_have_every_kind_of_layer() -> None:
     config = build(next(a for a in architectures() if a.model_type == "qwen3_next")).config
     assert set(config.layer_types) == {"linear_attention", "full_attention"}
     assert config.hidden_size == 64
+
+
+UNUSUAL = {
+    # parallel residual streams; scores of later blocks that are masked after the module that makes them
+    ("DeepseekV4ForCausalLM", "audit"): ("works", "clean: causal"),
+    # raw scores of pairs, masked by the caller
+    ("SqueezeBertForMaskedLM", "padded"): ("works", "clean: bidirectional"),
+    # embeddings that mix neighbours: padding reaches real tokens before the first layer, and no mask rules there
+    ("MobileBertForMaskedLM", "padded"): ("works", "leak: bidirectional"),
+    ("MobileBertForMaskedLM", "mask"): ("refused", "moves information between positions beside its attention"),
+    # text attention that does not call the interface beside an image's that does
+    ("GitForCausalLM", "mask"): ("refused", "reads text by attention that does not call"),
+    ("GitForCausalLM", "bias"): ("refused", "reads text by attention that does not call"),
+    # a model that pads its own inputs, or makes streams of them: documents cannot be read
+    ("LongformerForMaskedLM", "packed"): ("refused", "unknown; its inputs tell documents of 12 positions apart"),
+    ("ProphetNetForCausalLM", "audit"): ("refused", "unknown; its layers get 36 positions for 12 tokens"),
+    ("ProphetNetForConditionalGeneration", "cached"): ("refused", "does not decode in steps of"),
+    # a window for each layer in the configuration
+    ("NeoMMEForMaskedLM", "audit"): ("works", "nothing tested: bidirectional"),
+    # a cache that the head hands on without naming it, an encoder's output that is read by name
+    ("GraniteMoeForCausalLM", "cached"): ("works", "clean: causal"),
+    ("T5GemmaForConditionalGeneration", "cached"): ("works", "clean: encoder-decoder"),
+    # no float64
+    ("XGLMForCausalLM", "cached"): ("refused", "does not run in torch.float64"),
+}
+
+
+@pytest.mark.parametrize(("name", "feature"), UNUSUAL)
+def test_models_that_do_what_others_do_not(name: str, feature: str) -> None:
+    code, words = UNUSUAL[name, feature]
+    model = build(next(architecture for architecture in architectures() if architecture.name == name))
+    result = cell(FEATURES[feature], model)
+    assert result.code == code
+    assert words in result.reason

@@ -92,7 +92,7 @@ class Comparison:
             return refusal(error)
         try:
             exact, exactly = self._run(None, other), self._run(way, other)
-        except REFUSALS as error:
+        except (*REFUSALS, UnsupportedArchitecture) as error:
             raise UnsupportedArchitecture(
                 f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
                 f"its cache ({error}); audit it with cache=False"

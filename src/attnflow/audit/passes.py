@@ -17,7 +17,7 @@ from attnflow.audit.inputs import Call, Inputs, Slot, accepts, embedding_table, 
 from attnflow.audit.packing import padding
 from attnflow.audit.survey import entering
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
-from attnflow.models.evaluation import seed_all
+from attnflow.models.evaluation import REFUSALS, refusal, seed_all
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,13 @@ class Runner:
             segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
             tracer.frame = replace(tracer.frame, segments=segments)
             part = sliced(self.inputs, kwargs, start, end) | state
-            output = self.model(**part, use_cache=True)
+            try:
+                output = self.model(**part, use_cache=True)
+            except REFUSALS as error:
+                raise UnsupportedArchitecture(
+                    f"{type(self.model).__name__} does not decode in steps of {list(self.chunks)} tokens with a cache "
+                    f"({type(error).__name__}: {refusal(error)}); audit it with cache=False"
+                ) from error
             self.passes += 1
             state = {name: _entry(output, name)}
             if state[name] is None:

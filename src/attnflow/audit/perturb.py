@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
 from attnflow.audit.findings import Kind, Violation
 from attnflow.audit.inputs import Call, Draw
@@ -217,7 +218,10 @@ class Prober:
                 if self._other is None:
                     self._other = self.runner.record(inputs.base)
                 second = self.runner.record(inputs.changed(selected, drawn))
-        except REFUSALS:  # the model insists on its precision: what moved stands, unconfirmed
+        except (
+            *REFUSALS,
+            UnsupportedArchitecture,
+        ):  # what moved stands, unconfirmed
             self._other_fails = True
             return moves, None
         real: list[Moved] = []

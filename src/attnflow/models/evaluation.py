@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # What the code of a model raises when it refuses a call, a cache or a precision: torch RuntimeError (of which
-# NotImplementedError is one), checks of arguments TypeError or ValueError; models of transformers nothing else. What
-# else is raised is a mistake, perhaps ours, and must not pass for a refusal.
-REFUSALS: Final = (RuntimeError, TypeError, ValueError)
+# NotImplementedError is one), checks of arguments TypeError or ValueError; and, of models that do not check, what their
+# code runs into: an assertion (ProphetNet's cache), a missing attribute or entry (NLLB-MoE's encoder output).
+REFUSALS: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 
 def refusal(error: Exception) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnflow.models.evaluation import evaluating
+from attnflow.models.evaluation import REFUSALS, evaluating, refusal
 from attnflow.models.inputs import ordinary_tokens, sparing
 from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
 from attnflow.models.sites import Site, models_around
@@ -73,8 +73,10 @@ def _run(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
         )
         try:
             output = owner(ids, **(sparing(owner) | {"return_dict": True}))
-        except Exception as error:  # whatever a model says of its inputs: named by the handle, not hidden
-            return Check(unchecked=f"it does not run on {_LENGTH} tokens alone ({type(error).__name__}: {error})")
+        except REFUSALS as error:  # named by the handle
+            return Check(
+                unchecked=f"it does not run on {_LENGTH} tokens alone ({type(error).__name__}: {refusal(error)})"
+            )
         finally:
             interception.remove()
     if not called:
