@@ -100,9 +100,14 @@ def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
         bos_token_id=1,
     )
     model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
-    every = af.bias.GuidanceConfig(layers="every", hidden_dim=4, reference="hidden")
-    for bias in (every, af.bias.GuidanceConfig(layers="every", hidden_dim=4)):
-        refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", bias)
+    shared = af.bias.GuidanceConfig(layers=[0, 2], hidden_dim=4)
+    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", shared)
+    shared = af.bias.GuidanceConfig(layers=[2], hidden_dim=4, reference="hidden")
+    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", shared)
+    for placement, count in (("every", 2), ("every_other", 1)):
+        with af.bias.attach(model, af.bias.GuidanceConfig(layers=placement, hidden_dim=4)) as handle:
+            assert len(handle.layers) == count
+            assert f"bias on {count} of 4 attention layers" in str(handle)
     with torch.no_grad():
         plain = outputs(model, input_ids=ids)
         af.bias.attach(model, af.bias.GuidanceConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))

@@ -115,7 +115,9 @@ def attach(
 
     Args:
         model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` returned.
-        config: what to add: the config of a kind, such as `GuidanceConfig()`, or several, whose sum is added.
+        config: what to add: the config of a kind, such as `GuidanceConfig()`, or several, whose sum is added. A
+            placement such as "every_other" leaves out layers that attend to the keys of an earlier one (Gemma 3n and
+            4); the handle names those that have the bias.
         train: "all" leaves what is trained as it is; "guidance" freezes everything but the bias until it is removed.
         backend: what computes attention in the layers with a bias; see `attention`.
 
@@ -203,7 +205,10 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):
-            by_layer.setdefault(index, []).append(config)
+            if not (isinstance(config.layers, str) and _shares_keys(layers[index])):
+                by_layer.setdefault(index, []).append(config)
+    if not by_layer:
+        raise UnsupportedArchitecture("every chosen layer attends to the keys of an earlier one; choose layers=[...]")
     children: list[tuple[Layer, LayerBias]] = []
     for index, chosen in sorted(by_layer.items()):
         layer = layers[index]
@@ -230,9 +235,14 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
     return children
 
 
+def _shares_keys(layer: Layer) -> bool:
+    """Whether it attends to the keys of an earlier layer, of which its bias would see nothing."""
+    return bool(getattr(layer.site.module, "is_kv_shared_layer", False))
+
+
 def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
     module, name = layer.site.module, layer.site.name
-    if getattr(module, "is_kv_shared_layer", False):
+    if _shares_keys(layer):
         raise UnsupportedArchitecture(
             f"{name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
             "out of layers=[...]"
