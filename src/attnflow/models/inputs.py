@@ -32,7 +32,8 @@ def model_inputs(
         named = {"input_ids": _batched(torch.as_tensor(inputs))}
         if len(named["input_ids"]) > 1:
             raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
-    size = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
+    table = getattr(model, "get_input_embeddings", None)
+    size = getattr(table() if callable(table) else None, "num_embeddings", None)
     largest = int(named["input_ids"].max())
     if size is not None and (largest >= size or int(named["input_ids"].min()) < 0):
         raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary; got up to {largest}")
@@ -63,7 +64,7 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
 def model_name(model: nn.Module) -> str:
     """The name that a model was loaded by, without the folders of this machine, or its class."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    name = str(getattr(inner.config, "_name_or_path", "") or type(inner).__name__)
+    name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or type(inner).__name__)
     return Path(name).name if Path(name).is_absolute() else name
 
 

@@ -65,6 +65,7 @@ def load_model(
         MissingExtra: a GGUF file, and the packages that read it are not installed.
         FileNotFoundError: no such file, folder or model, or the hub cannot be reached.
         ValueError: something is there, but it is no model, or one without safetensors weights; an unknown dtype.
+        BadCheckpoint: a file of the model is damaged or hostile; the message names it and the place.
         UnsupportedArchitecture: the model needs code from its repository.
 
     Cost: the time and memory of the weights. A GGUF file is unpacked once, in some 20 s and a little over twice the

@@ -175,6 +175,8 @@ def growth(flow: Flow) -> tuple[IntArray, IntArray]:
     Cost: a breadth-first walk from each followed position, all at once: O(followed x (intervals + n)) in total.
     """
     n = flow.size
+    if n == 0:
+        raise ValueError("expected the order of at least one position to show how it grows, got one of none")
     positions = np.arange(n) if n <= _FEW else np.linspace(0, n - 1, _SAMPLE).astype(np.int64)
     if flow.num_layers is not None:
         return flow.growth().numpy()[:, positions], positions
