@@ -87,10 +87,10 @@ def test_a_query_with_nothing_allowed_gets_zero_from_attention_and_gives_zero_gr
     if name == "GptOss":
         implementation = "eager"
     ids, seen = tokens(2, 8), []
-    for where, module in model.named_modules():
-        if where.endswith(("o_proj", "attn.c_proj", "attention.output.dense")):
-            module.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     with af.masks.attach(model, EMPTY, backend=implementation):
+        for where, module in model.named_modules():
+            if where.endswith(("o_proj", "attn.c_proj", "attention.output.dense")):
+                module.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
         loss, found = gradients(model, ids)
     assert len(seen) == 2
     for output in seen:

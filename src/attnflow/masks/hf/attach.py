@@ -119,7 +119,8 @@ def attach(
             (while it runs) makes its own mask.
 
     Cost: sdpa and eager hold the mask dense, n * n bytes; flex_attention holds its blocks, and never n * n. The first
-    time, each stack runs on 2 x 4 tokens, every position attending to itself: what moves all the same is refused.
+    time, each stack runs on 2 x 4 tokens, every position attending to itself: what moves all the same is refused (hooks
+    on the model's modules see this run).
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
