@@ -31,7 +31,8 @@ def moves_between_positions(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
-    return isinstance(module, nn.RNNBase) or _MIXER.search(type(module).__name__) is not None
+    name = type(module).__name__
+    return isinstance(module, nn.RNNBase) or (_MIXER.search(name) is not None and "Norm" not in name)
 
 
 def calls_interface(module: nn.Module) -> bool:

@@ -81,7 +81,7 @@ def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> Non
     if model.main_input_name == "input_ids" and "input_ids" not in owners.values():
         names = ", ".join(f"{owner} (reads {reads})" for owner, reads in owners.items())
         raise UnsupportedArchitecture(
-            f"{type(model).__name__} reads text by attention that does not call {_INTERFACE}; what calls it lies in "
+            f"{type(model).__name__} reads text by attention that does not call {INTERFACE}; what calls it lies in "
             f"{names}: pass that part if you mean it"
         )
 
