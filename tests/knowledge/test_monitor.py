@@ -1,5 +1,7 @@
 """Counts of active entries against counting by hand; duplicates against comparing all pairs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval
+from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.monitor.activity import Activity, active
 from attnflow.knowledge.monitor.duplication import duplicates
@@ -70,7 +73,8 @@ def test_retrieved_entries_are_counted_by_id():
     seen = Activity()
     seen.may_read(0, torch.arange(6))
     ids = torch.tensor([[[4, 2, -1]], [[4, 0, 1]]])
-    seen.see(reading([[[1, 1, 0]], [[1, 0, 1]]], ids=ids), same)
+    certificate = Certificate(False, 3, 6, torch.zeros(2))
+    seen.see(replace(reading([[[1, 1, 0]], [[1, 0, 1]]], ids=ids), certificate=certificate), same)
     found, counts = seen.fired(0)
     assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == {0: 0, 1: 1, 2: 1, 3: 0, 4: 2, 5: 0}
     report = seen.report()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, cast
 
 import torch
@@ -79,11 +80,13 @@ class EntryLayout:
     """Where the parts of a feed-forward neuron lie in its entry.
 
     Plain layers: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2.
-    The threshold is a coordinate of the entry (a network that had to memorise it misses by most of it).
+    The threshold is a coordinate of the entry (a network that had to memorise it misses by most of it). Where layers
+    of several widths or forms share a base, zeros stand before the thresholds of the narrower ones.
     """
 
     model_dim: int  # d
     gated: bool  # whether there are two keys
+    padding: int = 0  # columns of zeros that the layer does not read
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -93,7 +96,7 @@ class EntryLayout:
     @property
     def entry_dim(self) -> int:
         """d_E."""
-        return len(self.parts) * (self.model_dim + 1) + self.model_dim
+        return len(self.parts) * (self.model_dim + 1) + self.model_dim + self.padding
 
     def key(self, part: str) -> slice:
         """Columns of a key ("up" or "gate")."""
@@ -106,7 +109,12 @@ class EntryLayout:
 
     def threshold(self, part: str) -> int:
         """Column of a key's threshold."""
-        return (len(self.parts) + 1) * self.model_dim + self.parts.index(part)
+        return self.entry_dim - len(self.parts) + self.parts.index(part)
+
+    @property
+    def unread(self) -> slice:
+        """Columns that hold zeros."""
+        return slice(self.value.stop, self.entry_dim - len(self.parts))
 
     def _block(self, index: int) -> slice:
         return slice(index * self.model_dim, (index + 1) * self.model_dim)
@@ -115,53 +123,125 @@ class EntryLayout:
 class LayeredKnowledge(KnowledgeBase):
     """The neurons of all feed-forward layers as rows of one matrix, ordered by layer; each row has an id that stays.
 
+    A layer of experts has the entries of all its experts, ordered by expert: a token reads those of the experts that
+    the model's router chooses, with their weights times the router's.
+
     Attributes:
-        layout: columns of an entry.
+        layouts: columns of the entries of each layer.
         ids: id of each row, int64[num_entries].
         counts: rows of each layer, int64[layers].
+        experts: the expert that each row belongs to, -1 in layers without, int64[num_entries]; None without any.
     """
 
     ids: Tensor
     counts: Tensor
+    experts: Tensor | None
 
-    def __init__(self, entries: Float[Tensor, "entries entry_dim"], counts: Sequence[int], layout: EntryLayout) -> None:
+    def __init__(
+        self,
+        entries: Float[Tensor, "entries entry_dim"],
+        counts: Sequence[int | Sequence[int]],
+        layouts: EntryLayout | Sequence[EntryLayout],
+    ) -> None:
+        """`counts`: of each layer the number of its rows, or one for each of its experts."""
         nn.Module.__init__(self)
-        self.std, self.layout, self._next_id = layout.entry_dim**-0.5, layout, 0
-        self.register_buffer("ids", None)
-        self.register_buffer("counts", None)
-        self.put(nn.Parameter(entries), torch.arange(len(entries)), torch.tensor(list(counts), dtype=torch.int64))
+        self.layouts = (layouts,) * len(counts) if isinstance(layouts, EntryLayout) else tuple(layouts)
+        self.std, self._next_id = entries.shape[1] ** -0.5, 0
+        self._num_experts = [0 if isinstance(one, int) else len(one) for one in counts]
+        for name in ("ids", "counts", "experts"):
+            self.register_buffer(name, None)
+        layers = [[one] if isinstance(one, int) else list(one) for one in counts]
+        experts = torch.cat(
+            [
+                torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)) - int(not number)
+                for rows, number in zip(layers, self._num_experts, strict=True)
+            ]
+        )
+        total = torch.tensor([sum(rows) for rows in layers], dtype=torch.int64)
+        self.put(nn.Parameter(entries), torch.arange(len(entries)), total, experts if any(self._num_experts) else None)
 
     @property
     def num_layers(self) -> int:
         """Layers that read this base."""
         return len(self._rows)
 
-    def rows(self, layer: int) -> slice:
-        """Rows of a layer."""
-        return self._rows[layer]
+    @property
+    def layout(self) -> EntryLayout:
+        """Columns of an entry, where they are the same in all layers; else a ValueError."""
+        if len(set(self.layouts)) > 1:
+            raise ValueError("layers differ in their layout: read .layouts[layer]")
+        return self.layouts[0]
+
+    @property
+    def num_thresholds(self) -> int:
+        """Threshold columns of a store that holds these entries: one for each layer, and one for experts, if any."""
+        return self.num_layers + (self.experts is not None)
+
+    def num_experts(self, layer: int) -> int:
+        """Experts of a layer; 0 where there is no choice between its entries."""
+        return self._num_experts[layer]
+
+    def checked_experts(
+        self, layers: Sequence[int], experts: Sequence[int | None] | None
+    ) -> Sequence[int | None] | None:
+        """The experts that entries of these layers belong to, None without any; a ValueError for one that cannot be."""
+        experts = [None] * len(layers) if experts is None else experts
+        if len(experts) != len(layers):
+            raise ValueError(f"{len(layers)} entries were given {len(experts)} experts: one for each, None without")
+        for layer, expert in zip(layers, experts, strict=True):
+            number = self.num_experts(integer("layer", layer, 0, self.num_layers - 1))
+            if number and expert is None:
+                raise ValueError(f"layer {layer} has {number} experts: which one reads it, 0 to {number - 1}?")
+            if number:
+                integer("expert", expert, 0, number - 1)
+            elif expert is not None:
+                raise ValueError(f"layer {layer} has no experts to choose from: leave the expert out, got {expert}")
+        return None if self.experts is None else experts
+
+    def rows(self, layer: int, expert: int | None = None) -> slice:
+        """Rows of a layer, or of one of its experts."""
+        return self._rows[layer] if expert is None else self._expert_rows[layer][expert]
 
     def layer_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int]:
         """The layer that each id belongs to; a KeyError for one that is not there."""
         ends = self.counts.cumsum(0)
         return cast("list[int]", torch.searchsorted(ends, self._find(ids), right=True).tolist())
 
+    def expert_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int | None]:
+        """The expert that each id belongs to, None in layers without; a KeyError for one that is not there."""
+        rows = self._find(ids)
+        if self.experts is None:
+            return [None] * len(rows)
+        return [None if expert < 0 else expert for expert in cast("list[int]", self.experts[rows].tolist())]
+
     def get(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> Float[Tensor, "ids entry_dim"]:
         """The entries of ids, a copy; a KeyError for one that is not there."""
         return self.entries.detach()[self._find(ids)]
 
-    def insert(self, layer: int, entries: Float[Tensor, "new entry_dim"]) -> Int[Tensor, " new"]:
+    def insert(
+        self, layer: int, entries: Float[Tensor, "new entry_dim"], *, expert: int | None = None
+    ) -> Int[Tensor, " new"]:
         """Append entries to a layer; returns their new ids. The parameter is a new one: make optimisers anew.
 
+        Args:
+            layer: number of the layer.
+            entries: rows.
+            expert: of a layer of experts, and of no other: the one that reads them.
+
         Raises:
-            ValueError: a layer that does not exist, another width, NaN or infinity. The base is as it was.
+            ValueError: a layer or an expert that does not exist, another width, NaN or infinity. The base is as it was.
         """
-        integer("layer", layer, 0, self.num_layers - 1)
-        self._check(entries)
-        where, old, counts = self._rows[layer].stop, self.entries.detach(), self.counts.clone()
+        self.checked_experts([layer], [expert])
+        self._check(entries, [layer] * len(entries))
+        where, old, counts = self.rows(layer, expert).stop, self.entries.detach(), self.counts.clone()
         ids = torch.arange(len(entries), device=self.ids.device) + self._next_id
         counts[layer] += len(entries)
         rows = torch.cat([old[:where], entries.to(old), old[where:]])
-        self.put(rows, torch.cat([self.ids[:where], ids, self.ids[where:]]), counts)
+        tags = self.experts
+        if tags is not None:
+            new = torch.full_like(ids, -1 if expert is None else expert)
+            tags = torch.cat([tags[:where], new, tags[where:]])
+        self.put(rows, torch.cat([self.ids[:where], ids, self.ids[where:]]), counts, tags)
         return ids
 
     def update(self, ids: Int[Tensor, " ids"] | Sequence[int], entries: Float[Tensor, "ids entry_dim"]) -> None:
@@ -171,14 +251,16 @@ class LayeredKnowledge(KnowledgeBase):
             KeyError, ValueError: an id that is not there; another shape, NaN or infinity. The base is as it was.
         """
         rows = self._find(ids)
-        self._check(entries)
         if len(entries) != len(rows):
             raise ValueError(f"{len(rows)} ids were given {len(entries)} entries")
+        self._check(entries, self.layer_of(ids))
         with torch.no_grad():
             self.entries[rows] = entries.to(self.entries)
 
     def delete(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> None:
-        """Remove entries; each layer keeps at least one. The parameter is a new one: make optimisers anew.
+        """Remove entries; each layer keeps at least one, an expert may keep none.
+
+        The parameter is a new one: make optimisers anew.
 
         Raises:
             KeyError, ValueError: an id that is not there; a layer would be left empty. The base is as it was.
@@ -189,16 +271,24 @@ class LayeredKnowledge(KnowledgeBase):
         counts = torch.stack([keep[self.rows(layer)].sum() for layer in range(self.num_layers)])
         if bool((counts == 0).any()):
             raise ValueError(f"layer {int((counts == 0).nonzero()[0])} would be left without entries")
-        self.put(self.entries.detach()[keep], self.ids[keep], counts)
+        tags = None if self.experts is None else self.experts[keep]
+        self.put(self.entries.detach()[keep], self.ids[keep], counts, tags)
 
-    def put(self, entries: Tensor, ids: Tensor, counts: Tensor) -> None:
-        """These entries in place of all others; as a new parameter, unless they are one."""
+    def put(self, entries: Tensor, ids: Tensor, counts: Tensor, experts: Tensor | None = None) -> None:
+        """These entries, by layer and expert, in place of all others; as a new parameter, unless they are one."""
+        assert (experts is None) == (not any(self._num_experts)), "the expert of each row, where there are experts"
         if not isinstance(entries, nn.Parameter):
             entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)
-        self.entries, self.ids, self.counts = entries, ids, counts
-        ends = cast("list[int]", counts.cumsum(0).tolist())
-        self._rows = [slice(first, last) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
+        self.entries, self.ids, self.counts, self.experts = entries, ids, counts, experts
+        self._rows = _consecutive(counts)
+        self._expert_rows = [self._rows_of_experts(layer) for layer in range(self.num_layers)]
         self._next_id = max(self._next_id, int(ids.max()) + 1)
+
+    def _rows_of_experts(self, layer: int) -> list[slice]:
+        number, rows = self._num_experts[layer], self._rows[layer]
+        if not number or self.experts is None:
+            return []
+        return _consecutive(self.experts[rows].bincount(minlength=number), rows.start)
 
     def attention(
         self, layer: int, activation: str | Activation, output_bias: Float[Tensor, " model_dim"] | None = None
@@ -207,7 +297,8 @@ class LayeredKnowledge(KnowledgeBase):
 
         W_Q is sqrt(d_k) times the identity, W_K and W_V are the zeros and ones that select the keys and the value of an
         entry, and B1 reads its last coordinates. The same function as the model's own code on the same rows, which
-        slices them instead of multiplying by these matrices; equal to rounding.
+        slices them instead of multiplying by these matrices; equal to rounding. For the rows of one expert it is what
+        that expert writes, before the weight that the router gives it.
 
         Args:
             layer: number of the layer.
@@ -215,7 +306,7 @@ class LayeredKnowledge(KnowledgeBase):
             output_bias: b2, if the layer has one (`EntryValues.bias`).
         """
         integer("layer", layer, 0, self.num_layers - 1)
-        layout, width = self.layout, self.layout.model_dim
+        layout, width = self.layouts[layer], self.layouts[layer].model_dim
         form: dict[str, Any] = {"gated": layout.gated, "threshold": "coordinate", "bias": output_bias is not None}
         attention = GeneralizedCrossAttention(width, width, layout.entry_dim, activation=activation, **form)
         attention.to(self.entries)
@@ -241,10 +332,22 @@ class LayeredKnowledge(KnowledgeBase):
             raise KeyError(f"no entries with ids {preview(unknown.tolist())}")
         return rows
 
-    def _check(self, entries: Tensor) -> None:
+    def _check(self, entries: Tensor, layers: Sequence[int]) -> None:
         if entries.ndim != 2 or entries.shape[1] != self.entry_dim:
             raise ValueError(f"entries must be [entries, {self.entry_dim}], got shape {tuple(entries.shape)}")
         _check_finite(entries)
+        for layer in {layer for layer in layers if self.layouts[layer].padding}:
+            unread = self.layouts[layer].unread
+            if bool(entries[torch.tensor(layers) == layer, unread].any()):
+                raise ValueError(
+                    f"columns {unread.start} to {unread.stop - 1} of layer {layer} are read by nobody and must be 0"
+                )
+
+
+def _consecutive(counts: Tensor, start: int = 0) -> list[slice]:
+    """Blocks of so many rows, one after another."""
+    ends = [start, *cast("list[int]", (counts.cumsum(0) + start).tolist())]
+    return [slice(first, last) for first, last in pairwise(ends)]
 
 
 def _check_finite(entries: Tensor) -> None:

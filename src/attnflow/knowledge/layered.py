@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.memory_layer.reader import Observer, Reading
 from attnflow.knowledge.memory_layer.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
@@ -56,6 +56,10 @@ class LayerReader(ABC):
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
         """Their thresholds, which scores contain."""
 
+    def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
+        """What the layer adds to each token, of what the module that reads its entries returns."""
+        return output
+
     @abstractmethod
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
         """How far this layer's output of each token (flattened) can be from that of reading all entries.
@@ -92,22 +96,17 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
             reader.observer = observer
 
 
-class EntryValues(nn.Module, LayerReader):
-    """The values of a layer's entries, weighted and summed, plus b2: stands where the last linear map was.
-
-    The weights were computed by then, so that `retrieval` saves the product with the values alone.
-    """
+class LayerEntries(nn.Module, LayerReader):
+    """A layer that reads entries of its own, rows of the base of a converted model."""
 
     base: LayeredKnowledge
 
-    def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
+    def __init__(self, base: LayeredKnowledge, layer: int) -> None:
         super().__init__()
         # Not a child: the base is registered once, at the model, and its parameter must not appear once a layer.
         object.__setattr__(self, "base", base)
         self.layer = layer
-        self.bias = None if bias is None else nn.Parameter(bias)
         self.retrieval = self.observer = None
-        self.scored: dict[str, Tensor] = {}  # scores of each part in this forward pass, where somebody observes
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:
@@ -117,17 +116,17 @@ class EntryValues(nn.Module, LayerReader):
     @property
     def weight(self) -> Float[Tensor, "model_dim entries"]:
         """The values as the weight of a linear map, a view."""
-        return self.entries[:, self.base.layout.value].T
+        return self.entries[:, self.layout.value].T
+
+    @property
+    def layout(self) -> EntryLayout:
+        """Columns of the entries of this layer."""
+        return self.base.layouts[self.layer]
 
     @property
     def num_entries(self) -> int:
         """How many entries belong to this layer."""
         return len(self.entries)
-
-    @property
-    def output_bias(self) -> Tensor | None:
-        """b2."""
-        return self.bias
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Ids in the base."""
@@ -140,7 +139,7 @@ class EntryValues(nn.Module, LayerReader):
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts 1 entries"]:
         """The thresholds of entries."""
-        layout = self.base.layout
+        layout = self.layout
         return torch.stack([self.entries[positions, layout.threshold(part)] for part in layout.parts]).unsqueeze(1)
 
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
@@ -149,29 +148,12 @@ class EntryValues(nn.Module, LayerReader):
             return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
         return reading.certificate.error_bound(self.weight.detach().norm(dim=0).amax())
 
-    def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
-        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries.
+    def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
+        """Whether a layer with these weights reads all entries.
 
         Raises:
             ValueError: a retrieval by an approximate search, which has nothing to search here.
         """
-        reads_all, retrieval = self.reads_all(weights), self.retrieval
-        if self.observer is not None:
-            self.observer(self._reading(weights.detach(), reads_all))
-        if retrieval is None or reads_all:
-            return functional.linear(weights, self.weight, self.bias)
-        training = self.training and torch.is_grad_enabled()
-        if training or retrieval.threshold is not None:
-            sparse = weights.masked_fill(~chosen(weights.detach().abs(), retrieval), 0)
-            return functional.linear(straight_through(sparse, weights) if training else sparse, self.weight, self.bias)
-        rows = best(weights.detach().abs(), retrieval)
-        # Whole entries, of which the value is taken: rows of a part alone would have to be copied together first.
-        whole = sum_of_rows(weights.gather(-1, rows), rows + self.base.rows(self.layer).start, self.base.entries)
-        written = whole[..., self.base.layout.value]
-        return written if self.bias is None else written + self.bias
-
-    def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
-        """Whether these weights are of all entries that are read."""
         if self.retrieval is None:
             return True
         training = self.training and torch.is_grad_enabled()
@@ -196,8 +178,46 @@ class EntryValues(nn.Module, LayerReader):
         rows = best(sizes, self.retrieval)
         return rows, certify(sizes, rows, self.retrieval)
 
+
+class EntryValues(LayerEntries):
+    """The values of a layer's entries, weighted and summed, plus b2: stands where the last linear map was.
+
+    The weights were computed by then, so that `retrieval` saves the product with the values alone.
+    """
+
+    def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
+        super().__init__(base, layer)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self.scored: dict[str, Tensor] = {}  # scores of each part in this forward pass, where somebody observes
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b2."""
+        return self.bias
+
+    def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
+        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries.
+
+        Raises:
+            ValueError: a retrieval by an approximate search, which has nothing to search here.
+        """
+        reads_all, retrieval = self.reads_all(weights), self.retrieval
+        if self.observer is not None:
+            self.observer(self._reading(weights.detach(), reads_all))
+        if retrieval is None or reads_all:
+            return functional.linear(weights, self.weight, self.bias)
+        training = self.training and torch.is_grad_enabled()
+        if training or retrieval.threshold is not None:
+            sparse = weights.masked_fill(~chosen(weights.detach().abs(), retrieval), 0)
+            return functional.linear(straight_through(sparse, weights) if training else sparse, self.weight, self.bias)
+        rows = best(weights.detach().abs(), retrieval)
+        # Whole entries, of which the value is taken: rows of a part alone would have to be copied together first.
+        whole = sum_of_rows(weights.gather(-1, rows), rows + self.base.rows(self.layer).start, self.base.entries)
+        written = whole[..., self.layout.value]
+        return written if self.bias is None else written + self.bias
+
     def _reading(self, weights: Tensor, reads_all: bool) -> Reading:
-        scores = torch.stack([self.scored.pop(part) for part in self.base.layout.parts])
+        scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
         if reads_all:
             return Reading(self.layer, None, scores.unsqueeze(-2), weights.unsqueeze(-2))
         rows, certificate = self.keep(weights)
@@ -222,11 +242,11 @@ class EntryScores(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "out model_dim"]:
         """The keys as the weight of a linear map, for model code that asks for its type."""
-        return torch.cat([self.values.entries[:, self.values.base.layout.key(part)] for part in self.parts])
+        return torch.cat([self.values.entries[:, self.values.layout.key(part)] for part in self.parts])
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
         """One score for each entry of the layer. Cost: as the linear map; no copy of the entries."""
-        entries, layout = self.values.entries, self.values.base.layout
+        entries, layout = self.values.entries, self.values.layout
         scores = [
             functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts
         ]

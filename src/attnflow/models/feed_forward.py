@@ -11,41 +11,48 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.experts import PackedExperts, packed_experts
 from attnflow.models.families.table import FEED_FORWARD, FeedForward
 from attnflow.models.mixing import attends, moves_between_positions
 
 _BESIDE: Final = re.compile(r"Norm|Embedding|Router", re.IGNORECASE)
+_ROUTER: Final = re.compile(r"Router")
 _LAYER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
-def find_feed_forward(model: nn.Module) -> list[FeedForward]:
-    """The feed-forward layers of a model, in order; `UnsupportedArchitecture` if no linear maps are known by name."""
-    layers = [
-        replace(kind, name=name)
-        for name, module in model.named_modules()
-        if (kind := next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)) is not None
-    ]
+def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
+    """The feed-forward layers of a model, in order: linear maps that are known by name, and experts, by what they do.
+
+    Raises:
+        UnsupportedArchitecture: there are none.
+    """
+    layers: list[FeedForward | PackedExperts] = []
+    routers: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if _ROUTER.search(type(module).__name__):
+            routers += (f"{name}.",)
+        if f"{name}.".startswith(routers):  # what chooses may have layers of its own (Zaya)
+            continue
+        kind = next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)
+        layer = packed_experts(module, name) if kind is None else replace(kind, name=name)
+        if layer is not None:
+            layers.append(layer)
     if not layers:
         near = sorted({type(m).__name__ for m in model.modules() if "mlp" in type(m).__name__.lower()})
         raise UnsupportedArchitecture(
             f"{type(model).__name__} has no feed-forward layers that are known (modules that may be: "
-            f"{', '.join(near) or 'none'}); experts that are stored together cannot be converted, and nothing was"
+            f"{', '.join(near) or 'none'}), and nothing was converted"
         )
     return layers
 
 
-def uncovered(model: nn.Module, sites: Sequence[FeedForward]) -> dict[str, Tensor]:
+def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> dict[str, Tensor]:
     """The matrices, by name, of layers with attention or feed-forward sites that belong to neither.
 
     What moves information between positions (attention, recurrence, convolutions), norms, embeddings and what chooses
     among experts (one row for each of them) is no part of a feed-forward layer. All else is, whatever its name.
     """
-    covered = {
-        id(parameter)
-        for site in sites
-        for path in (*site.first, site.last)
-        for parameter in model.get_submodule(f"{site.name}.{path}".strip(".")).parameters()
-    }
+    covered = {id(parameter) for site in sites for parameter in _parameters(model, site)}
     rest: dict[str, Tensor] = {}
     for path, layer in _layers(model, sites):
         beside = tuple(_beside(layer, path, sites))
@@ -56,6 +63,7 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward]) -> dict[str, Tenso
         }
         lists = [site.name.rpartition(".")[0] for site in sites if site.name.startswith(path + ".")]
         experts = {len(p) for p in here.values() if p.ndim > 2} | {lists.count(name) for name in lists}
+        experts |= {site.num_experts for site in sites if isinstance(site, PackedExperts)}
         rest |= {
             name: p
             for name, p in here.items()
@@ -72,7 +80,16 @@ def stored(module: nn.Module) -> Tensor:
     return weight.T if isinstance(module, Conv1D) else weight
 
 
-def _layers(model: nn.Module, sites: Sequence[FeedForward]) -> Iterator[tuple[str, nn.Module]]:
+def _parameters(model: nn.Module, site: FeedForward | PackedExperts) -> Iterator[Tensor]:
+    """What a conversion takes over."""
+    if isinstance(site, PackedExperts):
+        yield from site.parameters(model.get_submodule(site.name))
+        return
+    for path in (*site.first, site.last):
+        yield from model.get_submodule(f"{site.name}.{path}".strip(".")).parameters()
+
+
+def _layers(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[tuple[str, nn.Module]]:
     """The elements of the outermost lists of modules that hold attention or a site, by path."""
     names = [name for name, module in model.named_modules() if attends(module)] + [site.name for site in sites]
     for path in dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))):
@@ -80,7 +97,7 @@ def _layers(model: nn.Module, sites: Sequence[FeedForward]) -> Iterator[tuple[st
             yield f"{path}.{name}", layer
 
 
-def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward]) -> Iterator[str]:
+def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[str]:
     """Where a name begins that belongs to attention, another mixer, a norm, an embedding or a router."""
     if attends(layer) and sum(attends(module) for module in layer.modules()) == 1:  # a list of attention modules
         yield f"{path}."

@@ -5,19 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from attnflow.knowledge.hf import convert
-from tests.models import outputs, tiny, tokens
+from attnflow.knowledge.hf.layer_forms import LinearLayer
+from tests.models import outputs, tokens
 
 SIZES = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def experts():
-    torch.manual_seed(0)
-    sizes = {"intermediate_size": 24, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 24}
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **sizes, num_experts=4, num_key_value_heads=2)).eval()
 
 
 def llama():
@@ -25,26 +19,21 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24)).eval()
 
 
-def test_shared_experts_alone_are_refused_and_the_model_is_as_it_was():
-    model = experts()
+def test_what_would_be_left_out_refuses_the_model_and_it_is_as_it_was():
+    model = llama()
+    model.model.layers[0].adapter = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 16))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(af.UnsupportedArchitecture, match=r"model\.layers\.0\.mlp\.experts \(2 matrices\), .* 4 in all"):
+    with pytest.raises(
+        af.UnsupportedArchitecture,
+        match=r"model\.layers\.0\.adapter\.0 \(1 matrix\), model\.layers\.0\.adapter\.1 \(1 matrix\) .* 2 in all",
+    ):
         af.knowledge.from_ffn(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not hasattr(model, "knowledge")
-
-
-def test_partly_when_asked_for():
-    model, ids = experts(), tokens(1, 5)
-    opened = af.knowledge.from_ffn(model, partial=True)
-    torch.testing.assert_close(outputs(opened, input_ids=ids), outputs(model, input_ids=ids), rtol=1e-5, atol=1e-6)
-    assert opened.knowledge.num_entries == 48
-
-
-@pytest.mark.parametrize("name", ["DeepseekV3", "GptOss", "Mixtral"])
-def test_experts_that_are_stored_together_are_refused(name):
-    with pytest.raises(af.UnsupportedArchitecture, match="experts"):
-        af.knowledge.from_ffn(tiny(name, torch.float32))
+    ids = tokens(1, 5)
+    partly = af.knowledge.from_ffn(model, partial=True)
+    torch.testing.assert_close(outputs(partly, input_ids=ids), outputs(model, input_ids=ids), rtol=1e-5, atol=1e-6)
+    assert partly.knowledge.num_entries == 48
 
 
 def test_a_matrix_of_any_name_counts():
@@ -60,8 +49,8 @@ def test_a_matrix_of_any_name_counts():
 
 def test_outputs_that_differ_are_refused(monkeypatch):
     model = llama()
-    true = convert._entries
-    monkeypatch.setattr(convert, "_entries", lambda *args: true(*args).mul(1.01))
+    true = LinearLayer.entries
+    monkeypatch.setattr(LinearLayer, "entries", lambda *args: true(*args).mul(1.01))
     with pytest.raises(af.UnsupportedArchitecture, match="was not converted exactly: outputs differ by"):
         af.knowledge.from_ffn(model)
     assert af.knowledge.from_ffn(model, check=False).knowledge.num_entries == 48

@@ -83,19 +83,25 @@ class Attached(Handle):
             reader.retrieval = retrieval
 
     def insert(
-        self, *, embeddings: Vectors, layers: Sequence[int] | None = None, **columns: Any
+        self,
+        *,
+        embeddings: Vectors,
+        layers: Sequence[int] | None = None,
+        experts: Sequence[int | None] | None = None,
+        **columns: Any,
     ) -> Int64[Tensor, " n"]:
         """`Store.insert` with the thresholds that the model's layers give the entries.
 
         Args:
             embeddings: [n, dim], finite.
             layers: of a converted model, the layer that each entry belongs to.
+            experts: of a converted model with experts, the one in that layer, None in layers without.
             **columns: what else `Store.insert` takes: ids, texts, sources, encoder.
 
         Raises:
-            ValueError: layers missing or out of place, no store, or as `Store.insert`.
+            ValueError: layers or experts missing or out of place, no store, or as `Store.insert`.
         """
-        return self._stored().insert(embeddings, layers=layers, **columns)
+        return self._stored().insert(embeddings, layers=layers, experts=experts, **columns)
 
     def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
         """`Store.upsert`, likewise; entries of a converted model stay in their layers.
@@ -173,9 +179,16 @@ class _Searched(StoredKnowledge):
         self._modular, self._before = modular, modular.source
         modular.source = self
 
-    def insert(self, embeddings: Vectors, *, layers: Sequence[int] | None = None, **columns: Any) -> Tensor:
-        if layers is not None:
-            raise ValueError("all layers of a modular model read all entries: leave layers out")
+    def insert(
+        self,
+        embeddings: Vectors,
+        *,
+        layers: Sequence[int] | None = None,
+        experts: Sequence[int | None] | None = None,
+        **columns: Any,
+    ) -> Tensor:
+        if layers is not None or experts is not None:
+            raise ValueError("all layers of a modular model read all entries: leave layers and experts out")
         return super().insert(embeddings, **columns)
 
     @property
@@ -192,7 +205,7 @@ class _Copied:
     def __init__(self, model: nn.Module, store: Store) -> None:
         self.store, self._model, self._base = store, model, cast(LayeredKnowledge, model.get_submodule("knowledge"))
         base = self._base
-        self._before = (base.entries, base.ids, base.counts.clone())
+        self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
         base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
         try:
             self._load()
@@ -202,10 +215,17 @@ class _Copied:
         _copies(base).append(self)
         self._hook = model.register_forward_pre_hook(self._follow)
 
-    def insert(self, embeddings: Vectors, *, layers: Sequence[int] | None = None, **columns: Any) -> Tensor:
+    def insert(
+        self,
+        embeddings: Vectors,
+        *,
+        layers: Sequence[int] | None = None,
+        experts: Sequence[int | None] | None = None,
+        **columns: Any,
+    ) -> Tensor:
         if layers is None:
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
-        thresholds = layer_thresholds(layers, self._base.num_layers)
+        thresholds = layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
         return self.store.insert(embeddings=embeddings, thresholds=thresholds, **columns)
 
     def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
+from itertools import product
 from typing import Final, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
 
 from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
+from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
+from attnflow.knowledge.hf.layer_forms import LayerForm, form_of
 from attnflow.knowledge.hf.verify import Inputs, verify
-from attnflow.knowledge.layered import EntryScores, EntryValues
+from attnflow.models.experts import PackedExperts
 from attnflow.models.families.table import FeedForward
-from attnflow.models.feed_forward import find_feed_forward, stored, uncovered
+from attnflow.models.feed_forward import find_feed_forward, uncovered
 from attnflow.models.loaded import Loaded, split
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
 
+# Where configurations say how many neurons a layer has.
+_SIZES: Final = (
+    *("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
 Model = TypeVar("Model", bound=nn.Module)
-# A layer as it was: where, which maps into its neurons had a bias, whether weights were (in, out), how many neurons.
-_Converted = tuple[FeedForward, list[bool], bool, int]
 
 
 def from_ffn(
@@ -45,27 +52,36 @@ def from_ffn(
     W_Q, W_K and W_V that select the parts. Everything between the linear maps, dropout and norms too, is the model's
     own code, so that it stays a transformers model.
 
+    Experts become entries, too, wherever they are stored: those of one layer lie one expert after the other
+    (`knowledge.rows(layer, expert)`), and the weight of an entry is multiplied by what the model's own router gives its
+    expert, 0 if it is not chosen. Shared experts are a layer of their own. How a module of experts reads its parameters
+    is found by comparing it with what it computes, and so is the function of a neuron's scores. Layers of several
+    widths and forms (a plain image tower, a gated decoder) share the base; `knowledge.layouts` says which columns each
+    one reads, the others hold zeros.
+
     Args:
         model: a transformers model, or what `af.load_model` returned; it is not changed.
         entry_dim: d_E, if the entries must be no wider; an error says by how much that is not exact.
         key_dim: d_k, likewise.
-        partial: convert what can be, and leave the rest of a layer, such as experts that are stored together, to the
-            model's own code. Without it nothing of a layer is left out: a matrix that is neither attention (or another
-            mixer of positions), norm, embedding nor the choice of experts is in the base, or the model is refused.
+        partial: convert what can be, and leave the rest of a layer, such as adapters, to the model's own code. Without
+            it nothing of a layer is left out: a matrix that is neither attention (or another mixer of positions), norm,
+            embedding nor the choice of experts is in the base, or the model is refused.
         check: run the model and the copy on a few tokens: the same outputs, and others once the values of all entries
-            have the other sign. Named inputs are taken in place of tokens; False: no check.
+            have the other sign. Named inputs are taken in place of tokens, such as those with pixels, without which
+            an image tower does not run; False: no check.
 
     Returns:
         The converted copy, with `model.knowledge`, a `LayeredKnowledge`, to be searched and edited.
 
     Raises:
         TypeError: no model.
-        UnsupportedArchitecture: no feed-forward layers that are known, layers of different widths or forms, matrices
-            that would be left out, or outputs that are others.
+        UnsupportedArchitecture: no feed-forward layers that are known, matrices that would be left out (experts with a
+            norm of their own, identities among the experts), or outputs that are others.
         ValueError: converted already, widths for which the conversion is not exact, or a model that does not run on
             the tokens of the check.
 
-    Cost: a copy of the model, with its feed-forward weights moved into the base, and three short forward passes.
+    Cost: a copy of the model, with its feed-forward weights moved into the base, and three short forward passes. Rows
+        are as wide as the widest layer's.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -82,27 +98,17 @@ def from_ffn(
     sites = find_feed_forward(model)
     if not partial:
         _complete(model, sites)
-    layout = _layout(model, sites)
-    _check_widths(model, sites[0], layout, entry_dim, key_dim)
+    forms = [form_of(model, site) for site in sites]
+    _check_widths(model, forms[0], entry_dim, key_dim)
     opened = copy.deepcopy(model)
-    with torch.no_grad():
-        blocks = [_entries(opened, site, layout) for site in sites]
-        base = LayeredKnowledge(torch.cat(blocks), [len(block) for block in blocks], layout)
-    converted: list[_Converted] = []
-    for index, site in enumerate(sites):
-        parent = opened.get_submodule(site.name)
-        out, biased = parent.get_submodule(site.last), [_bias(parent.get_submodule(p)) is not None for p in site.first]
-        bias = _bias(out)
-        values = EntryValues(base, index, None if bias is None else bias.detach())
-        converted.append((site, biased, isinstance(out, Conv1D), len(blocks[index])))
-        for path, parts in _maps(site):
-            parent.set_submodule(path, EntryScores(values, parts))
-        parent.set_submodule(site.last, values)
+    base = _base(opened, forms)
+    for layer, form in enumerate(forms):
+        form.open(opened, base, layer)
     opened.add_module(KNOWLEDGE, base)
-    setattr(opened, _SITES, converted)
+    setattr(opened, _SITES, forms)
     opened.train(model.training)
     if check is not False:
-        verify(model, opened, base, None if check is True else check)
+        verify(model, opened, base, [form.name for form in forms], None if check is True else check)
     return opened
 
 
@@ -118,43 +124,28 @@ def to_ffn(model: Model | Loaded) -> Model:
         ValueError: not converted, or layers that now differ in their number of entries, which no config can say.
     """
     model = cast(Model, split(model)[0])
-    sites = cast("list[_Converted] | None", getattr(model, _SITES, None))
-    if sites is None:
+    forms = cast("list[LayerForm] | None", getattr(model, _SITES, None))
+    if forms is None:
         raise ValueError(f"{type(model).__name__} reads no knowledge base; from_ffn(model) makes one that does")
-    counts = cast("list[int]", cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)).counts.tolist())
-    edited = counts != [before for _, _, _, before in sites]
-    if edited and len(set(counts)) > 1:
-        raise ValueError(
-            f"layers now have {min(counts)} to {max(counts)} entries; a plain model has the same number in each: "
-            "insert or delete until they agree, entries of zeros change nothing"
-        )
+    widths = _neurons(cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)), forms)
     plain = copy.deepcopy(model)
     base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
-    for index, (site, biased, transposed, _) in enumerate(sites):
-        parent = plain.get_submodule(site.name)
-        entries = base.entries.detach()[base.rows(index)]
-        for (path, parts), has_bias in zip(_maps(site), biased, strict=True):
-            weight = torch.cat([entries[:, base.layout.key(part)] for part in parts])
-            bias = torch.cat([entries[:, base.layout.threshold(part)] for part in parts])
-            if not has_bias and bool(bias.any()):
-                raise ValueError(f"{site.name}.{path} has no bias, but its entries were given thresholds")
-            parent.set_submodule(path, _linear(weight, bias if has_bias else None, transposed))
-        bias = _bias(parent.get_submodule(site.last))
-        out = _linear(entries[:, base.layout.value].T, None if bias is None else bias.detach(), transposed)
-        parent.set_submodule(site.last, out)
+    for layer, form in enumerate(forms):
+        form.close(plain, base, layer)
     for copied in base.__dict__.get("copies", []):
         copied.stop()  # a store that is attached to the converted model
     delattr(plain, KNOWLEDGE)
     delattr(plain, _SITES)
     config = getattr(plain, "config", None)
-    for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim") if edited else ():
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, counts[0])
+    parts = [one for one in (config, *getattr(config, "__dict__", {}).values()) if isinstance(one, PreTrainedConfig)]
+    for part, name in product(parts, _SIZES if any(old != new for old, new in widths.items()) else ()):
+        if (size := getattr(part, name, None)) in widths:
+            setattr(part, name, widths[size])
     plain.train(model.training)
     return plain
 
 
-def _complete(model: nn.Module, sites: list[FeedForward]) -> None:
+def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:
     """Refuse what would be converted in part."""
     if rest := uncovered(model, sites):
         owners = Counter(name.rpartition(".")[0] for name in rest)
@@ -168,65 +159,44 @@ def _complete(model: nn.Module, sites: list[FeedForward]) -> None:
         )
 
 
-def _layout(model: nn.Module, sites: list[FeedForward]) -> EntryLayout:
-    widths = {stored(model.get_submodule(f"{site.name}.{site.last}".strip("."))).shape[0] for site in sites}
-    forms = {site.gated for site in sites}
-    if len(widths) > 1 or len(forms) > 1:
-        raise UnsupportedArchitecture(
-            f"feed-forward layers of {type(model).__name__} differ (widths {sorted(widths)}, gated {sorted(forms)}), "
-            "and their entries do not fit one base; pass one stack of it"
-        )
-    return EntryLayout(widths.pop(), forms.pop())
+def _base(model: nn.Module, forms: list[LayerForm]) -> LayeredKnowledge:
+    """The entries of all layers, side by side; narrower ones are filled up with zeros."""
+    width = max(form.layout.entry_dim for form in forms)
+    layouts = [replace(form.layout, padding=width - form.layout.entry_dim) for form in forms]
+    counts = [form.counts if form.num_experts else form.counts[0] for form in forms]
+    with torch.no_grad():
+        blocks = [form.entries(model, layout) for form, layout in zip(forms, layouts, strict=True)]
+        return LayeredKnowledge(torch.cat(blocks), counts, layouts)
 
 
-def _check_widths(
-    model: nn.Module, site: FeedForward, layout: EntryLayout, entry_dim: int | None, key_dim: int | None
-) -> None:
+def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
+    """How many entries the layers, or experts, have now, by the number of neurons that they had."""
+    now: dict[int, set[int]] = {}
+    experts = any(form.num_experts for form in forms)
+    for layer, form in enumerate(forms):
+        rows = [base.rows(layer, expert) for expert in range(form.num_experts)] or [base.rows(layer)]
+        now.setdefault(form.counts[0], set()).update(row.stop - row.start for row in rows)
+    for sizes in now.values():
+        if len(sizes) > 1:
+            kind = "experts or layers" if experts else "layers"
+            raise ValueError(
+                f"{kind} now have {min(sizes)} to {max(sizes)} entries; a plain model "
+                "has the same number in each: insert or delete until they agree, entries of zeros change nothing"
+            )
+    return {before: sizes.pop() for before, sizes in now.items()}
+
+
+def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_dim: int | None) -> None:
+    layout = form.layout
     if (entry_dim is None or entry_dim >= layout.entry_dim) and (key_dim is None or key_dim >= layout.model_dim):
         return
-    entries = _entries(model, site, layout).detach()
+    entries = form.entries(model, layout).detach()
     keys = [entries[:, layout.key(part)].T for part in layout.parts]
     biases = [entries[:, layout.threshold(part)] for part in layout.parts]
     gates = {"gate": keys[0], "gate_thresholds": biases[0]} if layout.gated else {}
     widths = key_dim or layout.model_dim, entry_dim or layout.entry_dim
     needed = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
     raise ValueError(
-        f"the first {'gated ' if site.gated else ''}layer is {needed}. This conversion keeps weights bit for bit, with "
-        f"d_k = {layout.model_dim} and d_E = {layout.entry_dim}"
+        f"the first {'gated ' if layout.gated else ''}layer is {needed}. This conversion keeps weights bit for bit, "
+        f"with d_k = {layout.model_dim} and d_E = {layout.entry_dim}"
     )
-
-
-def _entries(model: nn.Module, site: FeedForward, layout: EntryLayout) -> Tensor:
-    """The neurons of one layer as entries."""
-    parent = model.get_submodule(site.name)
-    out = stored(parent.get_submodule(site.last))
-    entries = out.new_zeros(out.shape[1], layout.entry_dim)
-    for path, parts in _maps(site):
-        module = parent.get_submodule(path)
-        bias = _bias(module)
-        for position, part in enumerate(parts):
-            rows = slice(position * len(entries), (position + 1) * len(entries))
-            entries[:, layout.key(part)] = stored(module)[rows]
-            if bias is not None:
-                entries[:, layout.threshold(part)] = bias[rows]
-    entries[:, layout.value] = out.T
-    return entries
-
-
-def _maps(site: FeedForward) -> list[tuple[str, tuple[str, ...]]]:
-    """(path, parts) of the maps into the neurons; families that fuse them put what is activated, the gate, first."""
-    parts = PARTS[site.gated]
-    return [(site.first[0], parts)] if site.fused else [(p, (part,)) for p, part in zip(site.first, parts, strict=True)]
-
-
-def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
-    out, into = weight.shape
-    linear = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
-    linear.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.contiguous())
-    return linear
-
-
-def _bias(module: nn.Module) -> Tensor | None:
-    return cast("Tensor | None", getattr(module, "bias", None))

@@ -39,26 +39,32 @@ class Stream:
         """Call `add(kind, layer, [positions, model_dim])` for whatever is added, as it comes; the embedding once."""
 
         def adding(kind: Kind, layer: int) -> Callable[..., None]:
-            def hook(_: nn.Module, __: object, output: Any) -> None:
-                add(kind, layer, self.pick(output[0] if isinstance(output, tuple) else output))
+            def hook(module: nn.Module, _: object, output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                add(kind, layer, self.pick(module.added(hidden) if isinstance(module, LayerReader) else hidden))
 
             return hook
 
         blocks = {layer: block for layer, path in self.paths.items() if (block := _block(self.model, path)) is not None}
         with ExitStack() as hooks:
-            for layer, block in blocks.items():
+            for layer in blocks:
                 reader = self.model.get_submodule(self.paths[layer])
                 hooks.enter_context(reader.register_forward_hook(adding("entries", layer)))
+            entered: list[nn.Module] = []
+            for block, layer in {block: layer for layer, block in reversed(blocks.items())}.items():  # a block's first
                 for child in block.children():
                     if attends(child):
                         hooks.enter_context(child.register_forward_hook(adding("attention", layer)))
-            if blocks:
-                first = min(blocks)
 
-                def entering(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-                    add("embedding", first, self.pick(args[0] if args else kwargs["hidden_states"]))
+                def entering(
+                    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: int = layer
+                ) -> None:
+                    if not entered:
+                        entered.append(module)
+                    if entered[0] is module:  # the first block that runs
+                        add("embedding", layer, self.pick(args[0] if args else kwargs["hidden_states"]))
 
-                hooks.enter_context(blocks[first].register_forward_pre_hook(entering, with_kwargs=True))
+                hooks.enter_context(block.register_forward_pre_hook(entering, with_kwargs=True))
             yield
 
     def pick(self, hidden: Tensor) -> Tensor:

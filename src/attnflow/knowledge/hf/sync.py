@@ -33,22 +33,37 @@ class EntryChanges:
         return f"{self.inserted:,} inserted, {self.updated:,} updated, {self.deleted:,} deleted"
 
 
-def layer_thresholds(layers: Sequence[int], num_layers: int) -> Float[Tensor, "entries num_layers"]:
+def layer_thresholds(
+    layers: Sequence[int], num_layers: int, experts: Sequence[int | None] | None = None
+) -> Float[Tensor, "entries columns"]:
     """Threshold columns that say which layer each entry belongs to: 0 in the layer's own column, -1e9 in all others.
 
     A search with `threshold_column=layer` thereby finds entries of that layer alone, all layers in one index. Give
     them to `store.insert` with entries of your own.
 
+    Args:
+        layers: of each entry.
+        num_layers: of the model.
+        experts: of models with experts, the one that each entry belongs to, None in layers without; a last column
+            holds their numbers (-1 for None), which are no thresholds.
+
     Raises:
-        ValueError: a layer that does not exist.
+        ValueError: a layer that does not exist, or experts of another number of entries.
 
     >>> layer_thresholds([1], 3).tolist()
     [[-1000000000.0, 0.0, -1000000000.0]]
+    >>> layer_thresholds([1], 2, experts=[7]).tolist()
+    [[-1000000000.0, 0.0, 7.0]]
     """
     columns = torch.full((len(layers), num_layers), OTHER_LAYER)
     for row, layer in enumerate(layers):
         columns[row, integer("layer", layer, 0, num_layers - 1)] = 0.0
-    return columns
+    if experts is None:
+        return columns
+    if len(experts) != len(layers):
+        raise ValueError(f"{len(layers)} entries were given {len(experts)} experts: one for each, None without")
+    numbers = [-1 if expert is None else integer("expert", expert, 0) for expert in experts]
+    return torch.cat([columns, torch.tensor(numbers, dtype=columns.dtype)[:, None]], dim=1)
 
 
 def save_entries(
@@ -61,14 +76,15 @@ def save_entries(
 ) -> EntryChanges:
     """Make a store hold the entries of a converted model, bit for bit, under the same ids.
 
-    An entry is stored with the whole of its row as embedding, "layer 3" as source, and `layer_thresholds`. To ask which
+    An entry is stored with the whole of its row as embedding, "layer 3" or "layer 3, expert 5" as source, and
+    `layer_thresholds`. To ask which
     entries of a layer a hidden state h activates, search with [h | 0 | ... | 1 | 0] (1 at the threshold of the first
     part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each atomic: killed and called again, it
     goes on. A store that is opened for this alone, with `search="exact"`, need not build an index.
 
     Args:
         model: converted by `from_ffn`.
-        store: opened with `dim=base.entry_dim, num_thresholds=base.num_layers`; empty, or of such a model.
+        store: opened with `dim=base.entry_dim, num_thresholds=base.num_thresholds`; empty, or of such a model.
         texts: what is known about entries, by id.
         name: of the model; default as its config says.
         progress: called as progress(done, total, what) after each batch of entries.
@@ -98,12 +114,16 @@ def save_entries(
         if bool(changed.any()):
             keys: list[int] = batch[changed].tolist()
             where: list[int] = layers[start : start + _BATCH][changed].tolist()
+            experts = None if base.experts is None else base.expert_of(batch[changed])
             store.upsert(
                 ids=keys,
                 embeddings=rows[changed],
                 texts=[None if texts is None else texts.get(key) for key in keys],
-                sources=[f"layer {layer}" for layer in where],
-                thresholds=layer_thresholds(where, base.num_layers),
+                sources=[
+                    f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+                    for layer, expert in zip(where, experts or [None] * len(where), strict=True)
+                ],
+                thresholds=layer_thresholds(where, base.num_layers, experts),
                 encoder=encoder,
             )
         inserted, updated = inserted + int((~present).sum()), updated + int((changed & present).sum())
@@ -133,7 +153,7 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     base = _base(model)
     _check_widths(base, store)
     ids = store.ids()
-    layers = _stored_layers(store, ids)
+    layers, experts = _stored_layers(store, ids, base)
     counts = torch.bincount(layers, minlength=base.num_layers)
     if not bool(counts.all()):
         raise ValueError(f"layer {int(counts.argmin())} would be left without entries")
@@ -141,7 +161,9 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     places = {key: row for row, key in enumerate(base.ids.tolist())}
     at = torch.tensor([places.get(key, before) for key in ids.tolist()])
     at[torch.cat([_layers_of(base), torch.tensor([-1])])[at] != layers] = before  # moved to another layer
-    order = np.lexsort((ids, at, layers))
+    if experts is not None and base.experts is not None:
+        at[torch.cat([base.experts.cpu(), torch.tensor([-2])])[at] != experts] = before
+    order = np.lexsort((ids, at, torch.zeros_like(ids) if experts is None else experts, layers))
     ids, at = ids[order], at[order]
     rows = torch.as_tensor(store.vectors(ids)).to(base.entries)
     remaining = at < before
@@ -150,7 +172,8 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same
         with torch.no_grad():
             rows = base.entries.copy_(rows)
-    base.put(rows, ids.to(base.ids.device), counts.to(base.counts))
+    tags = None if experts is None else experts[order].to(base.ids)
+    base.put(rows, ids.to(base.ids.device), counts.to(base.counts), tags)
     return changes
 
 
@@ -162,10 +185,10 @@ def _base(model: nn.Module) -> LayeredKnowledge:
 
 
 def _check_widths(base: LayeredKnowledge, store: Store) -> None:
-    if (store.dim, store.num_thresholds) != (base.entry_dim, base.num_layers):
+    if (store.dim, store.num_thresholds) != (base.entry_dim, base.num_thresholds):
         raise ValueError(
-            f"the entries of this model need a store with dim={base.entry_dim} and num_thresholds={base.num_layers}, "
-            f"got dim={store.dim} and num_thresholds={store.num_thresholds}"
+            f"the entries of this model need a store with dim={base.entry_dim} and "
+            f"num_thresholds={base.num_thresholds}, got dim={store.dim} and num_thresholds={store.num_thresholds}"
         )
 
 
@@ -174,9 +197,11 @@ def _layers_of(base: LayeredKnowledge) -> Tensor:
     return torch.arange(base.num_layers).repeat_interleave(base.counts.cpu())
 
 
-def _stored_layers(store: Store, ids: Tensor) -> Tensor:
-    """The layer of each entry, from its threshold columns."""
-    columns = store.thresholds(ids)
+def _stored_layers(store: Store, ids: Tensor, base: LayeredKnowledge) -> tuple[Tensor, Tensor | None]:
+    """The layer of each entry, and of models with experts the expert, from its threshold columns."""
+    columns, experts = store.thresholds(ids), None
+    if base.experts is not None:
+        columns, experts = columns[:, :-1], columns[:, -1].round().long()
     own = columns == 0
     bad = (own.sum(dim=1) != 1) | (columns.masked_fill(own, OTHER_LAYER) != OTHER_LAYER).any(dim=1)
     if bool(bad.any()):
@@ -184,4 +209,14 @@ def _stored_layers(store: Store, ids: Tensor) -> Tensor:
             f"entry {int(ids[bad][0])} does not say which one layer it belongs to: its thresholds must be those of "
             "attnflow.knowledge.hf.sync.layer_thresholds"
         )
-    return own.int().argmax(dim=1)
+    layers = own.int().argmax(dim=1)
+    if experts is not None:
+        numbers = torch.tensor([base.num_experts(layer) for layer in range(base.num_layers)])[layers]
+        bad = torch.where(numbers > 0, (experts < 0) | (experts >= numbers), experts != -1)
+        if bool(bad.any()):
+            entry, layer, number, expert = (int(one[bad][0]) for one in (ids, layers, numbers, experts))
+            raise ValueError(
+                f"entry {entry} belongs to expert {expert} of layer {layer}, which has {number} experts: the last "
+                "threshold column must be an expert's number, -1 in layers without (see layer_thresholds)"
+            )
+    return layers, experts

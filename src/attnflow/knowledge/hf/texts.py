@@ -75,7 +75,7 @@ def build_from_model(uri: str, model: str, *, progress: Progress | None = None) 
     began, encoder = time.monotonic(), f"{MADE_BY}:{model}"
     converted: Any = from_ffn(load_model(model, tokenizer=False))
     base = converted.knowledge
-    with Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_layers, search="exact") as store:
+    with Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_thresholds, search="exact") as store:
         stats = store.stats()
         begun = set(stats.encoders) == {encoder} and set(stats.versions) == {1} and stats.count < base.num_entries
         if stats.count and not begun:

@@ -48,7 +48,7 @@ def trace(
         model: any model, or what `af.load_model` returned. The feed-forward layers of one that was not converted by
             `from_ffn` are opened as entries in a copy.
         inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name.
-        layers: numbers of layers; by default all.
+        layers: numbers of layers; by default all that run. The experts of a layer are one, and shared ones another.
         positions: of the tokens, negative ones from the end; by default all.
         top: how many entries are kept for each token and layer.
         by: which, of all entries: those with the largest direct "effect" in size, or with the largest contribution
@@ -115,6 +115,8 @@ def trace(
 
         with observed([(one.reader, one.see) for one in watched]), stream.watching(add):
             run()
+        if layers is None:  # those of another stack, of images, do not run on a text
+            watched = [one for one in watched if one.pieces] or watched
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
     named = attached_store(model) if texts is None else texts

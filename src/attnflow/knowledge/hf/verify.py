@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.layered import LayerReader
 from attnflow.models.evaluation import evaluating, seed_all
 
 Inputs = Mapping[str, Tensor]
@@ -18,16 +20,25 @@ _TOKENS: Final = 6
 
 
 @torch.no_grad()
-def verify(model: nn.Module, opened: nn.Module, base: LayeredKnowledge, inputs: Inputs | None = None) -> None:
+def verify(
+    model: nn.Module,
+    opened: nn.Module,
+    base: LayeredKnowledge,
+    paths: Sequence[str],
+    inputs: Inputs | None = None,
+) -> None:
     """Compare a converted copy with its model on a few tokens; both are left as they were.
 
     Outputs may differ by rounding: half of the digits of what the feed-forward layers write, which is measured by
-    giving all values the other sign, or one rounding a layer of the largest output, whichever is more.
+    giving all values the other sign, or one rounding a layer of the largest output, whichever is more. A layer that
+    does not run on these inputs (of an image tower) is compared by itself, on random tokens, where it takes these
+    alone.
 
     Args:
         model: the original.
         opened: the copy.
         base: its entries.
+        paths: of the modules in which its layers lie.
         inputs: named inputs; default a few token ids.
 
     Raises:
@@ -43,16 +54,50 @@ def verify(model: nn.Module, opened: nn.Module, base: LayeredKnowledge, inputs: 
         raise ValueError(
             f"{type(model).__name__} does not run on {', '.join(named)} of the check ({words}); {hint}"
         ) from error
-    finite = [value.isfinite() for value in before]
-    if not any(bool(mask.any()) for mask in finite):
+    if not any(bool(value.isfinite().any()) for value in before):
         raise ValueError(f"{type(model).__name__} says nothing finite on the tokens of the check; {hint}")
-    after = _outputs(opened, named)
-    values = base.entries[:, base.layout.value]
-    values.neg_()  # exact, there and back
+    values = [base.entries[base.rows(layer), layout.value] for layer, layout in enumerate(base.layouts)]
+    ran: set[int] = set()
+    layers = [reader for reader in opened.modules() if isinstance(reader, LayerReader)]
+
+    def see(module: nn.Module, _: object, __: object) -> None:
+        ran.add(cast(LayerReader, module).layer)
+
+    hooks = [cast(nn.Module, one).register_forward_hook(see) for one in layers]
     try:
-        other = _outputs(opened, named)
+        _compare(type(model).__name__, before, partial(_outputs, opened, named), values, base)
     finally:
-        values.neg_()
+        for hook in hooks:
+            hook.remove()
+    for layer, path in enumerate(paths):
+        if layer not in ran:
+            draw = torch.Generator().manual_seed(0)
+            hidden = torch.randn(1, _TOKENS, base.layouts[layer].model_dim, generator=draw).to(base.entries)
+            try:
+                before = _outputs(model.get_submodule(path), hidden)
+            except Exception:  # it takes more than tokens
+                continue
+            run = partial(_outputs, opened.get_submodule(path), hidden)
+            _compare(f"{type(model).__name__}, {path},", before, run, values, base)
+
+
+def _compare(
+    name: str,
+    before: list[Tensor],
+    run: Callable[[], list[Tensor]],
+    values: Sequence[Tensor],
+    base: LayeredKnowledge,
+) -> None:
+    """Outputs before against those that `run` gives, with the entries as they are and with values of the other sign."""
+    finite = [value.isfinite() for value in before]
+    after = run()
+    for one in values:
+        one.neg_()  # exact, there and back
+    try:
+        other = run()
+    finally:
+        for one in values:
+            one.neg_()
 
     def apart(ones: list[Tensor], others: list[Tensor]) -> float:
         pairs = zip(ones, others, finite, strict=True)
@@ -64,20 +109,20 @@ def verify(model: nn.Module, opened: nn.Module, base: LayeredKnowledge, inputs: 
     moved, differs = apart(other, after), apart(after, before)
     if moved == 0:
         raise UnsupportedArchitecture(
-            f"{type(model).__name__} does not read its feed-forward layers: with values of the other sign the outputs "
+            f"{name} does not read its feed-forward layers: with values of the other sign the outputs "
             "are the same (layers that write zeros look so, too: check=False)"
         )
     if differs > max(rounding**0.5 * moved, base.num_layers * rounding * largest):
         raise UnsupportedArchitecture(
-            f"{type(model).__name__} was not converted exactly: outputs differ by {differs:.2g} where values of the "
+            f"{name} was not converted exactly: outputs differ by {differs:.2g} where values of the "
             f"other sign move them by {moved:.2g}; check=False returns the copy nevertheless"
         )
 
 
-def _outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
     with evaluating(model):
         seed_all(0)
-        result = cast(object, model(**inputs))
+        result = cast(object, model(inputs) if isinstance(inputs, Tensor) else model(**inputs))
     return list(_tensors(result))
 
 

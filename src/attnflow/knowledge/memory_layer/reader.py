@@ -35,10 +35,11 @@ class Reading:
     Attributes:
         layer: its number.
         ids: of the entries read by each token and head (rows of a tensor, ids of a store; -1 where there were fewer),
-            int64[*tokens, heads, read]; None if all were read, in order.
+            int64[*tokens, heads, read]; None if all were read, in order. Of experts, those of the ones that the router
+            chose: nothing of the others is left out.
         scores: with their thresholds, of each part ("up", or "gate" and "up").
         weights: after the activation; 0 where there is no entry.
-        certificate: of the search, with one element for each token and head, flattened; None if all were read.
+        certificate: of the search, with one element for each token and head, flattened; None if nothing was left out.
         up_norm: of gated layers where not all were read, the norm of the query for up scores, [*tokens, heads].
     """
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from attnflow._core.checks import Indices, index_array, preview
 from attnflow._core.markup import aligned
 from attnflow._core.results import Result
-from attnflow.knowledge.layered import LayerReader, observed, readers
+from attnflow.knowledge.experts import ExpertEntries
+from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers
 from attnflow.knowledge.memory_layer.reader import Reading
 
 
@@ -105,12 +106,15 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         raise ValueError(f"the readings of layer {busy} are being watched already; end that block first")
     seen = Activity()
     mask: Tensor | None = None
+    steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The mask of a forward pass, before it."""
-        nonlocal mask
+        nonlocal mask, steps
         arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
+        given_tokens = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+        steps = next((one.shape[1] for one in given_tokens if isinstance(one, Tensor) and one.ndim > 1), 0)
         two_sided = "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments
         mask = given.bool() if isinstance(given, Tensor) and given.ndim == 2 and not two_sided else None
 
@@ -119,10 +123,16 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         counted = None
         if mask is not None and len(tokens) == 2:  # with a cache, the mask has the tokens before these, too
             counted = mask[:, mask.shape[1] - tokens[1] :].expand(tokens)
+        elif mask is not None and steps and tokens == (len(mask) * steps,):  # a batch that was flattened
+            counted = mask[:, mask.shape[1] - steps :].flatten()
         # Another total is that of entries that were given in place of the model's base.
-        if reading.certificate is not None and reading.certificate.total == reader.num_entries:
+        own = isinstance(reader, LayerEntries) or (
+            reading.certificate is not None and reading.certificate.total == reader.num_entries
+        )
+        if reading.ids is not None and own:
             seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries)))
-        seen.see(reading, reader.ids, counted)
+        fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
+        seen.see(reading, reader.ids, counted, fires)
 
     hook = model.register_forward_pre_hook(take, with_kwargs=True)
     try:
@@ -150,17 +160,21 @@ class Activity:
         self._layers: dict[int, _Counts] = {}
 
     def see(
-        self, reading: Reading, ids: Callable[[Tensor], Tensor], counted: Bool[Tensor, "*tokens"] | None = None
+        self,
+        reading: Reading,
+        ids: Callable[[Tensor], Tensor],
+        counted: Bool[Tensor, "*tokens"] | None = None,
+        fires: Bool[Tensor, "*tokens heads read"] | None = None,
     ) -> None:
-        """Count one reading, with what turns its positions into ids, and which tokens count (None: all)."""
-        fires = active(reading)
+        """Count one reading: what turns its positions into ids, which tokens count (None: all), which entries fire."""
+        fires = active(reading) if fires is None else fires
         active_here = fires.flatten(0, -3) if counted is None else fires[counted.to(fires.device)]
         counts = self._layers.setdefault(reading.layer, _Counts())
         if reading.ids is None:
             everything = ids(torch.arange(active_here.shape[-1], device=active_here.device))
             counts.add(everything.cpu(), active_here.sum(dim=(0, 1)).cpu())
         else:
-            counts.read_all = False
+            counts.read_all &= reading.certificate is None
             positions = reading.ids.flatten(0, -3) if counted is None else reading.ids[counted.to(fires.device)]
             counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
         counts.tokens.update(active_here.sum(dim=(1, 2)).tolist())

@@ -156,6 +156,7 @@ FEED_FORWARD: Final = (
     FeedForward(("Wi",), "Wo", gated=True),
     FeedForward(("c_fc",), "c_proj"),
     FeedForward(("fc1",), "fc2"),
+    FeedForward(("linear_fc1",), "linear_fc2"),
     FeedForward(("fc_in",), "fc_out"),
     FeedForward(("dense_h_to_4h",), "dense_4h_to_h"),
     FeedForward(("intermediate.dense",), "output.dense"),

@@ -1,0 +1,191 @@
+"""The forms of feed-forward layers: how each one's parameters become entries of a base, and parameters again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
+from attnflow.knowledge.experts import ExpertEntries
+from attnflow.knowledge.layered import EntryScores, EntryValues
+from attnflow.models.experts import PackedExperts
+from attnflow.models.families.table import FeedForward
+from attnflow.models.feed_forward import stored
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """One layer as it was before it was converted: linear maps into the neurons and one out of them."""
+
+    site: FeedForward
+    biased: tuple[bool, ...]  # which maps into the neurons have a bias
+    transposed: bool  # weights are (in, out)
+    width: int
+    neurons: int
+
+    @classmethod
+    def of(cls, model: nn.Module, site: FeedForward) -> LinearLayer:
+        """As it is in a model."""
+        parent = model.get_submodule(site.name)
+        out = parent.get_submodule(site.last)
+        width, neurons = stored(out).shape
+        biased = tuple(_bias(parent.get_submodule(path)) is not None for path in site.first)
+        return cls(site, biased, isinstance(out, Conv1D), width, neurons)
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return self.site.name
+
+    @property
+    def layout(self) -> EntryLayout:
+        """The entries that it needs."""
+        return EntryLayout(self.width, self.site.gated)
+
+    @property
+    def counts(self) -> list[int]:
+        """Neurons."""
+        return [self.neurons]
+
+    @property
+    def num_experts(self) -> int:
+        """No choice."""
+        return 0
+
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        """Its neurons as entries."""
+        parent = model.get_submodule(self.name)
+        out = stored(parent.get_submodule(self.site.last))
+        entries = out.new_zeros(out.shape[1], layout.entry_dim)
+        for path, parts in self._maps():
+            module = parent.get_submodule(path)
+            bias = _bias(module)
+            for position, part in enumerate(parts):
+                rows = slice(position * len(entries), (position + 1) * len(entries))
+                entries[:, layout.key(part)] = stored(module)[rows]
+                if bias is not None:
+                    entries[:, layout.threshold(part)] = bias[rows]
+        entries[:, layout.value] = out.T
+        return entries
+
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Readers in place of the maps."""
+        parent = model.get_submodule(self.name)
+        bias = _bias(parent.get_submodule(self.site.last))
+        values = EntryValues(base, layer, None if bias is None else bias.detach())
+        for path, parts in self._maps():
+            parent.set_submodule(path, EntryScores(values, parts))
+        parent.set_submodule(self.site.last, values)
+
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Maps in place of the readers."""
+        parent, layout = model.get_submodule(self.name), base.layouts[layer]
+        entries = base.entries.detach()[base.rows(layer)]
+        for (path, parts), has_bias in zip(self._maps(), self.biased, strict=True):
+            weight = torch.cat([entries[:, layout.key(part)] for part in parts])
+            bias = torch.cat([entries[:, layout.threshold(part)] for part in parts])
+            if not has_bias and bool(bias.any()):
+                raise ValueError(f"{self.name}.{path} has no bias, but its entries were given thresholds")
+            parent.set_submodule(path, _linear(weight, bias if has_bias else None, self.transposed))
+        bias = _bias(parent.get_submodule(self.site.last))
+        out = _linear(entries[:, layout.value].T, None if bias is None else bias.detach(), self.transposed)
+        parent.set_submodule(self.site.last, out)
+
+    def _maps(self) -> list[tuple[str, tuple[str, ...]]]:
+        """(path, parts) of the maps into the neurons; families that fuse them put what is activated first."""
+        site, parts = self.site, PARTS[self.site.gated]
+        if site.fused:
+            return [(site.first[0], parts)]
+        return [(path, (part,)) for path, part in zip(site.first, parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Experts whose maps are stored together, before they were converted."""
+
+    site: PackedExperts
+    biased: bool  # whether the map into the neurons has a bias
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return self.site.name
+
+    @property
+    def layout(self) -> EntryLayout:
+        """The entries that it needs."""
+        return EntryLayout(self.site.width, self.site.gated)
+
+    @property
+    def counts(self) -> list[int]:
+        """Neurons of each expert."""
+        return [self.site.neurons] * self.site.num_experts
+
+    @property
+    def num_experts(self) -> int:
+        """Its experts."""
+        return self.site.num_experts
+
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        """The neurons of one expert after the other."""
+        site, module = self.site, model.get_submodule(self.name)
+        keys, thresholds, values = site.keys(module), site.thresholds(module), site.values(module)
+        entries = values.new_zeros(site.num_experts, site.neurons, layout.entry_dim)
+        for index, part in enumerate(layout.parts):
+            entries[..., layout.key(part)] = keys[:, index]
+            if thresholds is not None:
+                entries[..., layout.threshold(part)] = thresholds[:, index]
+        entries[..., layout.value] = values
+        return entries.flatten(0, 1)
+
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """A reader in place of the module, which it keeps for its functions and for the biases of the outputs."""
+        own = model.get_submodule(self.name)
+        for name in self._names():
+            setattr(own, name, None)
+        model.set_submodule(self.name, ExpertEntries(base, layer, self.site, own))
+
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """The module in place of the reader."""
+        own, layout = cast(ExpertEntries, model.get_submodule(self.name)).own, base.layouts[layer]
+        blocks = [base.entries.detach()[base.rows(layer, expert)] for expert in range(self.site.num_experts)]
+        entries = torch.stack(blocks)
+        keys = torch.stack([entries[..., layout.key(part)] for part in layout.parts], dim=1)
+        thresholds = torch.stack([entries[..., layout.threshold(part)] for part in layout.parts], dim=1)
+        if not self.biased and bool(thresholds.any()):
+            raise ValueError(f"{self.name}.{self.site.first} has no bias, but its entries were given thresholds")
+        stored_as = self.site.stored(keys, entries[..., layout.value], thresholds)
+        for name, value in zip(self._names(), stored_as, strict=False):
+            setattr(own, name, nn.Parameter(value.contiguous()))
+        model.set_submodule(self.name, own)
+
+    def _names(self) -> list[str]:
+        """What becomes entries: two parameters, or three with the bias."""
+        return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
+
+
+LayerForm = LinearLayer | ExpertLayer
+
+
+def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
+    """The form of a layer."""
+    if isinstance(site, PackedExperts):
+        return ExpertLayer(site, site.thresholds(model.get_submodule(site.name)) is not None)
+    return LinearLayer.of(model, site)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
+    out, into = weight.shape
+    linear = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
+    linear.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.contiguous())
+    return linear
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    return cast("Tensor | None", getattr(module, "bias", None))

@@ -1,0 +1,393 @@
+"""Experts as entries: the same function, gradients and edits as in the model's own tensors, and back bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+import attnflow as af
+from attnflow.knowledge.experts import ExpertEntries
+from attnflow.knowledge.hf.sync import layer_thresholds, load_entries, save_entries
+from attnflow.knowledge.layered import readers
+from attnflow.knowledge.memory_layer.retrieval import Retrieval
+from attnflow.models.evaluation import precision
+from attnflow.models.experts import packed_experts
+from tests.models import deep, outputs, tiny, tokens
+from tests.models.table import in_double
+
+NAMES = ["Qwen3Moe", "DeepseekV3", "GptOss", "GraniteMoe", "Llama4", "Mixtral", "NemotronH"]
+IDS = tokens(2, 9)
+
+
+def made(name, **changes):
+    """A tiny model in float64 whose experts are far from linear and differ from one another."""
+    torch.manual_seed(0)
+    model = in_double(deep(name, **changes))
+    generator = torch.Generator().manual_seed(1)
+    for path, parameter in model.named_parameters():
+        if "experts" in path or "router" in path or "gate.weight" in path:
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    return model.eval()
+
+
+def logits(model, ids=IDS):
+    with precision(model, torch.float64):
+        return outputs(model, input_ids=ids)
+
+
+def relative(one, other):
+    return float(((one - other).abs().amax() / other.abs().amax()).detach())
+
+
+def expert_readers(model):
+    return [reader for reader in readers(model) if isinstance(reader, ExpertEntries)]
+
+
+def columns(name, module, neuron):
+    """Where the model's own tensors keep a neuron: keys, value, thresholds: (tensor, index after the expert)."""
+    size = module.down_proj.shape[1 if name in ("GptOss", "Llama4") else 2]
+    if name == "GptOss":  # [in, out], gate and up side by side
+        keys = [(module.gate_up_proj, (slice(None), 2 * neuron + part)) for part in (0, 1)]
+        thresholds = [(module.gate_up_proj_bias, (2 * neuron + part,)) for part in (0, 1)]
+        return keys, (module.down_proj, (neuron,)), thresholds
+    if name == "Llama4":
+        keys = [(module.gate_up_proj, (slice(None), neuron + part * size)) for part in (0, 1)]
+        return keys, (module.down_proj, (neuron,)), []
+    first = module.up_proj if name == "NemotronH" else module.gate_up_proj
+    keys = [(first, (neuron + part * size,)) for part in range(len(first[0]) // size)]
+    return keys, (module.down_proj, (slice(None), neuron)), []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_function_and_back_bit_for_bit(name):
+    model = made(name)
+    before, expected = copy.deepcopy(model.state_dict()), logits(model)
+    opened = af.knowledge.from_ffn(model)
+    assert expert_readers(opened)
+    assert relative(logits(opened), expected) < 1e-10
+    left = [path for path, one in opened.named_parameters() if one.ndim == 3 and "conv" not in path]
+    assert not left
+    back = af.knowledge.to_ffn(opened)
+    assert list(back.state_dict()) == list(before)
+    for one in (back, model):
+        assert all(torch.equal(value, before[path]) for path, value in one.state_dict().items())
+    assert torch.equal(logits(back), expected)
+    assert back.config.to_dict() == model.config.to_dict()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_models_own_tensors(name):
+    model = made(name)
+    opened = af.knowledge.from_ffn(model)
+    for one in (model, opened):
+        logits(one).square().mean().backward()
+    base = opened.knowledge
+    for reader in expert_readers(opened):
+        own, layout = model.get_submodule(reader.form.name), reader.layout
+        for expert in range(reader.form.num_experts):
+            rows = base.entries.grad[base.rows(reader.layer, expert)]
+            for neuron in (0, 3):
+                keys, (value, at), thresholds = columns(name, own, neuron)
+                pairs = [(layout.key(part), *key) for part, key in zip(layout.parts, keys, strict=True)]
+                pairs += [(layout.value, value, at)]
+                pairs += [(layout.threshold(p), *where) for p, where in zip(layout.parts, thresholds, strict=False)]
+                for column, tensor, index in pairs:
+                    torch.testing.assert_close(rows[neuron, column], tensor.grad[expert][index], rtol=1e-9, atol=1e-14)
+    routers = [p for p, one in model.named_parameters() if "router" in p or p.endswith("mlp.gate.weight")]
+    others = dict(opened.named_parameters())
+    for path in routers:
+        gradient = dict(model.named_parameters())[path].grad
+        if gradient is not None:
+            torch.testing.assert_close(others[path].grad, gradient, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_edit_is_an_edit_of_the_models_own_tensors(name):
+    model = made(name)
+    opened = af.knowledge.from_ffn(model)
+    base, reader = opened.knowledge, expert_readers(opened)[0]
+    expected = logits(model)
+    for expert in range(reader.form.num_experts):
+        entry = torch.randn(1, base.entry_dim, dtype=torch.float64)
+        neuron, layout = 2, reader.layout
+        if layout.padding:
+            entry[:, layout.value.stop : layout.threshold(layout.parts[0])] = 0
+        keys, (value, at), thresholds = columns(name, model.get_submodule(reader.form.name), neuron)
+        with torch.no_grad():
+            for part, (tensor, index) in zip(layout.parts, keys, strict=True):
+                tensor[expert][index] = entry[0, layout.key(part)]
+            value[expert][at] = entry[0, layout.value]
+            for place, part in enumerate(layout.parts):
+                if thresholds:
+                    thresholds[place][0][expert][thresholds[place][1]] = entry[0, layout.threshold(part)]
+                else:
+                    entry[0, layout.threshold(part)] = 0
+        base.update([int(base.ids[base.rows(reader.layer, expert)][neuron])], entry)
+    changed = logits(model)
+    assert not torch.allclose(changed, expected, rtol=1e-6)
+    assert relative(logits(opened), changed) < 1e-10
+
+
+def test_entries_come_and_go_in_an_expert():
+    model = made("Qwen3Moe")
+    opened, expected = af.knowledge.from_ffn(model), logits(model)
+    base = opened.knowledge
+    assert base.num_experts(0) == 4
+    assert base.counts.tolist() == [64, 64, 64]
+    new = base.insert(1, torch.zeros(2, base.entry_dim, dtype=torch.float64), expert=2)
+    assert base.expert_of(new) == [2, 2]
+    assert base.layer_of(new) == [1, 1]
+    assert base.rows(1, 2) == slice(64 + 32, 64 + 50)
+    torch.testing.assert_close(logits(opened), expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="experts or layers now have 16 to 18 entries"):
+        af.knowledge.to_ffn(opened)
+    entries = torch.randn(2, base.entry_dim, dtype=torch.float64)
+    entries[:, -2:] = 0
+    base.update(new, entries)
+    changed = logits(opened)
+    assert not torch.allclose(changed, expected)
+    for layer in range(3):
+        for expert in range(4):
+            if (layer, expert) != (1, 2):
+                base.insert(layer, torch.zeros(2, base.entry_dim, dtype=torch.float64), expert=expert)
+    back = af.knowledge.to_ffn(opened)
+    assert back.config.moe_intermediate_size == 18
+    assert back.model.layers[1].mlp.experts.gate_up_proj.shape == (4, 36, 32)
+    torch.testing.assert_close(logits(back), changed, rtol=1e-10, atol=1e-12)
+    base.delete(new)
+    torch.testing.assert_close(logits(opened), expected, rtol=1e-10, atol=1e-12)
+    base.delete(base.ids[base.rows(0, 3)])  # an expert without entries writes nothing
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[3] = 0
+    torch.testing.assert_close(logits(opened), logits(model), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="layer 0 has 4 experts: which one reads it, 0 to 3"):
+        base.insert(0, entries)
+    with pytest.raises(ValueError, match="expert must be"):
+        base.insert(0, entries, expert=4)
+    with pytest.raises(ValueError, match="layer 0 has no experts to choose from"):
+        af.knowledge.from_ffn(tiny("Llama")).knowledge.insert(0, entries, expert=0)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "GptOss"])
+def test_state_copies_and_training(name, tmp_path):
+    model = made(name)
+    opened = copy.deepcopy(af.knowledge.from_ffn(model))
+    expected = logits(opened)
+    torch.save(opened.state_dict(), tmp_path / "state.pt")
+    other = made(name)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    other = af.knowledge.from_ffn(other)
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(logits(other), expected)
+    assert torch.equal(other.knowledge.experts, opened.knowledge.experts)
+    optimizer = torch.optim.SGD(opened.knowledge.parameters(), lr=0.1)
+    opened.train()(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not torch.allclose(logits(opened.eval()), expected)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss", "Llama4"])
+def test_what_a_trace_says_an_entry_writes_is_what_goes_without_it(name):
+    model = af.knowledge.from_ffn(made(name))
+    base = model.knowledge
+    result = af.knowledge.trace(model, IDS[:1], top=base.num_entries)
+    reader = expert_readers(model)[0]
+    layer = result.layer(reader.layer)
+    if name != "GptOss":  # its experts add a bias beside their entries
+        assert float((layer.explained - 1).abs().max()) < 1e-6
+    written = []
+    handle = reader.register_forward_hook(lambda _, __, output: written.append(reader.added(output).detach()))
+    logits(model, IDS[:1])
+    fired = [one for one in result.rows() if one["layer"] == reader.layer and one["position"] == 4]
+    with_weight = [one for one in fired if one["weight"] != 0]
+    chosen = set(base.expert_of([one["entry"] for one in with_weight]))
+    routed = {"Mixtral": 2, "DeepseekV3": 2, "GptOss": 1, "Llama4": 1}[name]
+    assert len(chosen) == min(routed, reader.form.num_experts)
+    for one in with_weight[:5]:
+        entry = base.get([one["entry"]])
+        value, without = entry[0, reader.layout.value].clone(), entry.clone()
+        without[0, reader.layout.value] = 0
+        base.update([one["entry"]], without)
+        logits(model, IDS[:1])
+        base.update([one["entry"]], entry)
+        change = (written[0] - written[-1]).view(-1, len(value))[4]
+        torch.testing.assert_close(change, one["weight"] * value, rtol=1e-6, atol=1e-9)
+    handle.remove()
+
+
+def test_direct_effects_of_experts_and_shared_experts_sum_to_the_logit():
+    result = af.knowledge.trace(af.knowledge.from_ffn(made("DeepseekV3")), IDS[:1], top=512)
+    assert not result.without
+    parts = [one.effect for one in result.layers]
+    parts += [one.attention_effect for one in result.layers if one.attention_effect is not None]
+    total = torch.stack(parts).sum(dim=0) + result.embedding_effect + result.constant_effect + result.rest_effect
+    torch.testing.assert_close(total, result.logits, rtol=1e-5, atol=1e-6)
+
+
+def test_activity_counts_what_the_router_chose():
+    model = af.knowledge.from_ffn(made("Mixtral", num_local_experts=4))
+    real = torch.ones_like(IDS)
+    real[0, :3] = 0
+    readings = []
+    with af.knowledge.activity(model) as seen:
+        reader = expert_readers(model)[0]
+        count = reader.observer
+        reader.observer = lambda reading: (readings.append(reading), count(reading))
+        model(input_ids=IDS, attention_mask=real)
+    layer = seen.report().layers[0]
+    assert (layer.tokens, layer.entries, layer.read_all) == (IDS.numel() - 3, 4 * 48, True)
+    there = readings[0].weights[:, 0].new_zeros(IDS.numel(), 4 * 48)
+    positive = (readings[0].scores[0, :, 0] > 0) & (readings[0].ids[:, 0] >= 0)
+    there.scatter_(1, readings[0].ids[:, 0], positive.to(there))
+    fired = there[real.flatten().bool()].sum(dim=0).long()
+    assert torch.equal(seen.fired(0)[1], fired)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Llama4"])
+def test_the_best_entries_alone(name):
+    model = af.knowledge.from_ffn(made(name))
+    whole = logits(model)
+    reader = expert_readers(model)[0]
+    readings, written = [], []
+    reader.observer = readings.append
+    reader.register_forward_hook(lambda _, __, output: written.append(reader.added(output).detach()))
+    logits(model)
+    reader.retrieval = Retrieval(k=4, search="exact")
+    assert not torch.allclose(logits(model), whole)
+    every, best = readings
+    weights = every.weights[:, 0]
+    order = weights.abs().topk(4, dim=-1).indices
+    values = reader.values(every.ids[:, 0].gather(-1, order).flatten())[0].view(*order.shape, -1)
+    expected = torch.einsum("tk,tkd->td", weights.gather(-1, order), values)
+    torch.testing.assert_close(written[1].view(expected.shape), expected, rtol=1e-9, atol=1e-12)
+    assert best.ids.shape[-1] == 4
+    bound = reader.error_bound(best)
+    assert bool(((written[0] - written[1]).view(expected.shape).norm(dim=-1) <= bound + 1e-9).all())
+    reader.retrieval = Retrieval(k=4, search="approximate")
+    with pytest.raises(ValueError, match="search must be"):
+        logits(model)
+
+
+def test_a_store_holds_experts_and_what_is_edited_there_acts():
+    model = made("DeepseekV3").float()
+    opened = af.knowledge.from_ffn(model)
+    base = opened.knowledge
+    with torch.no_grad():
+        expected = opened(input_ids=IDS).logits
+    with pytest.raises(ValueError, match=f"num_thresholds={base.num_layers + 1}"):
+        save_entries(opened, af.knowledge.Store.open("memory", base.entry_dim, num_thresholds=base.num_layers))
+    store = af.knowledge.Store.open("memory", base.entry_dim, num_thresholds=base.num_thresholds)
+    save_entries(opened, store)
+    layer = expert_readers(opened)[0].layer
+    key = int(base.ids[base.rows(layer, 3)][0])
+    assert store.get([key])[0].source == f"layer {layer}, expert 3"
+    before = base.entries.detach().clone()
+    with torch.no_grad():
+        base.entries.normal_()
+    load_entries(opened, store)
+    assert torch.equal(base.entries, before)
+    with torch.no_grad():
+        assert torch.equal(opened(input_ids=IDS).logits, expected)
+    with af.knowledge.attach(opened, store) as handle, torch.no_grad():
+        with pytest.raises(ValueError, match=f"layer {layer} has 4 experts"):
+            handle.insert(embeddings=torch.zeros(1, base.entry_dim), layers=[layer])
+        new = handle.insert(embeddings=torch.randn(1, base.entry_dim), layers=[layer], experts=[1])
+        changed = opened(input_ids=IDS).logits
+        assert not torch.equal(changed, expected)
+        assert base.expert_of(new) == [1]
+        store.delete(new)
+        assert torch.equal(opened(input_ids=IDS).logits, expected)
+    row = torch.zeros(1, base.entry_dim)
+    store.insert(embeddings=row, thresholds=layer_thresholds([layer], base.num_layers, experts=[9]))
+    with pytest.raises(ValueError, match=f"belongs to expert 9 of layer {layer}, which has 4 experts"):
+        load_entries(opened, store)
+    with pytest.raises(ValueError, match="1 entries were given 2 experts"):
+        layer_thresholds([0], 2, experts=[1, 2])
+
+
+class Unlike(nn.Module):
+    """Experts of the usual shapes that compute something else: a norm after each, or the token itself from one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.act_fn = kind, nn.functional.silu
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 16, 6))
+        self.down_proj = nn.Parameter(torch.randn(3, 6, 8))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        written = torch.zeros_like(hidden_states)
+        for expert in range(3):
+            token, place = torch.where(top_k_index == expert)
+            gate, up = nn.functional.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            if self.kind == "softmax":  # no weight of its own
+                gate = gate.softmax(dim=-1)
+            out = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            if self.kind == "norm":
+                out = nn.functional.normalize(out, dim=-1)
+            if self.kind == "itself" and expert == 2:
+                out = hidden_states[token]
+            written.index_add_(0, token, out * top_k_weights[token, place, None])
+        return written
+
+
+@pytest.mark.parametrize("kind", ["usual", "norm", "itself", "softmax"])
+def test_experts_that_compute_something_else_are_not_taken(kind):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert (packed_experts(Unlike(kind)) is None) == (kind != "usual")
+    module = Unlike("usual")
+    if kind == "softmax":  # a function of a neuron's scores that looks at others, under the name that is used
+        module.act_fn = lambda gate: gate.softmax(dim=-1)
+        assert packed_experts(module) is None
+    torch.manual_seed(0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("kind", "interleaved"), [("concatenated", False), ("interleaved", True)])
+def test_which_scores_belong_to_a_neuron_is_probed(kind, interleaved):
+    module = Unlike("usual")
+
+    def gated(scores):
+        gate, up = (scores[..., ::2], scores[..., 1::2]) if interleaved else scores.chunk(2, dim=-1)
+        return gate.sigmoid() * (up + 1)
+
+    def forward(hidden_states, top_k_index, top_k_weights):
+        written = torch.zeros_like(hidden_states)
+        for token, experts in enumerate(top_k_index):
+            for place, expert in enumerate(experts):
+                weights = gated(module.gate_up_proj[expert] @ hidden_states[token])
+                written[token] += top_k_weights[token, place] * (module.down_proj[expert] @ weights)
+        return written
+
+    module._apply_gate, module.forward = gated, forward
+    read = packed_experts(module)
+    assert (read.interleaved, read.joint, read.neurons, read.width) == (interleaved, True, 8, 6)
+
+
+def test_experts_of_one_layer_that_cannot_be_read_refuse_the_model():
+    config = Qwen2MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=24,
+        num_experts=4,
+    )
+    model = Qwen2MoeForCausalLM(config).eval()
+    experts = model.model.layers[1].mlp.experts
+    nn.init.normal_(experts.gate_up_proj)
+    nn.init.normal_(experts.down_proj)
+    own = experts.forward
+    experts.forward = lambda hidden_states, index, weights: own(hidden_states, index, weights).tanh()
+    with pytest.raises(
+        af.UnsupportedArchitecture, match=r"model\.layers\.1\.mlp\.experts \(2 matrices\) would be left"
+    ):
+        af.knowledge.from_ffn(model)
+    partly = af.knowledge.from_ffn(model, partial=True)
+    assert partly.knowledge.num_entries == 2 * 24 + 4 * 8
