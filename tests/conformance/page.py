@@ -16,6 +16,17 @@ from tests.conformance.miniature import KINDS, architectures
 FILE = Path(__file__).parents[2] / "docs" / "conformance.md"
 CODES = ("works", "refused", "unclear", "wrong", "none")
 SIGNS = {"works": "works", "refused": "refused", "unclear": "unclear", "wrong": "**wrong**", "none": ""}
+ASKED = {
+    "audit": "does it find what moves against the order that it believes, and accuse nothing else",
+    "packed": "two documents by position ids that restart",
+    "padded": "padding on the left",
+    "cached": "prefill and steps, chunks, left padding against one forward pass",
+    "image": "with an image in place",
+    "mask": "a random mask: exactly its pairs move; state-space and convolutional mixers are silenced, and not masked",
+    "bias": "the identity at the start, then an effect; causality and caches as before; gone when removed",
+    "geometry": "S and D of every layer",
+    "from_ffn": "the same logits, every matrix in the base, the effect of an edit, the way back",
+}
 # The families of 2025-2026 that most people run, first.
 POPULAR = [
     "llama",
@@ -63,7 +74,7 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
     classes: dict[str, dict[str, Row]] = {}
     for (name, feature), row in rows.items():
         classes.setdefault(name, {})[feature] = row
-    built = {name: found for name, found in classes.items() if "build" not in found}
+    built = {name: cells for name, cells in classes.items() if "build" not in cells}
     installed = sum(1 for _ in architectures())
     lines = [
         "# Does it work with my model?",
@@ -81,20 +92,20 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
         "|---|---|---|---|---|---|",
     ]
     for feature in FEATURES:
-        counts = Counter(found[feature].cell.code for found in built.values() if feature in found)
-        lines.append(f"| {feature} | " + " | ".join(str(counts[code]) for code in CODES) + " |")
+        counts = Counter(cells[feature].cell.code for cells in built.values() if feature in cells)
+        lines.append(f"| {feature}: {ASKED[feature]} | " + " | ".join(str(counts[code]) for code in CODES) + " |")
     lines += ["", "Share of the cells that work, of those with something to work on:", ""]
-    for kind in KINDS:
-        cells = [row.cell.code for found in built.values() for row in found.values() if row.architecture.kind == kind]
-        cells = [code for code in cells if code != "none"]
-        if cells:
-            lines.append(f"- {kind}: {cells.count('works') / len(cells):.0%} of {len(cells)}")
+    rows_by_kind = {kind: [row for row in rows.values() if row.architecture.kind == kind] for kind in KINDS}
+    for kinds in (("decoder", "vision-language", "encoder"), *((kind,) for kind in KINDS)):
+        codes = [row.cell.code for kind in kinds for row in rows_by_kind[kind] if row.cell.code != "none"]
+        if codes:
+            lines.append(f"- {', '.join(kinds)}: {codes.count('works') / len(codes):.1%} of {len(codes):,}")
     order = sorted(built, key=lambda name: _popularity(next(iter(built[name].values())).architecture.model_type))
     lines += ["", "## By class", "", "| class | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 1) + "|"]
     for name in order:
-        found = built[name]
-        signs = [SIGNS[found[feature].cell.code] if feature in found else "" for feature in FEATURES]
-        lines.append(f"| {found[next(iter(found))].architecture.name} | " + " | ".join(signs) + " |")
+        cells = built[name]
+        signs = [SIGNS[cells[feature].cell.code] if feature in cells else "" for feature in FEATURES]
+        lines.append(f"| {next(iter(cells.values())).architecture.name} | " + " | ".join(signs) + " |")
     lines += ["", "## Models that leak", "", "Audit and oracle agree that information flows against the order:", ""]
     leaks = [row for name in order for row in built[name].values() if row.cell.reason.startswith("leak: ")]
     lines += [f"- {row.architecture.name}, {row.feature}: {_plain(row.cell.reason[6:])}" for row in leaks] or ["None."]
@@ -102,9 +113,8 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
     bad = [row for name in order for row in built[name].values() if row.cell.code in ("wrong", "unclear")]
     lines += [f"- {row.architecture.name}, {row.feature}: {_plain(row.cell.reason)}" for row in bad] or ["Nothing."]
     lines += ["", "## Not built", ""]
-    lines += [
-        f"- {f['build'].architecture.name}: {_plain(f['build'].cell.reason)}" for f in classes.values() if "build" in f
-    ]
+    lost = [cells["build"] for cells in classes.values() if "build" in cells]
+    lines += [f"- {row.architecture.name}: {_plain(row.cell.reason)}" for row in lost]
     path.write_text("\n".join(lines) + "\n")
 
 
