@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit slow fuzz faults compiled kernels conformance docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit typed slow fuzz faults compiled kernels conformance docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -37,7 +37,7 @@ demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; 
 test: lint types imports unit  ## install, then every check that is not slow by nature
 	$(call say,Every check of make test passed)
 
-test-all: test slow compiled kernels  ## make test, then what is slow: real models, training, torch.compile, Triton
+test-all: lint types imports typed slow compiled kernels  ## what CI runs: the tests under the type checker, and the slow ones
 	$(call say,Every check passed)
 
 lint: $(ENV)  ## formatting and lint
@@ -53,9 +53,15 @@ imports: $(ENV)  ## the direction of dependencies
 	$(call say,import-linter)
 	$(VENV)/bin/lint-imports --no-cache
 
-unit: $(ENV)  ## tests and doctests under the shape and type checker, without the slow ones
+QUICK := tests src/attnflow --doctest-modules -m "not slow and not compiled and not kernels" -n $(WORKERS) --dist worksteal
+
+unit: $(ENV)  ## tests and doctests, without the slow ones
+	$(call say,tests)
+	OMP_NUM_THREADS=1 $(PYTEST) $(QUICK)
+
+typed: $(ENV)  ## the same under the shape and type checker, which takes about twice as long
 	$(call say,tests under jaxtyping and beartype)
-	OMP_NUM_THREADS=1 $(PYTEST) tests src/attnflow --doctest-modules -m "not slow and not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) $(QUICK) $(TYPED)
 
 slow: $(ENV)  ## the tests marked slow: real models, training, subprocesses
 	$(call say,slow tests under jaxtyping and beartype)
