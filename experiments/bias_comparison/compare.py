@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from attnflow.bias.config import Placement
-from attnflow.bias.hf.training import trainer
+from attnflow.bias.hf.trainer import trainer
 from attnflow.bias.packing import Packed
 from attnflow.bias.run import TrainingConfig
 from attnflow.models import load_model

@@ -1,7 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -108,6 +108,31 @@ def test_an_interrupted_run_says_how_it_goes_on(
     code, _, err = run(*command)
     assert code == 0
     assert "step 5 of 6" not in err
+    assert "step 6 of 6" in err
+
+
+def test_a_run_that_meets_nan_stops_and_goes_on_from_what_was_good(
+    run: Callable, tiny_model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    command = ["bias", "train", tiny_model, "--data", text, *SHORT, "--every", "2", "-o", str(folder)]
+
+    def poison(self: object, args: object, state: TrainerState, *_: object, **more: Any) -> None:
+        if state.global_step == 4:
+            more["model"].model.layers[0].mlp.up_proj.weight.data[3, 3] = torch.nan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainerCallback, "on_step_begin", poison)
+        code, out, err = run(*command)
+    assert (code, out) == (2, "")
+    assert "training stopped at step 5: the loss is nan, because model.layers.0.mlp.up_proj.weight holds NaN" in err
+    assert "Nothing of it is saved; the last checkpoint is of step 4." in err
+    assert "step 5 of 6" not in err
+    assert not (folder / "bias.safetensors").exists()
+    assert not (folder / "training.json").exists()
+    code, _, err = run(*command)
+    assert code == 0
+    assert "step 4 of 6" not in err
     assert "step 6 of 6" in err
 
 

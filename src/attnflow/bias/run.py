@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from attnflow._core.checks import integer
+from attnflow.bias.checkpoints import newest, step_of
 from attnflow.bias.config import BiasConfig
 
 SETTINGS: Final = "settings.json"
@@ -134,6 +135,8 @@ def check_folder(folder: str | Path, settings: Mapping[str, Any]) -> None:
         reason = f"{place / SETTINGS}, the settings of the run in that folder, is not JSON: {error}"
         raise ValueError(f"{reason}; choose another folder, or delete this one") from error
     ours = _flat(json.loads(json.dumps(settings)))
+    if theirs.get("base.sha256") == ours.get("base.sha256"):  # the same weights, wherever they lie
+        ours["base.name"] = theirs.get("base.name")
     top = {name.partition(".")[0] for name in ours}
     names = [name for name in dict.fromkeys((*theirs, *ours)) if name.partition(".")[0] in top]
     other = [
@@ -150,8 +153,8 @@ def check_folder(folder: str | Path, settings: Mapping[str, Any]) -> None:
 
 def last_checkpoint(folder: str | Path) -> int | None:
     """The step from which the same call would go on, or None."""
-    steps = [int(path.name.rpartition("-")[2]) for path in (Path(folder) / CHECKPOINTS).glob("checkpoint-*")]
-    return max(steps, default=None)
+    path = newest(Path(folder) / CHECKPOINTS, contents=False)
+    return None if path is None else step_of(path)
 
 
 def _flat(values: object, name: str = "") -> dict[str, object]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 import attnflow as af
 from attnflow.bias.documents import read_documents, split_documents, tokenize
 from attnflow.bias.hf.capture import strength
-from attnflow.bias.hf.training import trainer
+from attnflow.bias.hf.trainer import trainer
 from attnflow.bias.layer import layer_biases
 from attnflow.bias.packing import Drawn, Packed
 from attnflow.bias.run import TrainingConfig, check_folder, last_checkpoint, run_settings

@@ -10,6 +10,7 @@ if find_spec("transformers") is None:
 from attnflow.bias.hf.attach import attach, handle
 from attnflow.bias.hf.capture import capture
 from attnflow.bias.hf.saving import load, save
-from attnflow.bias.hf.training import train, trainer
+from attnflow.bias.hf.trainer import trainer
+from attnflow.bias.hf.training import train
 
 __all__ = ["attach", "capture", "handle", "load", "save", "train", "trainer"]
