@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -61,13 +62,11 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
             for name, parameter in layer.named_parameters(prefix=path)
             if parameter.ndim > 1 and id(parameter) not in covered and not name.startswith(beside)
         }
-        lists = [site.name.rpartition(".")[0] for site in sites if site.name.startswith(path + ".")]
-        experts = {len(p) for p in here.values() if p.ndim > 2} | {lists.count(name) for name in lists}
-        experts |= {site.num_experts for site in sites if isinstance(site, PackedExperts)}
+        rows = set(_choices(here, [site for site in sites if site.name.startswith(f"{path}.")]))
         rest |= {
             name: p
             for name, p in here.items()
-            if not (p.ndim == 2 and (len(p) == 1 or not experts.isdisjoint(p.shape)))
+            if not (p.ndim == 2 and (len(p) == 1 or any(len(p) == n and name.startswith(at) for at, n in rows)))
         }
     return rest
 
@@ -87,6 +86,18 @@ def _parameters(model: nn.Module, site: FeedForward | PackedExperts) -> Iterator
         return
     for path in (*site.first, site.last):
         yield from model.get_submodule(f"{site.name}.{path}".strip(".")).parameters()
+
+
+def _choices(rest: Mapping[str, Tensor], sites: Sequence[FeedForward | PackedExperts]) -> Iterator[tuple[str, int]]:
+    """Where what chooses among experts may be, beside them, and how many they are: it has one row for each."""
+
+    def beside(path: str) -> str:
+        return f"{path.rpartition('.')[0]}.".lstrip(".")
+
+    lists = Counter(site.name.rpartition(".")[0] for site in sites)
+    yield from ((beside(path), count) for path, count in lists.items())
+    yield from ((beside(site.name), site.num_experts) for site in sites if isinstance(site, PackedExperts))
+    yield from ((beside(name.rpartition(".")[0]), len(p)) for name, p in rest.items() if p.ndim > 2)
 
 
 def _layers(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[tuple[str, nn.Module]]:

@@ -391,3 +391,23 @@ def test_experts_of_one_layer_that_cannot_be_read_refuse_the_model():
         af.knowledge.from_ffn(model)
     partly = af.knowledge.from_ffn(model, partial=True)
     assert partly.knowledge.num_entries == 2 * 24 + 4 * 8
+
+
+def test_an_expert_is_cross_attention_to_its_rows():
+    model = made("Mixtral")
+    base, hidden = af.knowledge.from_ffn(model).knowledge, torch.randn(5, 32, dtype=torch.float64)
+    own = model.model.layers[1].mlp.experts
+    gate, up = nn.functional.linear(hidden, own.gate_up_proj[1]).chunk(2, dim=-1)
+    expected = nn.functional.linear(own.act_fn(gate) * up, own.down_proj[1])
+    found = base.attention(1, "silu")(hidden, base.entries[base.rows(1, 1)])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_what_chooses_has_a_row_for_each_expert_and_lies_beside_them():
+    model = made("Mixtral", num_local_experts=4)
+    block = model.model.layers[0]
+    block.mlp.other = nn.Linear(32, 4).double()  # another choice among four
+    assert af.knowledge.from_ffn(model).knowledge.num_experts(0) == 4
+    block.adapter = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 32)).double()  # as wide as there are experts
+    with pytest.raises(af.UnsupportedArchitecture, match=r"layers\.0\.adapter\.0 \(1 matrix\), .* 2 in all"):
+        af.knowledge.from_ffn(model)
