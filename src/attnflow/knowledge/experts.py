@@ -65,7 +65,7 @@ class ExpertEntries(LayerEntries):
         Raises:
             ValueError: a retrieval by an approximate search, which has nothing to search here.
         """
-        given = (*args, *kwargs.values()) if not kwargs else self._bound(*args, **kwargs)
+        given = self._bound(*args, **kwargs) if kwargs else args
         hidden = given[0]
         routed = list(self._sorted(hidden) if self.form.sorted else self._chosen(hidden, given[1], given[2]))
         if self.observer is not None or self.retrieval is not None:
@@ -75,7 +75,7 @@ class ExpertEntries(LayerEntries):
             return torch.cat([self._written(one) for one in routed]).view(hidden.shape)
         written = torch.zeros_like(hidden).flatten(0, -2)
         for one in routed:
-            written = written.index_add(0, one.tokens, (self._written(one) * one.routing).to(written.dtype))
+            written.index_add_(0, one.tokens, (self._written(one) * one.routing).to(written.dtype))
         return written.view(hidden.shape)
 
     def _bound(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:

@@ -120,8 +120,10 @@ def by_expert(index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Te
 def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
     """What shapes allow."""
     own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
+    if len(own) != 2 or len({len(p) for _, p in own}) > 1:
+        return
     taken = len(inspect.signature(module.forward).parameters)
-    if len(own) != 2 or taken == 2 or len({len(p) for _, p in own}) > 1:
+    if taken == 2:
         return
     (first, into), (last, out) = own
     count = len(into)

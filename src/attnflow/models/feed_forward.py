@@ -16,7 +16,7 @@ from attnflow.models.experts import PackedExperts, packed_experts
 from attnflow.models.families.table import FEED_FORWARD, FeedForward
 from attnflow.models.mixing import attends, moves_between_positions
 
-_BESIDE: Final = re.compile(r"Norm|Embedding|Router", re.IGNORECASE)
+_BESIDE: Final = re.compile(r"Norm|Embedding|Router|HyperConnection", re.IGNORECASE)
 _ROUTER: Final = re.compile(r"Router")
 _LAYER: Final = re.compile(r"\.\d+(?=\.|$)")
 
@@ -50,8 +50,9 @@ def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
 def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> dict[str, Tensor]:
     """The matrices, by name, of layers with attention or feed-forward sites that belong to neither.
 
-    What moves information between positions (attention, recurrence, convolutions), norms, embeddings and what chooses
-    among experts (one row for each of them) is no part of a feed-forward layer. All else is, whatever its name.
+    What moves information between positions (attention, recurrence, convolutions), norms, embeddings, connections that
+    mix residual streams, and what chooses among experts (one row for each of them) is no part of a feed-forward layer.
+    All else is, whatever its name.
     """
     covered = {id(parameter) for site in sites for parameter in _parameters(model, site)}
     rest: dict[str, Tensor] = {}

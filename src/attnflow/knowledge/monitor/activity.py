@@ -130,7 +130,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
             reading.certificate is not None and reading.certificate.total == reader.num_entries
         )
         if reading.ids is not None and own:
-            seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries)))
+            seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
         seen.see(reading, reader.ids, counted, fires)
 
