@@ -65,9 +65,10 @@ def main(directory, seed):
     """Write until killed."""
     import datetime
 
-    from attnflow.knowledge.store import Store, lance
+    from attnflow.knowledge.store import Store, compaction, lance
 
-    lance._COMPACT_AFTER, lance._KEEP = 7, datetime.timedelta(milliseconds=50)
+    compaction._MANY, compaction.KEEP = 7, datetime.timedelta(milliseconds=50)
+    lance._LOGGED, lance._DIRECT = 20_000, 50_000
     rng = np.random.default_rng(seed)
     token = seed * 1_000_000
     with Store.open(directory, dim=DIM) as store:

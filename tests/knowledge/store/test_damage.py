@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 import torch
 
-from attnflow.knowledge.store import Damaged, NotAStore, Store, StoreError, metadata
+from attnflow.knowledge.store import Damaged, NotAStore, Store, StoreError, log, metadata
 
 ROWS = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
 
@@ -132,13 +132,102 @@ def test_any_changed_number_of_the_metadata_is_seen(filled):
 
 
 def test_a_list_of_rows_that_cannot_be_read_is_passed_over_by_a_rescue(filled, tmp_path):
+    for newest in filled.glob("entries.lance/_versions/*.manifest"):
+        if newest.stem != min(path.stem for path in newest.parent.glob("*.manifest")):
+            newest.unlink()  # older ones have been dropped
+    with Store.open(filled) as store:
+        store.insert(embeddings=ROWS.repeat(60, 1))
+        store._backend._release()
     newest = min(filled.glob("entries.lance/_versions/*.manifest"))
+    (filled / log.FILE).unlink()
     newest.write_bytes(b"\0" * 200)
-    with pytest.raises(Damaged, match=r"Store\.rescue.* copies what is whole"):
+    with pytest.raises(Damaged, match=r"is damaged: store\.json says dim=16, not so the entries; Store\.rescue"):
         Store.open(filled)
     check = Store.rescue(filled, tmp_path / "new")
     assert "an earlier one was taken" in check.faults[0]
-    assert check.count == 300
+    assert check.count == 299
+
+
+def foreign_delete(directory):
+    lancedb.connect(directory).open_table("entries").delete("id = 50")
+
+
+def foreign_insert(directory):
+    table = lancedb.connect(directory).open_table("entries")
+    table.add(table.search().where("id = 50").to_arrow())
+
+
+@pytest.mark.parametrize(("commit", "count"), [(foreign_delete, 298), (foreign_insert, 300)])
+def test_rows_that_vanish_or_come_are_noticed(filled, tmp_path, commit, count, caplog):
+    """Row by row such a table is whole. A commit that no write has announced is dropped, as of one cut short."""
+    commit(filled)
+    with pytest.raises(Damaged, match=rf"299 entries were written and {count} are there"):
+        Store.open(filled, read_only=True)
+    check = Store.rescue(filled, tmp_path / "new")
+    assert check.count == min(count, 299)
+    assert check.faults == (("299 entries were written, and 298 are there",) if count < 299 else ())
+    with Store.open(filled) as store:
+        assert len(store) == 299
+        assert store.verify().ok
+    assert "a commit that a crash of the machine had cut short was dropped" in caplog.text
+
+
+@pytest.fixture
+def logged(directory):
+    """The directory of a store whose last writes are in the log: its process was killed."""
+    store = Store.open(directory, dim=16)
+    store.insert(embeddings=ROWS[:20], texts=[str(i) for i in range(20)])
+    store.upsert(ids=[3], embeddings=ROWS[50:51], texts=["corrected"])
+    store.delete([7])
+    store._backend._release()
+    return directory
+
+
+def test_the_log_is_read_again(logged):
+    with Store.open(logged, read_only=True) as reader:
+        assert reader.get([3])[0].text == "corrected"
+        assert 7 not in reader
+        assert reader.stats().versions == {1: 18, 2: 1}
+        assert reader.verify().ok
+        with Store.open(logged) as writer:
+            assert writer.insert(embeddings=ROWS[:1]).tolist() == [20]
+        reader.refresh()
+        assert len(reader) == 20
+
+
+def test_changed_bytes_of_the_log_are_noticed(logged, tmp_path):
+    path = logged / log.FILE
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 37):
+        flip(path, place)
+        with pytest.raises(Damaged, match=r"writes\.log has other bytes than were written"):
+            Store.open(logged, read_only=True)
+        path.write_bytes(whole)
+    flip(path, whole.rindex(b"corrected"), 0)
+    check = Store.rescue(logged, tmp_path / "new")
+    assert check.count == 19
+    assert "some of the latest writes are lost" in check.faults[0]
+    with Store.open(tmp_path / "new") as store:
+        assert (store.get([3])[0].text, 7 in store) == ("3", False)
+
+
+def test_a_write_that_was_cut_short_is_not_there(logged):
+    path = logged / log.FILE
+    whole = path.read_bytes()
+    for rest in (whole[80:110], whole[80:300], b"\0" * 5000):
+        path.write_bytes(whole + rest)
+        with Store.open(logged, read_only=True) as store:
+            assert len(store) == 19
+    with Store.open(logged) as store:
+        assert store.insert(embeddings=ROWS[:1]).tolist() == [20]
+    with Store.open(logged) as store:
+        assert len(store) == 20
+
+
+def test_a_log_that_is_missing_is_noticed(logged):
+    (logged / log.FILE).unlink()
+    with pytest.raises(Damaged, match=r"writes\.log is missing"):
+        Store.open(logged)
 
 
 def test_a_store_of_format_1_gets_checksums_when_it_is_written(directory):

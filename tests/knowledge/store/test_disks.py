@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnflow.knowledge.store import Store, StoreError, lance
+from attnflow.knowledge.store import Store, StoreError, compaction, lance
 from tests.knowledge.store.processes import run
 
 EYE = torch.eye(4)
@@ -100,15 +100,17 @@ def test_a_full_disk_loses_nothing(directory):
 @pytest.mark.parametrize(
     ("method", "call"),
     [
-        ("add", lambda store: store.insert(embeddings=EYE)),
-        ("merge_insert", lambda store: store.upsert(ids=[0], embeddings=EYE[:1])),
-        ("delete", lambda store: store.delete([0])),
+        ("add", lambda store: store.insert(embeddings=EYE.repeat(2**17, 1))),
+        ("merge_insert", lambda store: store.upsert(ids=range(2**18), embeddings=EYE.repeat(2**16, 1))),
+        ("delete", lambda store: store.delete(range(4, 2**18))),
         ("add", lambda store: store.restore("s")),
     ],
 )
 def test_what_the_engine_cannot_do_changes_nothing(directory, method, call, monkeypatch):
+    """Writes that are large enough for a commit of their own."""
     with Store.open(directory, dim=4) as store:
-        store.insert(embeddings=EYE, texts=list("abcd"))
+        store.insert(embeddings=EYE.repeat(2**16, 1))
+        store.upsert(ids=range(4), embeddings=EYE, texts=list("abcd"))
         store.snapshot("s")
 
         class Failing:
@@ -121,13 +123,34 @@ def test_what_the_engine_cannot_do_changes_nothing(directory, method, call, monk
                 return getattr(self.table, name)
 
         monkeypatch.setattr(store._backend._table, "raw", Failing(store._backend._table.raw))
-        with pytest.raises(StoreError, match="No space left on device"):
+        with pytest.raises(StoreError, match="No space left on device; make room on the disk and call again"):
             call(store)
-        assert [entry.text for entry in store.get(store.ids())] == list("abcd")
-        assert store.search(EYE, 1).ids[:, 0].tolist() == [0, 1, 2, 3]
+        assert len(store) == 2**18
+        assert [entry.text for entry in store.get(range(4))] == list("abcd")
         monkeypatch.undo()
         store.upsert(ids=[0], embeddings=EYE[:1], texts=["A"])
-        assert store.get([0])[0].version == 2
+        assert store.get([0])[0].version == 3
+    with Store.open(directory) as store:
+        assert store.verify().ok
+        assert [entry.text for entry in store.get(range(4))] == list("Abcd")
+
+
+def test_a_log_that_cannot_go_to_the_table_stays_and_is_tried_again(directory, monkeypatch, caplog):
+    monkeypatch.setattr(lance, "_LOGGED", 2000)
+    with Store.open(directory, dim=4) as store:
+        monkeypatch.setattr(type(store._backend._table.raw), "add", failing)
+        for i in range(20):
+            store.insert(embeddings=EYE, texts=[str(i)] * 4)
+        assert "keeps writes in its log: No space left on device" in caplog.text
+        assert len(store) == 80
+    assert "was closed with writes left in its log" in caplog.text
+    monkeypatch.undo()
+    with Store.open(directory) as store:
+        assert [entry.text for entry in store.get(range(0, 80, 4))] == [str(i) for i in range(20)]
+
+
+def failing(*_, **__):
+    raise OSError("No space left on device")
 
 
 def test_a_step_cut_short_after_the_commit_is_made_good(directory, monkeypatch):
@@ -153,9 +176,15 @@ def test_a_step_cut_short_after_the_commit_is_made_good(directory, monkeypatch):
         assert store.ids().tolist() == [0, 2, 3]
 
 
-def test_snapshots_survive_compaction(directory, monkeypatch):
-    monkeypatch.setattr(lance, "_COMPACT_AFTER", 5)
-    monkeypatch.setattr(lance, "_KEEP", lance.datetime.timedelta(milliseconds=1))
+@pytest.fixture
+def eager(monkeypatch):
+    """Every write is a commit, and a few are compacted; nothing is kept for readers."""
+    monkeypatch.setattr(lance, "_LOGGED", 0)
+    monkeypatch.setattr(compaction, "_MANY", 5)
+    monkeypatch.setattr(compaction, "KEEP", compaction._NOW)
+
+
+def test_snapshots_survive_compaction(directory, eager):
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE, texts=list("abcd"))
         store.snapshot("early")
@@ -169,9 +198,7 @@ def test_snapshots_survive_compaction(directory, monkeypatch):
         assert store.search(EYE, 1).ids[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_many_short_processes_are_compacted_too(directory, monkeypatch):
-    monkeypatch.setattr(lance, "_COMPACT_AFTER", 5)
-    monkeypatch.setattr(lance, "_KEEP", lance.datetime.timedelta(milliseconds=1))
+def test_many_short_processes_are_compacted_too(directory, eager):
     for i in range(23):
         with Store.open(directory, dim=4) as store:
             store.insert(embeddings=EYE[:1], texts=[str(i)])
@@ -180,14 +207,51 @@ def test_many_short_processes_are_compacted_too(directory, monkeypatch):
         assert [entry.text for entry in store.get(store.ids())] == [str(i) for i in range(23)]
 
 
-def test_compaction_that_fails_is_said_and_the_write_stays(directory, monkeypatch, caplog):
-    monkeypatch.setattr(lance, "_COMPACT_AFTER", 1)
-
-    def full(*_, **__):
-        raise OSError("No space left on device")
-
+def test_compaction_that_fails_is_said_and_the_write_stays(directory, eager, monkeypatch, caplog):
     with Store.open(directory, dim=4) as store:
-        monkeypatch.setattr(type(store._backend._table.raw), "optimize", full)
-        store.insert(embeddings=EYE)
+        monkeypatch.setattr(type(store._backend._table.raw), "optimize", failing)
+        for _ in range(8):
+            store.insert(embeddings=EYE)
         assert "was not compacted: No space left on device" in caplog.text
-        assert len(store) == 4
+        assert len(store) == 32
+
+
+def files(directory):
+    return sum(path.is_file() for path in directory.rglob("*"))
+
+
+def test_many_small_writes_leave_few_files(directory):
+    with Store.open(directory, dim=4) as store:
+        for i in range(300):
+            store.insert(embeddings=EYE[:1], texts=[str(i)])
+        for i in range(300):
+            store.upsert(ids=[i], embeddings=EYE[1:2])
+        assert files(directory) < 20
+        assert [entry.text for entry in store.get(range(300))] == [str(i) for i in range(300)]
+    assert files(directory) < 20
+    with Store.open(directory) as store:
+        assert store.stats().versions == {2: 300}
+
+
+def test_compact_leaves_the_least(directory, monkeypatch):
+    monkeypatch.setattr(lance, "_LOGGED", 0)
+    with Store.open(directory, dim=4) as store:
+        for i in range(12):
+            store.upsert(ids=[i % 3], embeddings=EYE[:1], texts=[str(i)])
+        assert files(directory) > 20
+        (directory / "snapshot-half.lance").mkdir()
+        store.compact()
+        assert files(directory) <= 7  # metadata, lock, log, rows, their list, its hint, the last transaction
+        assert not (directory / "snapshot-half.lance").exists()
+        assert [entry.text for entry in store.get(range(3))] == ["9", "10", "11"]
+        assert store.verify().ok
+
+
+def test_compact_elsewhere_has_nothing_to_do_or_says_so(tmp_path):
+    with Store.open("memory", dim=4) as store:
+        store.compact()
+    with (
+        Store.open(f"milvus:{tmp_path}/store.db", dim=4) as store,
+        pytest.raises(StoreError, match="compacts its files by itself"),
+    ):
+        store.compact()

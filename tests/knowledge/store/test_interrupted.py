@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import lancedb
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.store import NotAStore, ReadOnly, Store, StoreError, StoreLocked, lance, metadata, milvus
+from attnflow.knowledge.store import store as store_module
 from attnflow.knowledge.store.table import ENTRIES
 
 EYE = torch.eye(4)
@@ -52,6 +54,7 @@ def test_an_index_that_was_cut_short_is_built_anew(method, monkeypatch):
 
 def test_a_commit_after_an_interrupt_is_found(directory, monkeypatch):
     """What LanceDB is doing when the interrupt comes may be committed all the same, unseen by the table at hand."""
+    monkeypatch.setattr(lance, "_DIRECT", 0)
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE)
         table = store._backend._table.raw
@@ -64,10 +67,10 @@ def test_a_commit_after_an_interrupt_is_found(directory, monkeypatch):
                 lancedb.connect(directory).open_table(ENTRIES).add(rows)
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(store._backend._table, "raw", Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            store.insert(embeddings=2 * EYE)
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(store._backend._table, "raw", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                store.insert(embeddings=2 * EYE)
         assert store.insert(embeddings=3 * EYE).tolist() == [8, 9, 10, 11]
         whole(store)
 
@@ -78,7 +81,7 @@ def test_an_id_is_not_forgotten_where_the_disk_was_full_for_a_moment(directory, 
 
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE)
-        monkeypatch.setattr(metadata, "save", full)
+        monkeypatch.setattr(store._backend._log, "append", full)
         with pytest.raises(StoreError, match="No space left"):
             store.delete([3])
         monkeypatch.undo()
@@ -216,3 +219,109 @@ def test_of_two_writers_of_a_server_the_later_one_may_write(tmp_path, monkeypatc
     with Store.open(place) as third:
         assert third.snapshots() == ["early"]
         assert third.insert(embeddings=EYE[:1]).tolist() == [8]
+
+
+def test_a_killed_snapshot_is_listed_and_swept(directory, monkeypatch):
+    store = Store.open(directory, dim=4)
+    store.insert(embeddings=EYE)
+
+    def killed(*_):
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "save", killed)
+        patched.setattr(lance, "sweep", lambda *_: None)
+        with pytest.raises(SystemExit):
+            store.snapshot("half")
+    assert store.snapshots() == []
+    assert store.verify().leftovers == ("snapshot-half.lance",)
+    (directory / ".store.json.abcdef.part").write_text("half")
+    store._backend._release()
+    with Store.open(directory) as store:
+        assert store.verify().leftovers == ()
+        assert store.snapshot("half") == "half"
+        store.drop_snapshot("half")
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "entries.lance",
+        "store.json",
+        "writer.lock",
+        "writes.log",
+    ]
+
+
+def test_calls_that_fail_leave_nothing_behind(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "save", full)
+        with pytest.raises(StoreError, match="make room on the disk"):
+            Store.open(tmp_path / "a" / "b" / "store", dim=4)
+    assert list(tmp_path.iterdir()) == []
+    with Store.open(tmp_path / "store", dim=4) as store:
+        store.insert(embeddings=EYE)
+        names = sorted(path.name for path in (tmp_path / "store").iterdir())
+        with monkeypatch.context() as patched:
+            patched.setattr(metadata, "save", full)
+            with pytest.raises(StoreError, match=r"the snapshot was not made: .*No space left"):
+                store.snapshot("s")
+        assert sorted(path.name for path in (tmp_path / "store").iterdir()) == names
+
+
+def test_what_a_crash_left_beside_a_store_is_removed(tmp_path):
+    left = tmp_path / f".store.{'0' * 32}.new"
+    recent = tmp_path / f".store.{'1' * 32}.new"
+    other = tmp_path / ".storekeeper.new"
+    for folder in (left, recent, other):
+        folder.mkdir()
+        (folder / "store.json").write_text("{}")
+    os.utime(left, (0, 0))
+    Store.open(tmp_path / "store", dim=4).close()
+    assert not left.exists()
+    assert recent.exists()
+    assert other.exists()
+
+
+def test_a_lock_does_not_follow_a_link(directory, tmp_path):
+    Store.open(directory, dim=4).close()
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    (directory / "writer.lock").unlink()
+    (directory / "writer.lock").symlink_to(precious)
+    with pytest.raises(StoreError, match="is no plain file"):
+        Store.open(directory)
+    (directory / "writer.lock").unlink()
+    os.mkfifo(directory / "writer.lock")
+    with pytest.raises(StoreError, match="is no plain file"):
+        Store.open(directory)
+    assert precious.read_text() == "years of work"
+
+
+def test_a_damaged_old_list_of_files_keeps_nobody_out(directory, monkeypatch, caplog):
+    monkeypatch.setattr(lance, "_LOGGED", 0)
+    with Store.open(directory, dim=4) as store:
+        for i in range(4):
+            store.upsert(ids=[i], embeddings=EYE[:1])
+        store._backend._release()
+    old = max((directory / "entries.lance" / "_versions").glob("*.manifest"))
+    old.write_bytes(b"\xff" * 50)
+    with Store.open(directory) as store:
+        assert len(store) == 4
+        store.compact()
+        assert "was damaged, and is removed" in caplog.text
+    assert not old.exists()
+
+
+def test_times_do_not_go_back_with_the_clock(place, monkeypatch):
+    clock = iter(range(10**18, 0, -(10**12)))
+    monkeypatch.setattr(store_module.time, "time_ns", lambda: next(clock))
+    with Store.open(place, dim=4) as store:
+        times = []
+        for i in range(5):
+            store.upsert(ids=[i % 2], embeddings=EYE[i % 4 : i % 4 + 1])
+            times.append(store.get([i % 2])[0].updated)
+        assert times == sorted(set(times))
+    if place != "memory":
+        with Store.open(place) as store:
+            store.upsert(ids=[0], embeddings=EYE[:1])
+            assert store.get([0])[0].updated > times[-1]

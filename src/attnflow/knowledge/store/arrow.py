@@ -67,6 +67,17 @@ def reader(described: Any, batches: Iterator[Any]) -> Any:
     return arrow.RecordBatchReader.from_batches(described, batches)
 
 
+def to_bytes(table: Any) -> bytes:
+    """A table of some rows in one batch, without its schema."""
+    (batch,) = table.combine_chunks().to_batches()
+    return batch.serialize().to_pybytes()
+
+
+def from_bytes(data: bytes, described: Any) -> Any:
+    """The table again."""
+    return arrow.Table.from_batches([arrow.ipc.read_record_batch(arrow.py_buffer(data), described)])
+
+
 def times(column: Any) -> IntArray:
     """Microseconds since 1970."""
     return column.cast(arrow.int64()).to_numpy()

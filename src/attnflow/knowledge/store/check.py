@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from attnflow._core.checks import preview
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
+from attnflow.knowledge.store.checksums import Digest
 from attnflow.knowledge.store.errors import of_engine, reason
-from attnflow.knowledge.store.table import Database, EntryTable
+from attnflow.knowledge.store.recent import Recent, others
+from attnflow.knowledge.store.table import Database, EntryTable, snapshot_table
 
 
 @dataclass(frozen=True)
@@ -41,23 +43,28 @@ class StoreCheck(Result):
         return "\n".join([whole, *damaged, *self.faults, *left])
 
 
-def examine(uri: str, entries: EntryTable) -> StoreCheck:
-    """Every row of a table against its checksum."""
-    count, damaged, faults = 0, list[int](), list[str]()
+def examine(uri: str, entries: EntryTable, recent: Recent, written: Digest) -> StoreCheck:
+    """Every row of a table, with the recent ones in place of theirs, against its checksum, and all against theirs."""
+    _, checks, hidden = recent.rows()
+    there, damaged, faults = Digest().plus(checks), list[int](), list[str]()
     for piece in entries.pieces():
-        count += int(piece.whole.sum())
-        damaged += piece.rows.id[~piece.whole].tolist()
+        seen = others(piece.rows.id, hidden)
+        there = there.plus(piece.checks[piece.whole & seen])
+        damaged += piece.rows.id[~piece.whole & seen].tolist()
         faults += [piece.problem] * bool(piece.problem)
-    return StoreCheck(uri, count, tuple(damaged), tuple(faults))
+    if there != written and not damaged and not faults:
+        faults.append(f"{written.rows:,} entries were written, and {there.rows:,} are there, or others")
+    return StoreCheck(uri, there.rows, tuple(damaged), tuple(faults))
 
 
-def examine_snapshot(uri: str, database: Database, name: str, table: str) -> tuple[str, ...]:
+def examine_snapshot(uri: str, database: Database, name: str) -> tuple[str, ...]:
     """What is wrong with a snapshot, in a sentence; nothing where it is whole."""
     try:
-        found = examine(uri, database.open(table))
+        wrong = sum(
+            int((~piece.whole).sum()) + bool(piece.problem) for piece in database.open(snapshot_table(name)).pieces()
+        )
     except BaseException as error:
         if not of_engine(error):
             raise
         return (f"snapshot {name!r} cannot be opened: {reason(error)}",)
-    wrong = len(found.damaged) + len(found.faults)
     return (f"snapshot {name!r} is damaged: {plural(wrong, 'entry', 'entries')} of it",) if wrong else ()

@@ -46,13 +46,11 @@ def checksums(rows: Rows) -> IntArray:
     return (_of_vectors(rows.id, rows.updated, rows.vector) << 32) | lower
 
 
-def hold(checks: IntArray, rows: Rows) -> Flags:
-    """Which rows are those that had these checksums."""
-    return checksums(rows) == checks
-
-
 def vectors_hold(checks: IntArray, ids: IntArray, updated: IntArray, vectors: Floats) -> Flags:
-    """Likewise, as far as ids, times of update and vectors go: half a second for 1,000,000 rows of width 128."""
+    """Which rows had these checksums, as far as ids, times of update and vectors go.
+
+    Half a second for 1,000,000 rows of width 128.
+    """
     return (checks >> 32) == (_of_vectors(ids, updated, vectors) << 32 >> 32)
 
 

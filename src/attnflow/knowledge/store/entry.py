@@ -137,6 +137,11 @@ class Rows:
         columns |= {name: column(records, name, object) for name in _TEXTS}
         return cls(**columns, vector=column(records, "vector", np.float32).reshape(-1, width))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """One after the other; at least one part."""
+        return cls(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+
     def take(self, places: Sequence[int]) -> Rows:
         """Some of them, in this order."""
         return Rows(**{name: values[places] for name, values in vars(self).items()})

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import weakref
 from pathlib import Path
 
@@ -20,21 +21,26 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise _no_file(path) from None
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise ReadOnly(
                     f"{path.parent} cannot be written ({error.strerror}): open it with read_only=True"
                 ) from None
             raise
         self._close = weakref.finalize(self, os.close, file)  # a store that nobody holds any more is not locked
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            self._close()
+            raise _no_file(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            holder = os.pread(file, 20, 0).decode(errors="replace").strip() or "(unknown)"
             self._close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise StoreError(f"{path.parent} cannot be locked against other writers: {error.strerror}") from None
-            holder = path.read_text().strip() or "(unknown)"
             raise StoreLocked(
                 f"{path.parent} is being written by process {holder}{' (this one)' * (holder == str(os.getpid()))}, "
                 "and one may write at a time: open it with read_only=True, or close the other one first"
@@ -47,6 +53,12 @@ class FileLock:
     def release(self) -> None:
         """Let others write."""
         self._close()
+
+
+def _no_file(path: Path) -> StoreError:
+    return StoreError(
+        f"{path} is no plain file, and what it leads to is not to be written: see who put it there, remove it"
+    )
 
 
 _HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()

@@ -23,7 +23,7 @@ class MemoryBackend(CachedIndex):
 
     def __init__(self, stored: Metadata, wanted: Wanted) -> None:
         super().__init__(stored, wanted)
-        self.next_id = 0
+        self.next_id = self.clock = 0
         self._rows: dict[int, _Record] = {}
         self._snapshots: dict[str, dict[int, _Record]] = {}
         self._rows_lock = threading.Lock()
@@ -64,6 +64,9 @@ class MemoryBackend(CachedIndex):
         """Nothing is on a disk."""
         return StoreCheck(uri, len(self))
 
+    def compact(self) -> None:
+        """There are no files."""
+
     def close(self) -> None:
         """Forget all."""
         self._rows, self._snapshots = {}, {}
@@ -73,6 +76,7 @@ class MemoryBackend(CachedIndex):
         with self._rows_lock:
             self._rows.update(fresh)
             self.next_id = max(self.next_id, max(fresh, default=-1) + 1)
+            self.clock = int(rows.updated.max())
         return np.zeros(len(rows), dtype=np.int64)
 
     def _delete(self, ids: IntArray) -> None:

@@ -24,6 +24,7 @@ from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.arguments import refuse_unknown
 from attnflow.knowledge.store.check import StoreCheck
+from attnflow.knowledge.store.durable import SyncedTree
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Summary, column
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreError, StoreLocked, failures
 from attnflow.knowledge.store.lock import FileLock
@@ -36,6 +37,7 @@ _CHARACTERS: Final = 65_535  # Milvus' limit on a string, in bytes
 _REQUEST: Final = 48 << 20  # bytes: Milvus takes messages of up to 64 MB
 _READ: Final = 5_000  # rows in a response
 _COPIED: Final = 1_000  # rows in a request of a snapshot
+_AHEAD: Final = 1_000_000  # microseconds that the record of the clock runs ahead, so as not to be written every time
 _SERVED: Counter[Path] = Counter()  # files, by how many stores of this process use them
 
 
@@ -49,6 +51,7 @@ class Connection:
             raise MissingExtra("pymilvus", "milvus", "a store in Milvus") from None
         self.types = pymilvus.DataType
         self.file = None if "://" in address else Path(address).absolute()
+        self._tree = None if self.file is None else SyncedTree(self.file)
         self._lock: FileLock | None = None
         if self.file is not None:
             address = self._serve(self.file, read_only)
@@ -63,6 +66,11 @@ class Connection:
         if self.file is not None:
             _SERVED[self.file] += 1
 
+    def sync(self) -> None:
+        """What was written to a file that is served here is on the disk: milvus-lite hands it to the system only."""
+        if self._tree is not None:
+            self._tree.sync()
+
     def close(self) -> None:
         """Once."""
         client, self.client = getattr(self, "client", None), None
@@ -74,6 +82,8 @@ class Connection:
                     from milvus_lite.server_manager import server_manager_instance
 
                     server_manager_instance.release_server(str(self.file))
+                    if self._lock is not None:
+                        self.sync()
         if self._lock is not None:
             self._lock.release()
 
@@ -104,6 +114,7 @@ class Record(Metadata):
         lists: lists of the approximate index (IVF_FLAT); 0 where the index is exact (FLAT).
         probes: lists that an approximate search reads.
         writer: who may write: the one that was opened last, as a server knows no locks.
+        clock: later than the times of all rows, by up to a second.
     """
 
     live: int = 1
@@ -111,6 +122,7 @@ class Record(Metadata):
     lists: int = 0
     probes: int = 0
     writer: str = ""
+    clock: int = 0
 
 
 class MilvusRows:
@@ -119,6 +131,7 @@ class MilvusRows:
     def __init__(self, address: str, wanted: Wanted) -> None:
         self._place, self._read_only = f"milvus:{address}", wanted.read_only
         self._name = uuid4().hex
+        self.clock = 0  # the latest time that a row was given
         self._connection = Connection(address, wanted.read_only)
         self.client = self._connection.client
         try:
@@ -129,7 +142,7 @@ class MilvusRows:
             wanted.check(self._place, self.record)
             if not wanted.read_only:
                 with failures(f"{address} cannot be opened to be written"):
-                    self.record = replace(self.record, writer=self._name)
+                    self.record, self.clock = replace(self.record, writer=self._name), self.record.clock
                     self._put(self.record)
         except BaseException:
             self.close()
@@ -151,8 +164,12 @@ class MilvusRows:
         _refuse_too_large(rows)
         with failures("the entries were not written"):
             self._may_write()
-            self.save(next_id=max(self.next_id, int(rows.id.max()) + 1))
+            latest = int(rows.updated.max())
+            clock = self.record.clock if latest <= self.record.clock else latest + _AHEAD
+            self.save(next_id=max(self.next_id, int(rows.id.max()) + 1), clock=clock)
             self.client.upsert(self.live, rows.records())
+            self._connection.sync()
+            self.clock = latest
 
     def delete(self, ids: IntArray) -> None:
         """One request."""
@@ -161,6 +178,7 @@ class MilvusRows:
         with failures("the entries were not deleted"):
             self._may_write()
             self.client.delete(self.live, ids=ids.tolist())
+            self._connection.sync()
 
     def read(self, ids: IntArray) -> Rows:
         """By id."""
@@ -222,6 +240,10 @@ class MilvusRows:
                 self._load(self.live)  # killed while the index was built anew
             self.client.load_collection(self.live)
 
+    def compact(self) -> None:
+        """Refused: Milvus does it by itself."""
+        raise StoreError(f"{self._place} is in Milvus, which compacts its files by itself")
+
     def verify(self, uri: str) -> StoreCheck:
         """Refused: rows carry no checksums here."""
         raise StoreError(f"{uri} is in Milvus, where entries have no checksums of ours: verify a store in a directory")
@@ -273,6 +295,7 @@ class MilvusRows:
 
     def _put(self, record: Record) -> None:
         self.client.upsert(_STORE, [{"id": 0, "record": metadata.encode(record), "vector": [0.0, 0.0]}])
+        self._connection.sync()
 
     def _recorded(self) -> Record:
         rows = self.client.query(_STORE, filter="id == 0", output_fields=["record"])

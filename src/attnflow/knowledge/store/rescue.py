@@ -12,14 +12,17 @@ from typing import Final
 
 import numpy as np
 
-from attnflow.knowledge.store import metadata
+from attnflow.knowledge.store import log, metadata
 from attnflow.knowledge.store.check import StoreCheck
-from attnflow.knowledge.store.checksums import checksums
-from attnflow.knowledge.store.entry import Rows
+from attnflow.knowledge.store.checksums import Digest, checksums
+from attnflow.knowledge.store.compaction import version
+from attnflow.knowledge.store.entry import Flags, Rows
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore, ReadOnly, StoreError, of_engine, reason
 from attnflow.knowledge.store.lock import FileLock
+from attnflow.knowledge.store.log import Kind, State
 from attnflow.knowledge.store.metadata import Metadata
 from attnflow.knowledge.store.opening import create
+from attnflow.knowledge.store.recent import Recent, others
 from attnflow.knowledge.store.table import ENTRIES, Database, EntryTable
 
 _TABLE: Final = f"{ENTRIES}.lance"
@@ -37,38 +40,73 @@ def rescue(source: Path, to: Path) -> StoreCheck:
         faults = list[str]()
         place = _openable(source, Path(held.enter_context(tempfile.TemporaryDirectory())), faults)
         described = _described(source, place, faults)
-        whole = _Whole(Database(place, described.dim, described.num_thresholds).open())
+        table = Database(place, described.dim, described.num_thresholds).open()
+        recent, state = _logged(source, table, faults)
+        whole = _Whole(table, recent)
 
-        def fill(entries: EntryTable) -> Metadata:
+        def fill(entries: EntryTable) -> State:
             for rows in whole.rows():
                 (entries.append if rows.version.max() == 1 else entries.merge)(rows, checksums(rows))
-            return replace(described, next_id=max(described.next_id, max(whole.versions, default=-1) + 1))
+            ids, updated, checks = entries.stamps()
+            clock = max(state.clock, int(updated.max(initial=0)))
+            return State(Digest().plus(checks), clock, max(state.next_id, int(ids.max(initial=-1)) + 1))
 
         create(to, described, fill)
+    found = len(whole.versions) + len(whole.damaged)
+    if not faults and not whole.problems and found < state.digest.rows:
+        faults.append(f"{state.digest.rows:,} entries were written, and {found:,} are there")
     return StoreCheck(str(source), len(whole.versions), tuple(whole.damaged), (*faults, *whole.problems))
 
 
 class _Whole:
-    """Whole rows of a table, and what is wrong with the others."""
+    """Whole rows of a table under recent ones, and what is wrong with the others."""
 
-    def __init__(self, table: EntryTable) -> None:
-        self._table = table
+    def __init__(self, table: EntryTable, recent: Recent) -> None:
+        self._table, self._recent = table, recent
         self.versions: dict[int, int] = {}
         self.damaged: list[int] = []
         self.problems: list[str] = []
 
     def rows(self) -> Iterator[Rows]:
         """Piece by piece; of an id that is there more than once, the latest version comes last."""
+        recent, _, hidden = self._recent.rows()
         for piece in self._table.pieces():
             self.problems += [piece.problem] * bool(piece.problem)
-            self.damaged += piece.rows.id[~piece.whole].tolist()
-            chosen = dict[int, int]()
-            for row in np.flatnonzero(piece.whole).tolist():
-                key, version = int(piece.rows.id[row]), int(piece.rows.version[row])
-                if version > self.versions.get(key, 0):
-                    self.versions[key], chosen[key] = version, row
-            if chosen:
-                yield piece.rows.take(list(chosen.values()))
+            seen = others(piece.rows.id, hidden)
+            self.damaged += piece.rows.id[~piece.whole & seen].tolist()
+            if (rows := self._newest(piece.rows, piece.whole & seen)) is not None:
+                yield rows
+        if (rows := self._newest(recent, np.ones(len(recent), dtype=np.bool_))) is not None:
+            yield rows
+
+    def _newest(self, rows: Rows, chosen: Flags) -> Rows | None:
+        places = dict[int, int]()
+        for place in np.flatnonzero(chosen).tolist():
+            key, version = int(rows.id[place]), int(rows.version[place])
+            if version > self.versions.get(key, 0):
+                self.versions[key], places[key] = version, place
+        return rows.take(list(places.values())) if places else None
+
+
+def _logged(source: Path, table: EntryTable, faults: list[str]) -> tuple[Recent, State]:
+    """The writes of the log that are whole, and what the store was after the last."""
+    recent, state = Recent(sum(table.widths)), State()
+    try:
+        data = (source / log.FILE).read_bytes()
+    except OSError as error:
+        if table.checked:
+            faults.append(f"{log.FILE} cannot be read ({error.strerror}): the latest writes are lost")
+        return recent, state
+    for record, _ in log.scan(data):
+        if not record.whole:
+            faults.append(f"{log.FILE} has other bytes than were written: some of the latest writes are lost")
+            continue
+        if record.kind == Kind.PUT:
+            recent.put(*table.decode(record.body))
+        elif record.kind == Kind.DELETE:
+            recent.drop(np.frombuffer(record.body, dtype=np.int64))
+        state = record.state if record.kind != Kind.COMMIT else state
+    return recent, state
 
 
 def _described(source: Path, place: Path, faults: list[str]) -> Metadata:
@@ -100,7 +138,7 @@ def _openable(source: Path, aside: Path, faults: list[str]) -> Path:
     (copy / "_versions" / "latest_version_hint.json").unlink(missing_ok=True)
     for folder in ("data", "_deletions", "_transactions"):
         (copy / folder).symlink_to((source / _TABLE / folder).absolute(), target_is_directory=True)
-    for manifest in sorted((copy / "_versions").glob("*.manifest"), key=_version, reverse=True):
+    for manifest in sorted((copy / "_versions").glob("*.manifest"), key=version, reverse=True):
         if _problem(aside) is None:
             faults.append(
                 f"the newest list of rows cannot be read ({said}): an earlier one was taken, later writes are lost"
@@ -122,9 +160,3 @@ def _problem(place: Path) -> str | None:
             raise
         return reason(error)
     return None
-
-
-def _version(manifest: Path) -> int:
-    """The version that a manifest of LanceDB describes, by its name: newer layouts count down from 2**64 - 1."""
-    number = int(manifest.stem)
-    return 2**64 - 1 - number if number >= 2**63 else number

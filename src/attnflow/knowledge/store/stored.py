@@ -33,7 +33,7 @@ class StoredEntries:
         self._process = os.getpid()
         self._closed = False
         self.dim, self.num_thresholds = backend.dim, backend.num_thresholds
-        self.revision = self._clock = 0
+        self.revision = 0
         self._behind = True  # what is searched may differ from what is kept
 
     def __len__(self) -> int:
@@ -156,9 +156,10 @@ class StoredEntries:
         Raises:
             StoreError: a store of format 1 that was never opened to be written has no checksums.
 
-        Cost: a pass over all files: about 6 s for 1,000,000 entries of width 128.
+        Cost: a pass over all files: about 6 s for 1,000,000 entries of width 128; writes wait meanwhile.
         """
-        return self._open().verify(self.uri)
+        with self._write_lock:
+            return self._open().verify(self.uri)
 
     def refresh(self) -> None:
         """See what another process has written since this store was opened or refreshed."""

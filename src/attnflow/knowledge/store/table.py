@@ -18,10 +18,10 @@ from attnflow.knowledge.store.entry import Flags, Rows, Stamped
 from attnflow.knowledge.store.errors import changed_rows, failures, of_engine, reason
 
 ENTRIES: Final = "entries"
+SNAPSHOT: Final = "snapshot-"
 
-_CACHE: Final = (
-    16 << 20
-)  # bytes of manifests and the like; LanceDB's own limits grow with every commit to 1 GB and more
+# Bytes of lists of files and the like; LanceDB's own limits are 1 GB and more, and every commit adds to what is held.
+_CACHE: Final = 4 << 20
 _PIECE: Final = 8192  # rows
 _HELP: Final = (
     "if another process writes there, refresh(); if not, its files are damaged: Store.rescue copies what is whole"
@@ -32,6 +32,7 @@ class Piece(NamedTuple):
     """Some rows of a table in their order: those that are there, which of them are whole, and what cannot be read."""
 
     rows: Rows
+    checks: IntArray  # of the rows as they are
     whole: Flags
     problem: str = ""
 
@@ -60,22 +61,21 @@ class EntryTable:
 
     def __init__(self, database: Database, table: Any) -> None:
         self.raw, self._arrow = table, database.arrow
-        self._widths = database.dim, database.num_thresholds
+        self.widths = database.dim, database.num_thresholds
         self._place = str(database.directory)
         self._unreadable = f"{self._place} cannot be read"
-
-    @property
-    def checked(self) -> bool:
-        """Whether rows have checksums: those of format 1 do not."""
-        return self._arrow.CHECK in self.raw.schema.names
+        self.checked = self._arrow.CHECK in table.schema.names  # not so in format 1
+        self._nothing = Rows.of([], sum(self.widths))
 
     def read(self, ids: IntArray) -> Rows:
         """Whole rows of those of these ids that there are, by a scan of the column of ids."""
+        if not len(ids):
+            return self._nothing
         with failures(self._unreadable, _HELP):
-            table = self.raw.search().where(_among(ids)).to_arrow() if len(ids) else self.raw.schema.empty_table()
-            rows, checks = self._arrow.to_rows(table, *self._widths), self._checks(table)
+            table = self.raw.search().where(_among(ids)).to_arrow()
+            rows, checks = self._arrow.to_rows(table, *self.widths), self._checks(table)
         if self.checked:
-            self._refuse(rows.id, checksums.hold(checks, rows))
+            self._refuse(rows.id, checksums.checksums(rows) == checks)
         return rows
 
     def stamps(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -88,13 +88,13 @@ class EntryTable:
     def load(self, ids: IntArray | None = None) -> Stamped:
         """What a search needs of all rows, or of those of these ids that there are, batch by batch into one matrix."""
         names = ["id", "updated"] + [self._arrow.CHECK] * self.checked
-        names += ["embedding"] + ["thresholds"] * (self._widths[1] > 0)
+        names += ["embedding"] + ["thresholds"] * (self.widths[1] > 0)
         with failures(self._unreadable, _HELP):
             query = self.raw.search().select(names)
             if ids is not None:
                 query = query.where(_among(ids)) if len(ids) else query.where("false")
             count = self.raw.count_rows() if ids is None else len(ids)
-            loaded = self._arrow.to_stamped(query.to_batches(), count, *self._widths)
+            loaded = self._arrow.to_stamped(query.to_batches(), count, *self.widths)
         if self.checked:
             self._refuse(loaded.ids, checksums.vectors_hold(loaded.checks, *loaded[:3]))
         return loaded
@@ -104,14 +104,28 @@ class EntryTable:
         with failures(self._unreadable, _HELP):
             return self.raw.search().select(list(names)).to_arrow()
 
+    def present(self, ids: IntArray) -> IntArray:
+        """Which of these ids there are."""
+        with failures(self._unreadable, _HELP):
+            return self.raw.search().where(_among(ids)).select(["id"]).to_arrow()["id"].to_numpy()
+
+    def encode(self, rows: Rows, checks: IntArray) -> bytes:
+        """Rows as bytes, without a schema."""
+        return self._arrow.to_bytes(self._arrow.to_table(rows, checks, *self.widths))
+
+    def decode(self, data: bytes) -> tuple[Rows, IntArray]:
+        """Rows of such bytes, and their checksums."""
+        table = self._arrow.from_bytes(data, self._arrow.schema(*self.widths))
+        return self._arrow.to_rows(table, *self.widths), table[self._arrow.CHECK].to_numpy()
+
     def append(self, rows: Rows, checks: IntArray) -> None:
         """Rows of ids that are not there; one commit."""
-        self.raw.add(self._arrow.to_table(rows, checks, *self._widths))
+        self.raw.add(self._arrow.to_table(rows, checks, *self.widths))
 
     def merge(self, rows: Rows, checks: IntArray) -> None:
         """Rows in place of those of the same ids, if there are any; one commit."""
         merge = self.raw.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
-        merge.execute(self._arrow.to_table(rows, checks, *self._widths))
+        merge.execute(self._arrow.to_table(rows, checks, *self.widths))
 
     def delete(self, ids: IntArray) -> None:
         """Rows no longer; one commit."""
@@ -119,10 +133,11 @@ class EntryTable:
 
     def replace(self, pieces: Iterator[Piece]) -> None:
         """These rows in place of all; one commit, in the format of today."""
-        tables = (self._arrow.to_table(piece.rows, checksums.checksums(piece.rows), *self._widths) for piece in pieces)
-        schema = self._arrow.schema(*self._widths)
+        tables = (self._arrow.to_table(piece.rows, piece.checks, *self.widths) for piece in pieces)
+        schema = self._arrow.schema(*self.widths)
         batches = (batch for table in tables for batch in table.to_batches())
         self.raw.add(self._arrow.reader(schema, batches), mode="overwrite")
+        self.checked = True
 
     def whole_rows(self) -> Iterator[Piece]:
         """All rows, piece by piece.
@@ -163,8 +178,8 @@ class EntryTable:
                 yield from self._halves(start, middle)
                 yield from self._halves(middle, stop)
             else:
-                nothing = self._arrow.to_rows(self.raw.schema.empty_table(), *self._widths)
-                yield Piece(nothing, np.zeros(0, dtype=np.bool_), f"{self._named(start)}: {reason(error)}")
+                said = f"{self._named(start)} cannot be read: {reason(error)}"
+                yield Piece(self._nothing, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), said)
 
     def _named(self, place: int) -> str:
         """The id of a row that cannot be read otherwise, if that can."""
@@ -178,9 +193,11 @@ class EntryTable:
 
     def _piece(self, part: Any) -> Piece:
         table = self._arrow.as_table(part)
-        rows = self._arrow.to_rows(table, *self._widths)
-        whole = checksums.hold(self._checks(table), rows) if self.checked else np.ones(len(rows), dtype=np.bool_)
-        return Piece(rows, whole)
+        rows = self._arrow.to_rows(table, *self.widths)
+        checks = checksums.checksums(rows)
+        return Piece(
+            rows, checks, checks == self._checks(table) if self.checked else np.ones(len(rows), dtype=np.bool_)
+        )
 
     def _checks(self, table: Any) -> IntArray:
         return table[self._arrow.CHECK].to_numpy() if self.checked else np.zeros(len(table), dtype=np.int64)
@@ -188,6 +205,11 @@ class EntryTable:
     def _refuse(self, ids: IntArray, whole: Flags) -> None:
         if not whole.all():
             raise changed_rows(self._place, ids[~whole].tolist())
+
+
+def snapshot_table(name: str) -> str:
+    """What the table of a snapshot is called."""
+    return f"{SNAPSHOT}{name}"
 
 
 def packages() -> tuple[Any, Any]:
