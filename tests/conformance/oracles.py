@@ -190,13 +190,14 @@ def _unit_vectors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": replaced(kwargs["hidden_states"])}
-    return (replaced(args[0]), *args[1:]), kwargs
+    same = [isinstance(value, Tensor) and value.shape == args[0].shape and value.is_floating_point() for value in args]
+    return tuple(replaced(value) if one else value for value, one in zip(args, same, strict=True)), kwargs
 
 
 def _neutralise(module: nn.Module, stack: ExitStack) -> None:
     for name, part in module.named_modules():
         bias = getattr(part, "bias", None)
-        if isinstance(bias, nn.Parameter):
+        if isinstance(bias, nn.Parameter) and hasattr(part, "weight"):  # else it may be a factor of a position
             bias.data.zero_()
         if name and "norm" in name.rsplit(".", 1)[-1].lower():
             stack.callback(part.register_forward_hook(lambda _, args, __: args[0]).remove)

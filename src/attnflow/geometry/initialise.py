@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import layers_in_memory
 from attnflow.models.attention import AttentionLayer
-from attnflow.models.families.rows import Rows
+from attnflow.models.families.rows import Rows, Selected
 from attnflow.models.loaded import Loaded
 
 Scale = Literal["matched", "paper"]
@@ -97,8 +97,11 @@ def _initialise(
 
 
 def _check(layer: AttentionLayer, sign: Literal[1, -1]) -> None:
-    if not isinstance(layer.query_rows, Rows) or not isinstance(layer.key_rows, Rows):
-        raise UnsupportedArchitecture(f"{layer.name} has latent attention, whose queries and keys cannot be written")
+    if not isinstance(layer.query_rows, Rows | Selected) or not isinstance(layer.key_rows, Rows | Selected):
+        raise UnsupportedArchitecture(
+            f"{layer.name} has queries or keys that are products of several weights (latent attention), so that there "
+            "is no one way to write them; leave such models as they are, and use penalty"
+        )
     if sign < 0 and layer.head_dim == 1:
         raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
 

@@ -47,6 +47,10 @@ def score(
     position, gains of norms and 1/sqrt(head_dim) have no part in M. With latent attention (DeepSeek), queries and keys
     are the products of their low-rank factors, without the norm between them.
 
+    Where the queries and keys of a family lie is in a registry. For a model in memory, what the registry lacks is
+    probed: noise in place of what the submodules of an attention module put out shows of which rows of which weights
+    its queries and keys consist. A layer that attends to the keys of an earlier one is scored with those.
+
     Args:
         source: a torch module; a folder that holds a model; a file of safetensors, GGUF, `.bin` or `.pt`; or the id of
             a model on the hub.
@@ -63,11 +67,12 @@ def score(
     Raises:
         FileNotFoundError: there is no such file, folder or model.
         BadCheckpoint: a file is damaged, incomplete or holds NaN or Inf, or is in a form that is not opened.
-        UnsupportedArchitecture: no queries and keys are known, or they do not fit the config; or the model has none of
-            the kind of attention that was asked for.
+        UnsupportedArchitecture: no queries and keys are known, they do not fit the config, or they are no linear
+            function of a token; or the model has none of the kind of attention that was asked for.
         MissingExtra: a package that reads this source is not installed.
 
-    Cost: reads the queries and keys once; memory for those of one layer in float32 and their scores.
+    Cost: reads the queries and keys once; memory for those of one layer in float32 and their scores. A probe is one
+    forward pass of 16 tokens, once for each model.
     """
     check_reading(gamma, mode)
     weights, layers = _open(source, attention, config)
@@ -118,12 +123,14 @@ def _open(
 
 def _notes(weights: Weights, layers: list[AttentionLayer]) -> tuple[str, ...]:
     notes: list[str] = []
-    if any(layer.discovered for layer in layers):
+    guessed = [layer for layer in layers if layer.discovered]
+    if guessed:
         kind = weights.config.get("model_type")
         what = (
             f"models of type {kind!r} are not in the registry" if kind else "the model does not say of which type it is"
         )
-        notes.append(f"{what}: queries and keys were found by their names and shapes")
+        part = f" of the {guessed[0].tower} tower" if len(guessed) < len(layers) else ""
+        notes.append(f"{what}: queries and keys{part} were found by their names and shapes")
     depth = weights.config.get("num_hidden_layers")
     if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
         notes.append(_SHARED)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints.weights import Weights, config_of, stated_by
-from attnflow.models.families.find import Place, find
+from attnflow.models.checkpoints.weights import Weights, config_of
+from attnflow.models.families.find import Place, find, nothing_known, registered
 from attnflow.models.families.heads import UnknownHeads
-from attnflow.models.families.rows import Read, Rows
+from attnflow.models.families.rows import Read, Rows, Selected
 from attnflow.models.families.table import is_query_or_key
+from attnflow.models.places import places_of, said_by
 
 _ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
 
@@ -58,8 +59,10 @@ class AttentionLayer(Place):
         for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
             if weight is None:
                 continue
-            if not isinstance(rows, Rows):
-                raise UnsupportedArchitecture(f"{self.name} has latent attention, whose weights cannot be written")
+            if not isinstance(rows, Rows | Selected):
+                raise UnsupportedArchitecture(
+                    f"{self.name} has queries or keys that are products (latent attention), which cannot be written"
+                )
             with torch.no_grad():
                 expected = rows.take(self.parameters[rows.tensor]).shape
                 if weight.shape != expected:
@@ -70,13 +73,15 @@ class AttentionLayer(Place):
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """Every attention module of a model in memory whose weights can be read, in the order of its layers.
+    """Every attention module of a model in memory, in the order of its layers.
 
-    Layers that share one module (ALBERT) have one entry.
+    What the registry of families cannot read is probed, by one forward pass of 16 tokens when a model is first asked
+    for. Layers that share one module (ALBERT) have one entry.
 
     Raises:
         TypeError: not a module.
-        UnsupportedArchitecture: the model has no attention that is known, or adapters on its queries or keys.
+        UnsupportedArchitecture: the model has no attention that is known, adapters on its queries or keys, or queries
+            and keys that are no linear function of a token.
     """
     if not isinstance(cast(object, model), nn.Module):
         raise TypeError(f"expected a torch module, got {type(model).__name__}")
@@ -88,7 +93,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
     return [
         AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
-        for place in _find(model, shapes)
+        for place in places_of(model, shapes)
     ]
 
 
@@ -105,7 +110,14 @@ def attention_places(model: nn.Module) -> dict[str, Place]:
     for name, parameter in model.named_parameters():
         if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
             shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
-    return {place.name: place for place in _find(model, shapes)}
+    places: dict[str, Place] = {}
+    for stem, place in registered(shapes, config_of(model), said_by(model)):
+        if isinstance(place, UnsupportedArchitecture):
+            raise place
+        places[stem.path] = place
+    if not places:
+        raise UnsupportedArchitecture(nothing_known(shapes, config_of(model)))
+    return places
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
@@ -126,7 +138,10 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
             "8-bit floats are"
         )
     try:
-        places = _stored_places(weights, {**weights.config, **(config or {})})
+        if weights.module is not None:
+            places = places_of(weights.module, weights.shapes, config)
+        else:
+            places = _stored_places(weights, {**weights.config, **(config or {})})
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{weights.name}: {error}") from error
     return [AttentionLayer(**vars(place), read=weights.read, parameters={}) for place in places]
@@ -134,16 +149,12 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
 
 def _stored_places(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
     try:
-        return find(weights.shapes, config, weights.stated)
+        return find(weights.shapes, config)
     except UnknownHeads:
         try:
             from attnflow.models.loader import complete_config
         except ImportError:  # without transformers nobody knows what a config leaves out
             pass
         else:
-            return find(weights.shapes, complete_config(config), weights.stated)
+            return find(weights.shapes, complete_config(config))
         raise
-
-
-def _find(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, ...]:
-    return find(shapes, config_of(model), lambda path: stated_by(model, path))

@@ -1,29 +1,25 @@
 """What the queries and keys of an attention module are made of, seen by running it: no table of families.
 
 What every submodule of an attention module puts out is replaced by noise, one batch of single tokens, and norms by the
-identity; rotations by position do nothing at position 0. Each component of a query or key that arrives at the
-attention interface then is, up to a factor, one component of some submodule's output, and the noise says which.
-Separate, fused, interleaved, gated and latent layouts differ in the answer alone.
+identity; rotations are switched off where the module is handed them, and do nothing at position 0. Each component of a
+query or key that arrives at the attention interface then is, up to a factor, one component of some submodule's output,
+and the noise says which. Separate, fused, interleaved, gated and latent layouts differ in the answer alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from attnflow.models.evaluation import REFUSALS, evaluating
 from attnflow.models.families.rows import Rows
-from attnflow.models.inputs import ordinary_tokens, sparing
-from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
-from attnflow.models.sites import Site, models_around
+from attnflow.models.noise import TOKENS, Trace, traces
+from attnflow.models.sites import Site
 
-_BATCH: Final = 16  # tokens, so many numbers by which a component is recognised
 _COSINE: Final = 0.9999  # of the same numbers up to a factor, rounded to bfloat16; of others about 0.9 at most
 _ROWS: Final = 2048  # components that are compared at a time
 
@@ -79,87 +75,50 @@ def probe(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | st
 
     Cost: one forward pass of 16 sequences of one token, without a cache.
     """
-    around = models_around(model, sites)
-    outputs = {site.name: dict[str, Tensor]() for site in sites}
-    calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    def watch(call: AttentionCall, proceed: Proceed) -> Output:
-        calls[call.module] = call.query, call.key
-        value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
-        return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
-
-    why = "no call of it was seen when the model read one token"
-    with evaluating(model), torch.no_grad(), _noise(sites, outputs):
-        modules = [site.module for site in sites]
-        interception = intercept(around, dict.fromkeys(modules, watch), role="bias", implementation="sdpa")
-        try:
-            (token,) = ordinary_tokens(around[0], 1)
-            ids = torch.full((_BATCH, 1), token, device=next(around[0].parameters()).device)
-            around[0](ids, **sparing(around[0]))
-        except REFUSALS as error:  # one token of text alone is no input of some models
-            why = f"the model did not run on one token ({type(error).__name__}: {error})"
-        finally:
-            interception.remove()
-    return {
-        site.name: _projections(*calls[site.module], outputs[site.name]) if site.module in calls else why
-        for site in sites
-    }
+    return {name: _projections(trace) for name, trace in traces(model, sites).items()}
 
 
-@contextmanager
-def _noise(sites: Sequence[Site], outputs: Mapping[str, dict[str, Tensor]]) -> Generator[None]:
-    """Noise for what every submodule puts out, noted in `outputs`, and the identity for norms."""
-    generator = torch.Generator().manual_seed(0)
-
-    def hook(site: str, path: str, norm: bool) -> Any:
-        def replace(module: nn.Module, args: tuple[Any, ...], output: object) -> Tensor | None:
-            if not isinstance(output, Tensor) or not output.is_floating_point():
-                return None
-            if norm and args and isinstance(args[0], Tensor) and args[0].shape == output.shape:
-                return args[0]
-            if output.numel() != _BATCH * output.shape[-1]:  # not of one vector for each token
-                return None
-            outputs[site][path] = torch.randn(output.shape, generator=generator).to(output)
-            return outputs[site][path]
-
-        return replace
-
-    handles = [
-        part.register_forward_hook(hook(site.name, path, "norm" in f"{path} {type(part).__name__}".lower()))
-        for site in sites
-        for path, part in site.module.named_modules()
-        if path
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _projections(query: Tensor, key: Tensor, outputs: Mapping[str, Tensor]) -> Projections | str:
-    if query.shape[0] != _BATCH or query.shape[2] != 1 or key.shape[2] != 1:
+def _projections(trace: Trace) -> Projections | str:
+    if not trace.calls:
+        return trace.why
+    query, key = trace.calls[-1]
+    if query.shape[0] != TOKENS or query.shape[2] != 1 or key.shape[2] != 1:
         return f"it attends from {query.shape[2]} to {key.shape[2]} positions when the model reads one token"
     sides: list[Columns] = []
     for side, heads in (("queries", query), ("keys", key)):
-        columns = _columns(heads.reshape(_BATCH, -1).float(), outputs)
-        if columns is None:
+        match = recognise(heads.reshape(TOKENS, -1), trace.outputs)
+        if match is None:
             return f"its {side} are more than components of what its submodules put out, normed and rotated"
-        sides.append(columns)
+        twice = next((path for path in match.columns.paths if len(trace.inputs[path]) > 1), None)
+        if twice is not None:
+            return f"its {side} come out of {twice}, which runs several times"
+        sides.append(match.columns)
     return Projections(query.shape[1], key.shape[1], query.shape[3], *sides)
 
 
-def _columns(heads: Tensor, outputs: Mapping[str, Tensor]) -> Columns | None:
-    """Which components of the outputs the heads consist of; None if some are none of them."""
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Vectors that were recognised: of which components they are, and by which factor each was multiplied."""
+
+    columns: Columns
+    factors: Float[Tensor, " width"]
+
+
+def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tensor]) -> Match | None:
+    """Which components of the outputs, [tokens, features] by name, the vectors consist of; None if some are of none."""
     widths = {path: output.shape[-1] for path, output in outputs.items()}
     if not widths:
         return None
-    pool = torch.cat([output.reshape(_BATCH, -1).float().to(heads.device) for output in outputs.values()], dim=1)
-    pool, heads = nn.functional.normalize(pool, dim=0), nn.functional.normalize(heads, dim=0)
-    best = [(part.T @ pool).abs().max(dim=1) for part in heads.split(_ROWS, dim=1)]
-    if min(float(one.values.min()) for one in best) < _COSINE:
+    exact = torch.promote_types(vectors.dtype, torch.float32)
+    vectors = vectors.to(exact)
+    pool = torch.cat([output.to(vectors) for output in outputs.values()], dim=1)
+    normed, sizes = nn.functional.normalize(pool, dim=0), pool.square().sum(0)
+    best = [(part.T @ normed).abs().max(dim=1) for part in nn.functional.normalize(vectors, dim=0).split(_ROWS, dim=1)]
+    if not min(float(one.values.min()) for one in best) >= _COSINE:  # of NaN, too
         return None
-    index = torch.cat([one.indices for one in best]).cpu()
+    index = torch.cat([one.indices for one in best])
+    factors = (vectors * pool[:, index]).sum(0) / sizes[index]
+    index = index.cpu()
     paths: list[str] = []
     placed, start, offset = torch.full_like(index, -1), 0, 0
     for path, width in widths.items():  # those that are used, side by side
@@ -169,4 +128,4 @@ def _columns(heads: Tensor, outputs: Mapping[str, Tensor]) -> Columns | None:
             placed[inside] = index[inside] - start + offset
             offset += width
         start += width
-    return Columns(tuple(paths), placed)
+    return Match(Columns(tuple(paths), placed), factors.cpu())

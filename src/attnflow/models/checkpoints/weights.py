@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -29,7 +29,7 @@ class Weights:
         shapes: name and shape of every tensor.
         packed: names of tensors that hold something else than numbers that can be read, such as quantised blocks.
         read: a tensor, or a run of its rows, on the CPU in float32 (float64 stays).
-        stated: what the attention module at a path says of its heads; nothing in files.
+        module: the model, if it is in memory.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Weights:
     shapes: Mapping[str, tuple[int, ...]]
     packed: frozenset[str]
     read: Read
-    stated: Callable[[str], Mapping[str, object]] = lambda _: {}
+    module: nn.Module | None = None
 
 
 def module_weights(model: nn.Module) -> Weights:
@@ -60,7 +60,7 @@ def module_weights(model: nn.Module) -> Weights:
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozenset(name for name, parameter in parameters.items() if not parameter.is_floating_point()),
         read,
-        lambda path: stated_by(model, path),
+        model,
     )
 
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final, Literal, cast
+from typing import Final, Literal, NamedTuple, cast
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.heads import Heads, Stated
-from attnflow.models.families.rows import LatentKey, LatentQuery, Rows
+from attnflow.models.families.rows import Composed, LatentKey, LatentQuery, Rows, Selected
 from attnflow.models.families.table import (
     FUSED,
     FUSED_WORDS,
@@ -47,8 +47,8 @@ class Place:
     name: str  # path of the module: the common stem of its tensors' names
     tower: str  # of a model of several parts: "encoder", "decoder", "vision", "text", "audio", ...; "" if it has one
     kind: Kind  # whether the keys are made from the same sequence as the queries
-    query_rows: Rows | LatentQuery
-    key_rows: Rows | LatentKey
+    query_rows: Rows | Selected | LatentQuery | Composed
+    key_rows: Rows | Selected | LatentKey | Composed
     num_heads: int
     num_kv_heads: int  # a divisor of `num_heads`
     discovered: bool  # by names and shapes alone, as its family is not in the registry
@@ -65,35 +65,52 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Stem:
     """A stem of tensor names behind which there seems to be an attention module."""
 
-    stem: str
+    path: str
     word: str
     suffix: str
 
     def tensor(self, word: str) -> str:
-        return ".".join(part for part in (self.stem, word) if part) + self.suffix
+        """The name of a tensor beside it."""
+        return ".".join(part for part in (self.path, word) if part) + self.suffix
 
     @property
     def numbers(self) -> list[int]:
-        return [int(part) for part in self.stem.split(".") if part.isdigit()]
+        """The numbers in its path, of its layer first."""
+        return [int(part) for part in self.path.split(".") if part.isdigit()]
 
     @property
     def kind(self) -> Kind:
-        return "cross" if CROSS.search(f"{self.stem}.{self.word}") else "self"
+        """Whether it reads its own sequence, by its name."""
+        return "cross" if CROSS.search(f"{self.path}.{self.word}") else "self"
+
+    @property
+    def beside(self) -> bool:
+        """Whether it is no layer of a tower."""
+        return _OTHER.search(self.path) is not None
 
     @property
     def tower(self) -> str:
-        return next((name for name, pattern in _TOWERS.items() if pattern.search(self.stem)), "")
+        """The tower that it lies in; "" if its path names none."""
+        return next((name for name, pattern in _TOWERS.items() if pattern.search(self.path)), "")
 
     @property
     def side(self) -> str:
+        """ "encoder" or "decoder" if its path says so, else ""."""
         words = {"encoder": "encoder", "enc": "encoder", "decoder": "decoder", "dec": "decoder"}
-        return next((words[part] for part in self.stem.split(".") if part in words), "")
+        return next((words[part] for part in self.path.split(".") if part in words), "")
 
 
-def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None = None) -> tuple[Place, ...]:
+class Said(NamedTuple):
+    """What a model in memory says of one of its attention modules; it wins over the config of the whole."""
+
+    heads: Config  # attributes of the module
+    config: Config  # of the innermost model around it
+
+
+def find(shapes: Shapes, config: Config) -> tuple[Place, ...]:
     """Where the queries and keys of a model are stored: a place for each attention module, in the order of its layers.
 
     Modules without a layer number, such as pooling heads, are left out where others have one, and so are small networks
@@ -102,71 +119,98 @@ def find(shapes: Shapes, config: Config, stated: Callable[[str], Config] | None 
     Args:
         shapes: name and shape of every tensor.
         config: what config.json says.
-        stated: what the attention module at a path says of its heads, for a model in memory; it wins over the config.
 
     Raises:
         UnsupportedArchitecture: there is no attention that is known, or the shapes are not those of the config.
     """
+    pairs: list[tuple[Stem, Place]] = []
+    for stem, place in registered(shapes, config):
+        if isinstance(place, UnsupportedArchitecture):
+            raise place
+        pairs.append((stem, place))
+    if not pairs:
+        raise UnsupportedArchitecture(nothing_known(shapes, config))
+    return ordered(pairs)
+
+
+def registered(
+    shapes: Shapes, config: Config, said: Callable[[str], Said] | None = None
+) -> list[tuple[Stem, Place | UnsupportedArchitecture]]:
+    """What the registry says of everything that is named like attention: its place, or why it is not known.
+
+    Args:
+        shapes: name and shape of every tensor.
+        config: what config.json says.
+        said: what a model in memory says of the module at a path.
+
+    Raises:
+        UnsupportedArchitecture: queries or keys have adapters.
+    """
     adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
     if adapted:
         raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
-    sites = [site for site in _sites(shapes) if not _OTHER.search(site.stem)]
-    sites = [site for site in sites if site.numbers] or sites
-    places = [(site, _place(site, shapes, config, stated)) for site in sites]
-    pairs = [(site, place) for site, place in places if place is not None]
-    if not pairs:
-        raise UnsupportedArchitecture(_nothing_found(shapes, config))
-    return _ordered(pairs)
+    stems = [stem for stem in _stems(shapes) if not stem.beside]
+    result: list[tuple[Stem, Place | UnsupportedArchitecture]] = []
+    for stem in [stem for stem in stems if stem.numbers] or stems:
+        try:
+            place = _place(stem, shapes, config, said)
+        except UnsupportedArchitecture as error:
+            place = error
+        if place is not None:
+            result.append((stem, place))
+    return result
 
 
-def _sites(shapes: Shapes) -> Iterator[_Site]:
+def _stems(shapes: Shapes) -> Iterator[Stem]:
     for name, shape in shapes.items():
         suffix = ".weight" if name.endswith(".weight") else ""
         stem, _, word = name.removesuffix(suffix).rpartition(".")
         named = word in SEPARATE or word in FUSED_WORDS or word in LATENT
         # Tensors of torch's own attention are called in_proj_weight and q_proj_weight.
         if len(shape) == 2 and named and bool(suffix) != word.endswith("_weight"):
-            yield _Site(stem, word, suffix)
+            yield Stem(stem, word, suffix)
 
 
-def _place(site: _Site, shapes: Shapes, root: Config, stated: Callable[[str], Config] | None) -> Place | None:
-    config = _config_of(root, site)
+def _place(stem: Stem, shapes: Shapes, root: Config, said: Callable[[str], Said] | None) -> Place | None:
+    own = said(stem.path) if said else Said({}, {})
+    root = own.config or root
+    config = _config_of(root, stem)
     model_type = str(config.get("model_type") or root.get("model_type") or "")
     if config.get("num_kv_shared_layers"):
         raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
-    stage = next(iter(site.numbers), 0)
-    speakers = ([stated(site.stem)] if stated else []) + [with_kv_heads(config, model_type)]
-    layout = _layout(site, shapes, model_type, Stated(speakers, site.side), stage)
+    stage = next(iter(stem.numbers), 0)
+    stated = Stated([own.heads, with_kv_heads(config, model_type)], stem.side)
+    layout = _layout(stem, shapes, model_type, stated, stage)
     if layout is None:
         return None
     query, key, heads = layout
-    discovered = model_type not in KNOWN and site.word not in UNIVERSAL
+    discovered = model_type not in KNOWN and stem.word not in UNIVERSAL
     if discovered:  # a convolution beside the key may well stand between the key and the score
-        beside = next((name for name in shapes if name.startswith(f"{site.stem}.") and "conv" in name.lower()), None)
+        beside = next((name for name in shapes if name.startswith(f"{stem.path}.") and "conv" in name.lower()), None)
         if beside is not None:
             raise UnsupportedArchitecture(
                 f"{beside} may change queries or keys, and this family is not in the registry"
             )
-    return Place(stage, site.stem, "", site.kind, query, key, heads.query, heads.key, discovered)
+    return Place(stage, stem.path, "", stem.kind, query, key, heads.query, heads.key, discovered)
 
 
 _Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]
 
 
-def _layout(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
-    if site.word in LATENT or site.tensor("kv_a_proj_with_mqa") in shapes:
-        return _latent(site, shapes, model_type, stated, stage)
-    if site.word == "q_attn":
-        return _beside_fused_key(site, shapes, stated, stage)
-    if site.word in SEPARATE:
-        return _separate(site, shapes, model_type, stated, stage)
-    if site.tensor("q_attn") in shapes:
+def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
+    if stem.word in LATENT or stem.tensor("kv_a_proj_with_mqa") in shapes:
+        return _latent(stem, shapes, model_type, stated, stage)
+    if stem.word == "q_attn":
+        return _beside_fused_key(stem, shapes, stated, stage)
+    if stem.word in SEPARATE:
+        return _separate(stem, shapes, model_type, stated, stage)
+    if stem.tensor("q_attn") in shapes:
         return None  # key and value of cross-attention, found with its query
-    return _fused(site, shapes, model_type, stated, stage)
+    return _fused(stem, shapes, model_type, stated, stage)
 
 
-def _separate(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
-    query, key = site.tensor(site.word), site.tensor(SEPARATE[site.word])
+def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
+    query, key = stem.tensor(stem.word), stem.tensor(SEPARATE[stem.word])
     if key not in shapes or len(shapes[key]) != 2:
         raise UnsupportedArchitecture(f"{query} has no key beside it: expected {key}")
     parts = 2 if model_type in GATED else 1
@@ -181,8 +225,8 @@ def _separate(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stag
     )
 
 
-def _beside_fused_key(site: _Site, shapes: Shapes, stated: Stated, stage: int) -> _Layout:
-    query, both = site.tensor("q_attn"), site.tensor("c_attn")
+def _beside_fused_key(stem: Stem, shapes: Shapes, stated: Stated, stage: int) -> _Layout:
+    query, both = stem.tensor("q_attn"), stem.tensor("c_attn")
     if both not in shapes:
         raise UnsupportedArchitecture(f"{query} has no key beside it: expected {both}")
     heads = stated.separate(query, stage, shapes[query][1], shapes[both][1] // 2)
@@ -193,11 +237,11 @@ def _beside_fused_key(site: _Site, shapes: Shapes, stated: Stated, stage: int) -
     )
 
 
-def _fused(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
-    tensor = site.tensor(site.word)
-    rows = [row for row in FUSED if row.word == site.word and (not row.model_types or model_type in row.model_types)]
+def _fused(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
+    tensor = stem.tensor(stem.word)
+    rows = [row for row in FUSED if row.word == stem.word and (not row.model_types or model_type in row.model_types)]
     if not rows:
-        if site.word == "in_proj":
+        if stem.word == "in_proj":
             return None  # of a state-space layer, in every family but those registered
         raise UnsupportedArchitecture(
             f"{tensor} holds query and key together, and models of type {model_type!r} are not in the registry: the "
@@ -208,20 +252,20 @@ def _fused(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: 
     return *row.arrange(tensor, heads, row.transposed), heads
 
 
-def _latent(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
-    names = [site.tensor(word) for word in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+def _latent(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
+    names = [stem.tensor(word) for word in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
     if model_type not in KNOWN or any(n not in shapes for n in names[1:]):
         raise UnsupportedArchitecture(
-            f"{site.stem} has latent attention, and models of type {model_type!r} are not in the registry"
+            f"{stem.path} has latent attention, and models of type {model_type!r} are not in the registry"
         )
-    query = site.tensor(site.word)
+    query = stem.tensor(stem.word)
     count = stated.query_heads(query, stage)
     widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     nope, rope, value = (next(iter(stated.values([word], stage)), 0) for word in widths)
     dim = nope + rope
     if shapes[query][0] != count * dim or shapes[names[2]][0] != count * (nope + value):
-        raise UnsupportedArchitecture(f"{site.stem}: the shapes of its latent attention are not those of its config")
-    low = site.word in LATENT
+        raise UnsupportedArchitecture(f"{stem.path}: the shapes of its latent attention are not those of its config")
+    low = stem.word in LATENT
     return (
         LatentQuery(names[0], query, dim) if low else Rows(query, dim, count, 0, count),
         LatentKey(names[1], names[2], count, nope, rope),
@@ -229,31 +273,31 @@ def _latent(site: _Site, shapes: Shapes, model_type: str, stated: Stated, stage:
     )
 
 
-def _config_of(root: Config, site: _Site) -> Config:
-    """The config of the tower that the site lies in: the root, or the part of it that is called after the tower."""
-    for key in (f"{site.tower}_config", f"{site.tower}_encoder", site.side):
+def _config_of(root: Config, stem: Stem) -> Config:
+    """The config of the tower that the stem lies in: the root, or the part of it that is called after the tower."""
+    for key in (f"{stem.tower}_config", f"{stem.tower}_encoder", stem.side):
         part = root.get(key)
         if isinstance(part, Mapping):
             return cast(Config, part)
     part = root.get("text_config")
-    stated = Stated([root], site.side)
+    stated = Stated([root], stem.side)
     if isinstance(part, Mapping) and not stated.values(stated.query_words, 0):
         return cast(Config, part)
     return root
 
 
-def _ordered(pairs: Sequence[tuple[_Site, Place]]) -> tuple[Place, ...]:
+def ordered(pairs: Sequence[tuple[Stem, Place]]) -> tuple[Place, ...]:
     """The places with their towers named and their layers numbered, by tower and layer."""
     sides: dict[str, set[str]] = {}
-    for site, _ in pairs:
-        sides.setdefault(site.tower, set()).add(site.side)
+    for stem, _ in pairs:
+        sides.setdefault(stem.tower, set()).add(stem.side)
 
-    def label(site: _Site) -> str:
-        several = len(sides[site.tower]) > 1
-        return " ".join(part for part in (site.tower, site.side if several else "") if part)
+    def label(stem: Stem) -> str:
+        several = len(sides[stem.tower]) > 1
+        return " ".join(part for part in (stem.tower, stem.side if several else "") if part)
 
-    single = len({label(site) for site, _ in pairs}) == 1
-    named = [(site, replace(place, tower="" if single else label(site))) for site, place in pairs]
+    single = len({label(stem) for stem, _ in pairs}) == 1
+    named = [(stem, replace(place, tower="" if single else label(stem))) for stem, place in pairs]
     named.sort(key=lambda pair: (pair[0].tower, pair[0].side == "decoder", pair[1].kind == "cross", _natural(pair[0])))
     result: list[Place] = []
     for _, group in groupby(named, key=lambda pair: (pair[1].tower, pair[1].kind)):
@@ -264,11 +308,12 @@ def _ordered(pairs: Sequence[tuple[_Site, Place]]) -> tuple[Place, ...]:
     return tuple(result)
 
 
-def _natural(site: _Site) -> list[tuple[bool, int, str]]:
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in site.stem.split(".")]
+def _natural(stem: Stem) -> list[tuple[bool, int, str]]:
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in stem.path.split(".")]
 
 
-def _nothing_found(shapes: Shapes, config: Config) -> str:
+def nothing_known(shapes: Shapes, config: Config) -> str:
+    """What to say of a model in which nothing is named like attention."""
     near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
     seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
     if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):

@@ -1,4 +1,4 @@
-"""Where the heads of a projection lie in what is stored: rows of a tensor, or a product of two (latent attention)."""
+"""Where the heads of a projection lie in what is stored: rows of a tensor, or a product of several (latent ones)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 # Reads a stored tensor by name, or the rows from the first to the last but one of it.
@@ -58,6 +59,77 @@ class Rows:
     def _blocks(self, weight: Tensor) -> Tensor:
         stored = weight.T if self.transposed else weight
         return stored.unflatten(0, (self.groups, self.blocks, self.head_dim))[:, self.start : self.stop]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selected:
+    """Rows of a stored weight in whatever order a probe has seen them: what `Rows` is for layouts with a pattern."""
+
+    tensor: str
+    head_dim: int
+    index: Int[Tensor, " out"]
+    transposed: bool = False  # stored (in, out), as by `Conv1D`
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that are read."""
+        return (self.tensor,)
+
+    def load(self, read: Read) -> Tensor:
+        """The heads as a weight [heads * head_dim, in]."""
+        return self.take(read(self.tensor, None))
+
+    def take(self, weight: Tensor) -> Tensor:
+        """The heads as a weight [heads * head_dim, in]: a view where they lie in one run, otherwise a copy."""
+        stored = self._stored(weight)
+        first = int(self.index[0])
+        if torch.equal(self.index, torch.arange(first, first + len(self.index), device="cpu")):
+            return stored[first : first + len(self.index)]
+        return stored[self.index.to(stored.device)]
+
+    def put(self, weight: Tensor, heads: Tensor) -> None:
+        """Write `heads`, [heads * head_dim, in], to their place in `weight`."""
+        stored = self._stored(weight)
+        stored[self.index.to(stored.device)] = heads.to(stored)
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        """[out, in], of a convolution over one position, too."""
+        return weight.T if self.transposed else weight.flatten(1)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """Rows of one stored weight, times what it reads, times a factor for each row."""
+
+    rows: Selected
+    place: Int[Tensor, " out"]  # of each row in the whole
+    factors: Float[Tensor, " out"] | None  # None: all 1
+    input: Composed | None  # None: the token itself
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Composed:
+    """Components of a chain of linear maps, as a probe has seen it, without the norms in between (latent attention)."""
+
+    head_dim: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that are read."""
+        inner = (name for piece in self.pieces if piece.input for name in piece.input.tensors)
+        return tuple(dict.fromkeys([*(piece.rows.tensor for piece in self.pieces), *inner]))
+
+    def load(self, read: Read) -> Tensor:
+        """The effective weight, [heads * head_dim, in]."""
+        parts: list[Tensor] = []
+        for piece in self.pieces:
+            weight = piece.rows.load(read)
+            if piece.input is not None:
+                weight = weight @ piece.input.load(read)
+            parts.append(weight if piece.factors is None else weight * piece.factors.to(weight)[:, None])
+        order = torch.cat([piece.place for piece in self.pieces]).argsort()
+        return torch.cat(parts)[order.to(parts[0].device)]
 
 
 @dataclass(frozen=True, slots=True)

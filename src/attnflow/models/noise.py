@@ -1,0 +1,223 @@
+"""Noise through an attention module: what goes into it, between its submodules and to the attention interface.
+
+Sixteen tokens, one in each sequence, run through the model; attention modules that they do not reach, such as those of
+a vision tower, are called alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Final, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnflow.models.evaluation import REFUSALS, evaluating, refusal
+from attnflow.models.inputs import ordinary_tokens, sparing
+from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
+from attnflow.models.sites import Site, models_around
+
+TOKENS: Final = 16  # so many numbers by which a component is recognised
+_ALONE: Final = "called alone, it did not run"
+# Shapes of the tokens and of what rotates them that modules take when they are called alone, the usual ones first.
+_TOKENS_LIKE: Final = ((TOKENS, 1), (TOKENS,), (1, TOKENS))
+_ROTATION_LIKE: Final = ((1, 1), (1, 1, 1))
+
+_Vectors = Float[Tensor, "tokens features"]
+
+
+@dataclass(eq=False)
+class Trace:
+    """What was seen of one attention module.
+
+    Attributes:
+        calls: queries and keys as they arrived at the attention interface, [batch, heads, positions, head_dim].
+        arguments: noise in place of what the module was called with, by name.
+        inputs: what each submodule read, by its path, in each of its calls.
+        results: what it made of that in the first.
+        outputs: noise in place of it, the same in every call.
+        why: why there are no calls.
+    """
+
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=lambda: list[tuple[Tensor, Tensor]]())
+    arguments: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
+    inputs: dict[str, list[_Vectors]] = field(default_factory=lambda: dict[str, list[Tensor]]())
+    results: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
+    outputs: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
+    why: str = "no call of it was seen when the model read one token"
+
+    def clear(self) -> None:
+        """As if it had not run."""
+        for part in (self.calls, self.arguments, self.inputs, self.results, self.outputs):
+            part.clear()
+
+
+def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, Trace]:
+    """The trace of each attention module by its name; the model is as it was.
+
+    Args:
+        model: the model that `sites` are in.
+        sites: the modules.
+        alone: whether those that the forward pass does not reach are called by themselves.
+
+    Cost: one forward pass of 16 sequences of one token, without a cache.
+    """
+    around = models_around(model, sites)
+    seen = {site.name: Trace() for site in sites}
+    of = {site.module: seen[site.name] for site in sites}
+
+    def watch(call: AttentionCall, proceed: Proceed) -> Output:
+        of[call.module].calls.append((call.query, call.key))
+        value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+        return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
+
+    with evaluating(model), torch.no_grad(), _noise(sites, seen):
+        interception = intercept(around, dict.fromkeys(of, watch), role="bias", implementation="sdpa")
+        try:
+            _read_tokens(around[0])
+        except REFUSALS as error:  # one token of text alone is no input of some models
+            for trace in seen.values():
+                trace.why = f"the model did not run on one token ({type(error).__name__}: {refusal(error)})"
+        try:
+            for site in sites:
+                if alone and not seen[site.name].calls:
+                    _call_alone(site, seen[site.name])
+        finally:
+            interception.remove()
+    return seen
+
+
+def _read_tokens(model: PreTrainedModel) -> None:
+    (token,) = ordinary_tokens(model, 1)
+    ids = torch.full((TOKENS, 1), token, device=next(model.parameters()).device)
+    decoder = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) is True else {}
+    model(ids, **decoder, **sparing(model))
+
+
+def _call_alone(site: Site, trace: Trace) -> None:
+    """Call one attention module with noise, in one of the ways in which modules like it are called."""
+    weight = next((p for p in site.module.parameters() if p.ndim == 2 and p.is_floating_point()), None)
+    if weight is None:
+        return
+    why = trace.why
+    part = next((m for m in site.module.modules() if getattr(m, "weight", None) is weight), None)
+    width = weight.shape[0 if hasattr(part, "nf") else 1]
+    for tokens, rotation in product(_TOKENS_LIKE, _ROTATION_LIKE):
+        trace.clear()
+        arguments = _arguments(site.module, weight.new_zeros(*tokens, width), weight.new_ones(rotation))
+        try:
+            site.module(**arguments)
+        except Exception as error:  # after the attention, too: an output of another shape than the module expects
+            trace.why = f"{why}; {_ALONE} ({type(error).__name__}: {refusal(error)})"
+        if sum(query.shape[0] * query.shape[2] for query, _ in trace.calls) == TOKENS:
+            return
+    trace.clear()
+
+
+def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str, object]:
+    """What a module's signature asks for: the tokens first, no rotation, sequences of one token."""
+    made: dict[str, object] = {}
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if not made:
+            made[name] = tokens
+        elif name == "position_embeddings":
+            made[name] = rotation, torch.zeros_like(rotation)
+        elif name.startswith("cu_seq"):
+            made[name] = torch.tensor([0, TOKENS], dtype=torch.int32, device=tokens.device)
+        elif name in ("key_value_states", "encoder_hidden_states") and parameter.default is parameter.empty:
+            made[name] = tokens.clone()
+        elif parameter.default is parameter.empty:
+            made[name] = None
+    return made
+
+
+@contextmanager
+def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Generator[None]:
+    """Noise for what modules read and their submodules put out, and the identity for norms and rotations."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like)
+
+    def enter(trace: Trace, names: Sequence[str]) -> Any:
+        def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            def replaced(name: str, value: object) -> object:
+                if name == "position_embeddings":
+                    return _no_rotation(value)
+                if not isinstance(value, Tensor) or value.shape[-1:] in ((), (1,)) or _vectors(module, value) is None:
+                    return value
+                made = noise(value)
+                trace.arguments[name] = made.reshape(TOKENS, -1)
+                return made
+
+            trace.clear()
+            positional = tuple(replaced(name, value) for name, value in zip(names, args, strict=False))
+            return (*positional, *args[len(names) :]), {name: replaced(name, value) for name, value in kwargs.items()}
+
+        return replace
+
+    def leave(trace: Trace, path: str, norm: bool) -> Any:
+        def replace(module: nn.Module, args: tuple[Any, ...], output: object) -> Tensor | None:
+            if not isinstance(output, Tensor):
+                return None
+            if norm and args and isinstance(args[0], Tensor) and args[0].shape == output.shape:
+                return args[0]
+            result = _vectors(module, output)
+            if result is None:
+                return None
+            again = trace.outputs.get(path)
+            if again is None or again.shape != result.shape:
+                trace.results[path], trace.outputs[path] = result, noise(result)
+                trace.inputs[path] = []
+            read = _vectors(module, args[0]) if args and isinstance(args[0], Tensor) else None
+            trace.inputs[path].append(result.new_empty(TOKENS, 0) if read is None else read)
+            return trace.outputs[path].reshape(output.shape)
+
+        return replace
+
+    handles = [
+        part.register_forward_hook(leave(seen[site.name], path, "norm" in f"{path} {type(part).__name__}".lower()))
+        for site in sites
+        for path, part in site.module.named_modules()
+        if path
+    ]
+    handles += [
+        site.module.register_forward_pre_hook(
+            enter(seen[site.name], list(inspect.signature(site.module.forward).parameters)), with_kwargs=True
+        )
+        for site in sites
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:
+    """One vector for each token; None if it is something else. A convolution has its channels before the positions."""
+    if not value.is_floating_point() or value.ndim < 2:
+        return None
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        single = value.shape[0] == TOKENS and value.shape[2:].numel() == 1
+        return value.reshape(TOKENS, -1) if single else None
+    return value.reshape(TOKENS, -1) if value.numel() == TOKENS * value.shape[-1] else None
+
+
+def _no_rotation(value: object) -> object:
+    """Cosines of 1 and sines of 0 in place of a pair of both, or of each pair of a mapping."""
+    if isinstance(value, Mapping):
+        return {name: _no_rotation(one) for name, one in cast(Mapping[str, object], value).items()}
+    if isinstance(value, tuple) and len(cast(tuple[object, ...], value)) == 2:
+        cos, sin = cast(tuple[object, object], value)
+        if isinstance(cos, Tensor) and isinstance(sin, Tensor) and not cos.is_complex():
+            return torch.ones_like(cos), torch.zeros_like(sin)
+    return value
