@@ -34,11 +34,14 @@ _NORMS = (
 _POSITIONS = ("position_embeddings", "object_queries", "spatial_position_embeddings", "attention_mask", "alibi")
 
 
-def used_form(model: nn.Module, name: str, run: Callable[[int], object], width: int) -> Tensor:
-    """[heads, d_query, d_key] up to one positive factor, of the module called `name`; `run(batch)` calls the model."""
+def used_form(model: nn.Module, name: str, run: Callable[[int], object], width: int, skip: int = 0) -> Tensor:
+    """[heads, d_query, d_key] up to one positive factor, of the module called `name`; `run(batch)` calls the model.
+
+    `skip` products that come before that of queries and keys.
+    """
     module = model.get_submodule(name)
     batch = samples(width)
-    catch = _Catch()
+    catch = _Catch(skip)
 
     def enter(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         catch.inside = True
@@ -77,8 +80,9 @@ def bypass_norms(model: nn.Module) -> None:
 
 
 class _Catch(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, skip: int) -> None:
         super().__init__()
+        self.skip = skip
         self.inside = False
         self.query: Tensor | None = None
         self.key: Tensor | None = None
@@ -86,6 +90,8 @@ class _Catch(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if self.inside and self.query is None and (func in _PRODUCTS or func in _ADDED):
             self._take(func, args, kwargs or {})
+        if self.inside and self.query is None and func is torch.einsum:
+            self._take_einsum(args)
         if self.inside and func is F.multi_head_attention_forward:  # what it calls is not seen from outside
             seen = {torch: ("bmm", "baddbmm"), F: ("scaled_dot_product_attention",)}
             with ExitStack() as stack:
@@ -102,10 +108,29 @@ class _Catch(TorchFunctionMode):
 
         return product
 
+    def _take_einsum(self, args: tuple[object, ...]) -> None:
+        equation, *operands = args
+        inputs, _, out = str(equation).replace(" ", "").partition("->")
+        parts = inputs.split(",")
+        values = [v for value in operands for v in (value if isinstance(value, tuple | list) else [value])]
+        if len(parts) != 2 or len(out) != 4 or not all(set(out[:2]) <= set(part) for part in parts):
+            return  # a projection, not a product of two that have a batch and heads
+        inner = (set(parts[0]) & set(parts[1])) - set(out)
+        own = [(set(part) - set(other)) & set(out) for part, other in zip(parts, reversed(parts), strict=True)]
+        if len(inner) != 1 or any(len(one) != 1 for one in own):
+            return
+        self.query, self.key = (
+            value.detach().permute([part.index(letter) for letter in (*out[:2], *one, *inner)])
+            for value, part, one in zip(values, parts, own, strict=True)
+        )
+
     def _take(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         first, second = values[1:3] if func in _ADDED else values[:2]
         if min(first.ndim, second.ndim) < 3:
+            return
+        self.skip -= 1
+        if self.skip >= 0:
             return
         self.query = first.detach()
         self.key = second.detach() if func is _SCALED else second.detach().mT
@@ -121,6 +146,8 @@ def _basis(value: object, batch: int) -> object:
     if value.ndim == 2 and value.shape[0] != batch:
         return value
     width = value.shape[-1]
+    if value.ndim == 3 and value.shape[:2] == (1, batch):  # [tokens, samples, width]
+        return torch.eye(batch, width, dtype=value.dtype)[None]
     if value.shape[0] % batch or width >= batch:
         return value
     rows = torch.eye(batch, width, dtype=value.dtype).repeat_interleave(value.shape[0] // batch, 0)

@@ -20,6 +20,10 @@ def token(batch: int) -> dict[str, Tensor]:
     return {"input_ids": _first(batch)}
 
 
+def tokens(batch: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.full((batch, 4), 5)}
+
+
 def token_pair(batch: int) -> dict[str, Tensor]:
     return {**token(batch), "decoder_input_ids": _first(batch)}
 

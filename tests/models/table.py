@@ -236,6 +236,17 @@ REGISTERED = {
         Qwen3VLText={**SMALL_HEADS, **SECTIONS},
         Qwen3_5Text={**SMALL_HEADS, **ALL_FULL},
         Qwen3_5MoeText={**SMALL_HEADS, **ALL_FULL, **TWO_EXPERTS, **SHARED_EXPERT},
+        ConvBert={**BASE, "embedding_size": WIDTH},
+        Nystromformer={**BASE, "num_landmarks": 4, "segment_means_seq_len": 4},
+        CpmAnt={**BASE, "dim_head": 8, "dim_ff": 48},
+        Reformer={
+            **NO_FEED_FORWARD,
+            "attn_layers": ["local", "local"],
+            "attention_head_size": 8,
+            "feed_forward_size": 48,
+            "axial_pos_embds": False,
+            "num_buckets": 2,
+        },
         Qwen2_5_VL={
             "text_config": {**GROUPED, **SECTIONS},
             "vision_config": {**PATCHED, "fullatt_block_indexes": [0, 1]},
@@ -248,6 +259,15 @@ REGISTERED = {
         Pegasus=ENCODER_DECODER,
         Marian=ENCODER_DECODER,
         M2M100=ENCODER_DECODER,
+        ProphetNet={
+            "vocab_size": 50,
+            "hidden_size": WIDTH,
+            "max_position_embeddings": 64,
+            **SPECIAL,
+            **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+            **{f"num_{part}_layers": 2 for part in ("encoder", "decoder")},
+            **{f"num_{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+        },
         Blenderbot=ENCODER_DECODER,
     ),
     **_models(
@@ -261,6 +281,7 @@ REGISTERED = {
         ViTMAE={**VISION, "mask_ratio": 0.0},
         CLIPVision=VISION,
         BlipVision=VISION,
+        SamVision={**VISION, "window_size": 0, "output_channels": 8},
         Swin={
             **IMAGE,
             "patch_size": 1,
@@ -311,6 +332,23 @@ REGISTERED = {
         {**PATCHED, "fullatt_block_indexes": [0, 1]},
         run.patches,
         config="Qwen2_5_VLVisionConfig",
+    ),
+    "Funnel": TinyModel(
+        "FunnelModel",
+        {"vocab_size": 50, "block_sizes": [1, 1], "d_model": WIDTH, "n_head": 4, "d_head": 8, "d_inner": 48},
+        run.tokens,
+    ),
+    "GotOcr2Vision": TinyModel(
+        "got_ocr2.modeling_got_ocr2.GotOcr2VisionEncoder",
+        {**VISION, "window_size": 0, "output_channels": 8},
+        run.pixels,
+        config="GotOcr2VisionConfig",
+    ),
+    "UnlimitedOcrSamVision": TinyModel(
+        "unlimited_ocr.modeling_unlimited_ocr.UnlimitedOcrSamVisionEncoder",
+        {**VISION, "window_size": 0, "output_channels": 8},
+        run.pixels,
+        config="UnlimitedOcrSamVisionConfig",
     ),
     "FalconGrouped": TinyModel(
         "FalconModel",

@@ -25,7 +25,8 @@ def test_registry_gives_the_forms_that_the_model_uses(name):
     bypass_norms(model)
     for live in places:
         width = max(live.query().shape[1], live.key().shape[1])
-        used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), width)
+        run = lambda batch: model(**animal.inputs(batch))  # noqa: E731
+        used = used_form(model, live.name, run, width, skip=name == "ConvBert")  # it multiplies by a convolution first
         assert _distance(used, _forms(live)) < 1e-5, live.name
 
 

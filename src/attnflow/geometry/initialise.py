@@ -102,6 +102,10 @@ def _check(layer: AttentionLayer, sign: Literal[1, -1]) -> None:
             f"{layer.name} has queries or keys that are products of several weights (latent attention), so that there "
             "is no one way to write them; leave such models as they are, and use penalty"
         )
+    if sign < 0 and layer.query_rows == layer.key_rows:
+        raise UnsupportedArchitecture(
+            f"{layer.name} has one weight for queries and keys, so that its form is symmetric"
+        )
     if sign < 0 and layer.head_dim == 1:
         raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
 

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from attnflow.models.checkpoints.files import BadCheckpoint, Folder
 from attnflow.models.families.rows import Read
 
-_STATED: Final = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+_STATED: Final = (
+    *("num_attention_heads", "num_heads", "n_heads", "n_head", "num_attn_heads"),
+    *("num_key_value_heads", "num_kv_heads", "attention_head_size"),
+)
 _INSIDE: Final = ("state_dict", "model", "module", "model_state_dict")
 
 

@@ -13,6 +13,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.heads import Heads, Stated
 from attnflow.models.families.rows import Composed, LatentKey, LatentQuery, Rows, Selected
 from attnflow.models.families.table import (
+    BESIDE,
     FUSED,
     FUSED_WORDS,
     GATED,
@@ -21,7 +22,7 @@ from attnflow.models.families.table import (
     SEPARATE,
     UNIVERSAL,
     is_query_or_key,
-    with_kv_heads,
+    with_heads,
 )
 
 Kind = Literal["self", "cross"]
@@ -36,7 +37,7 @@ _TOWERS: Final = {
 }
 # Small networks between two towers, with settings of their own, are no layers of either; and recurrent layers, which
 # have queries and keys, too, are no attention.
-_OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|linear_attn")
+_OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|adapter|linear_attn")
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,9 @@ def _stems(shapes: Shapes) -> Iterator[Stem]:
         suffix = ".weight" if name.endswith(".weight") else ""
         stem, _, word = name.removesuffix(suffix).rpartition(".")
         named = word in SEPARATE or word in FUSED_WORDS or word in LATENT
-        # Tensors of torch's own attention are called in_proj_weight and q_proj_weight.
-        if len(shape) == 2 and named and bool(suffix) != word.endswith("_weight"):
+        # Tensors of torch's own attention are called in_proj_weight and q_proj_weight, those of XLNet q and k.
+        bare = len(shape) == 3 and not suffix and f"{stem}.k" in shapes
+        if named and (bare or (len(shape) == 2 and bool(suffix) != word.endswith("_weight"))):
             yield Stem(stem, word, suffix)
 
 
@@ -179,7 +181,7 @@ def _place(stem: Stem, shapes: Shapes, root: Config, said: Callable[[str], Said]
     if config.get("num_kv_shared_layers"):
         raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
     stage = next(iter(stem.numbers), 0)
-    stated = Stated([own.heads, with_kv_heads(config, model_type)], stem.side)
+    stated = Stated([own.heads, with_heads(config, model_type)], stem.side)
     layout = _layout(stem, shapes, model_type, stated, stage)
     if layout is None:
         return None
@@ -200,7 +202,7 @@ _Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]
 def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
     if stem.word in LATENT or stem.tensor("kv_a_proj_with_mqa") in shapes:
         return _latent(stem, shapes, model_type, stated, stage)
-    if stem.word == "q_attn":
+    if stem.word in BESIDE and stem.tensor(BESIDE[stem.word][0]) in shapes:
         return _beside_fused_key(stem, shapes, stated, stage)
     if stem.word in SEPARATE:
         return _separate(stem, shapes, model_type, stated, stage)
@@ -211,28 +213,33 @@ def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: 
 
 def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
     query, key = stem.tensor(stem.word), stem.tensor(SEPARATE[stem.word])
-    if key not in shapes or len(shapes[key]) != 2:
+    if key not in shapes or len(shapes[key]) != len(shapes[query]):
         raise UnsupportedArchitecture(f"{query} has no key beside it: expected {key}")
     parts = 2 if model_type in GATED else 1
-    rows, width = shapes[query]
-    heads = stated.separate(query, stage, rows // parts, shapes[key][0], None if model_type in KNOWN else width)
+    bare = len(shapes[query]) == 3  # (in, heads, head_dim)
+    (rows, width), (key_rows, _) = (_turned(shapes[name]) if bare else shapes[name] for name in (query, key))
+    heads = stated.separate(query, stage, rows // parts, key_rows, None if model_type in KNOWN else width)
     return (
         Rows(query, heads.dim, parts, 0, 1, groups=heads.query)
         if parts > 1
-        else Rows(query, heads.dim, heads.query, 0, heads.query),
-        Rows(key, heads.dim, heads.key, 0, heads.key),
+        else Rows(query, heads.dim, heads.query, 0, heads.query, transposed=bare),
+        Rows(key, heads.dim, heads.key, 0, heads.key, transposed=bare),
         heads,
     )
 
 
+def _turned(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[1] * shape[2], shape[0]
+
+
 def _beside_fused_key(stem: Stem, shapes: Shapes, stated: Stated, stage: int) -> _Layout:
-    query, both = stem.tensor("q_attn"), stem.tensor("c_attn")
-    if both not in shapes:
-        raise UnsupportedArchitecture(f"{query} has no key beside it: expected {both}")
-    heads = stated.separate(query, stage, shapes[query][1], shapes[both][1] // 2)
+    word, transposed = BESIDE[stem.word]
+    query, both = stem.tensor(stem.word), stem.tensor(word)
+    out = 1 if transposed else 0
+    heads = stated.separate(query, stage, shapes[query][out], shapes[both][out] // 2)
     return (
-        Rows(query, heads.dim, heads.query, 0, heads.query, transposed=True),
-        Rows(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=True),
+        Rows(query, heads.dim, heads.query, 0, heads.query, transposed=transposed),
+        Rows(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=transposed),
         heads,
     )
 

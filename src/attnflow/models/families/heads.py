@@ -7,9 +7,9 @@ from typing import Final, NamedTuple, cast
 
 from attnflow._core.errors import UnsupportedArchitecture
 
-_QUERY: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_QUERY: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "num_attn_heads")
 _KEY: Final = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_DIM: Final = ("head_dim", "d_kv", "kv_channels", "global_head_dim")
+_DIM: Final = ("head_dim", "d_kv", "kv_channels", "global_head_dim", "attention_head_size", "d_head", "dim_head")
 
 
 class UnknownHeads(UnsupportedArchitecture):
@@ -32,7 +32,8 @@ class Stated:
 
     def __init__(self, speakers: Sequence[Mapping[str, object]], side: str) -> None:
         self._speakers = speakers
-        self.query_words = (f"{side}_attention_heads", *_QUERY) if side else _QUERY
+        own = (f"{side}_attention_heads", f"num_{side}_attention_heads") if side else ()
+        self.query_words = (*own, *_QUERY)
 
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
         """Heads of two separate projections with so many output rows; `UnsupportedArchitecture` if they do not fit.

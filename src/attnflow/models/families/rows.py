@@ -33,7 +33,7 @@ class Rows:
     start: int  # the first block taken from each group
     stop: int  # the block after the last one taken
     groups: int = 1
-    transposed: bool = False  # stored (in, out), as by `Conv1D`
+    transposed: bool = False  # stored (in, out), as by `Conv1D`, or (in, heads, head_dim)
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Rows:
         place.copy_(heads.reshape(place.shape))
 
     def _blocks(self, weight: Tensor) -> Tensor:
-        stored = weight.T if self.transposed else weight
+        stored = weight.flatten(1).T if self.transposed else weight
         return stored.unflatten(0, (self.groups, self.blocks, self.head_dim))[:, self.start : self.stop]
 
 

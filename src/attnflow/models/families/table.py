@@ -32,8 +32,14 @@ SEPARATE: Final[Mapping[str, str]] = MappingProxyType(
         "cross_attn_q": "cross_attn_k",
         "q_attn": "c_attn",
         "q_proj_weight": "k_proj_weight",
+        "project_q": "project_k",
+        "q_head": "k_head",
+        "query_key": "query_key",  # one projection for both (Reformer)
+        "Wq": "Wk",
     }
 )
+# Names of queries beside keys and values in one tensor, with its name and whether it is stored (in, out).
+BESIDE: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType({"q_attn": ("c_attn", True), "to_q": ("to_kv", False)})
 
 # The query of latent attention when it is a product, too.
 LATENT: Final = frozenset({"q_b_proj"})
@@ -93,6 +99,7 @@ FUSED: Final = (
     _fused("qkv_proj", quarters, "codegen"),
     _fused("Wqkv", contiguous, "modernbert mpt dbrx"),
     _fused("qkv", contiguous, "blip_vision_model qwen2_5_vl qwen2_5_vl_vision qwen2_vl_vision qwen3_vl_vision"),
+    _fused("qkv", contiguous, "got_ocr2_vision sam_vision_model unlimited_ocr_sam_vision_model"),
     _fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
     _fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
 )
@@ -105,27 +112,34 @@ FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"wqkv", "W_pack", 
 def is_query_or_key(name: str) -> bool:
     """Whether a tensor of this name holds queries or keys in some family."""
     word = name.removesuffix(".weight").rpartition(".")[2]
-    return word in SEPARATE or word in SEPARATE.values() or word in LATENT or word in FUSED_WORDS - {"in_proj"}
+    several = FUSED_WORDS - {"in_proj"} | {both for both, _ in BESIDE.values()}
+    return word in SEPARATE or word in SEPARATE.values() or word in LATENT or word in several
 
 
-def with_kv_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
-    """The config with the number of KV heads where a family says it in its own way."""
+def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
+    """The config with the number of heads, or of KV heads, where a family says it in its own way."""
     if model_type == "dbrx" and isinstance(inner := config.get("attn_config"), Mapping):
         return {**config, "num_kv_heads": cast(Mapping[str, object], inner).get("kv_n_heads")}
+    heads = next((config[word] for word in ("num_attention_heads", "n_head") if word in config), None)
+    if model_type == "convbert" and isinstance(heads, int) and isinstance(ratio := config.get("head_ratio"), int):
+        return {
+            **config,
+            "num_attention_heads": max(1, heads // max(1, ratio)),
+        }  # convolutions take the place of others
     if model_type not in ("falcon", "gpt_bigcode") or config.get("new_decoder_architecture"):
         return config
-    heads = next((config[word] for word in ("num_attention_heads", "n_head") if word in config), None)
     return {**config, "num_kv_heads": 1 if config.get("multi_query", True) else heads}
 
 
 _SEPARATE_TYPES: Final = _words("""
     albert attnflow_modular audio-spectrogram-transformer bart beit bert blenderbot clip clip_text_model
-    clip_vision_model cohere cohere2 deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2 dinov2_with_registers
-    dinov3_vit distilbert electra esm falcon_h1 gemma gemma2 gemma3_text gguf glm4 gpt_neo gpt_oss gptj granite
-    granitemoe hubert jamba llama m2m_100 marian mbart mistral mixtral mobilellm mpnet mt5 nemotron olmo olmo2
-    olmoe opt pegasus phi phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next qwen3_vl_text roberta roformer siglip siglip_text_model siglip_vision_model smollm3
-    speecht5 stablelm starcoder2 swin t5 vit vit_mae wav2vec2 wavlm whisper xlm-roberta
+    clip_vision_model cohere cohere2 convbert cpmant deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2
+    dinov2_with_registers dinov3_vit distilbert electra esm falcon_h1 funnel gemma gemma2 gemma3_text gguf glm4
+    gpt_neo gpt_oss gptj granite granitemoe hubert jamba llama m2m_100 marian mbart mistral mixtral mobilellm mpnet
+    mt5 nemotron nystromformer olmo olmo2 olmoe opt pegasus phi phimoe prophetnet qwen2 qwen2_5_vl_text qwen2_moe
+    qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_text reformer roberta roformer
+    siglip siglip_text_model siglip_vision_model smollm3 speecht5 stablelm starcoder2 swin t5 vit vit_mae wav2vec2
+    wavlm whisper xlm-roberta xlnet
 """)
 # Families on which a test has compared the registry with how the model uses its weights. Others are read by names and
 # shapes alone if query and key are separate, and the result says so.
