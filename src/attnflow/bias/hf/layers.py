@@ -19,7 +19,7 @@ from attnflow.bias.layer import LayerBias
 from attnflow.bias.shape import LayerShape
 from attnflow.models.attention import attention_places
 from attnflow.models.families.find import Place
-from attnflow.models.families.rows import LatentKey, LatentQuery, Rows
+from attnflow.models.families.rows import Rows
 from attnflow.models.probe import Columns, Projections, probe
 from attnflow.models.sites import Site, find_sites
 
@@ -104,7 +104,7 @@ def _layer(index: int, site: Site, depth: int, place: Place | None, probed: Proj
     return Layer(site, LayerShape(index, heads, kv_heads, head_dim, hidden_size, causal), depth, query, key, missing)
 
 
-def _columns(place: Place, rows: Rows | LatentQuery | LatentKey) -> Columns:
+def _columns(place: Place, rows: object) -> Columns:
     assert isinstance(rows, Rows)
     return Columns.of_rows(rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight"), rows)
 
