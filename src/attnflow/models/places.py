@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -56,13 +55,19 @@ def places_of(model: nn.Module, shapes: Shapes, config: Mapping[str, object] | N
 
 def said_by(model: nn.Module) -> Callable[[str], Said]:
     """What a model in memory says of its module at a path: the heads there, and the config of the part around it."""
-    owners = [(f"{name}.", module) for name, module in model.named_modules() if name and config_of(module)]
-    configs = cache(config_of)
+    owners = [
+        (f"{name}.", part, part.config) for name, part in model.named_modules() if name and hasattr(part, "config")
+    ]
+    configs: dict[int, Config] = {}  # by the identity of the config, which many modules share
 
     def said(path: str) -> Said:
-        around = [module for name, module in owners if f"{path}.".startswith(name)]
-        own = next((one for module in reversed(around) if "model_type" in (one := configs(module))), {})
-        return Said(stated_by(model, path), own)
+        for name, part, own in reversed(owners):
+            if f"{path}.".startswith(name):
+                if id(own) not in configs:
+                    configs[id(own)] = config_of(part)
+                if "model_type" in (config := configs[id(own)]):
+                    return Said(stated_by(model, path), config)
+        return Said(stated_by(model, path), {})
 
     return said
 
