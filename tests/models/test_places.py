@@ -86,6 +86,14 @@ def test_a_vision_tower_is_called_alone_and_named_apart(name, model_type):
     assert score(model).notes == ()
 
 
+def test_tokens_of_a_tower_are_told_from_its_heads():
+    model = miniature("Lfm3VlForConditionalGeneration", "lfm3_vl")  # takes [tokens, width]: no batch
+    (layer,) = [layer for layer in attention_layers(model) if layer.tower == "vision"]
+    assert torch.equal(layer.query(), model.get_submodule(layer.name).q_proj.weight)
+    assert torch.equal(layer.key(), model.get_submodule(layer.name).k_proj.weight)
+    assert (layer.num_heads, layer.num_kv_heads) == (4, 2)
+
+
 def test_layers_that_attend_to_the_keys_of_an_earlier_one_have_its_weights():
     config = shrink(miniature("Gemma4ForCausalLM").config, narrow=True).to_dict()
     kinds = ["sliding_attention", "full_attention"] * 2

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,6 +27,7 @@ TOKENS: Final = 16  # so many numbers by which a component is recognised
 _ALONE: Final = "called alone, it did not run"
 # Shapes of the tokens and of what rotates them that modules take when they are called alone, the usual ones first.
 _TOKENS_LIKE: Final = ((TOKENS, 1), (TOKENS,), (1, TOKENS))
+_HEADS: Final = ("num_heads", "num_attention_heads")  # what a module may say of its query heads
 _ROTATION_LIKE: Final = ((1, 1), (1, 1, 1))
 
 _Vectors = Float[Tensor, "tokens features"]
@@ -108,6 +109,7 @@ def _call_alone(site: Site, trace: Trace) -> None:
     why = trace.why
     part = next((m for m in site.module.modules() if getattr(m, "weight", None) is weight), None)
     width = weight.shape[0 if hasattr(part, "nf") else 1]
+    heads = next((n for word in _HEADS if isinstance(n := getattr(site.module, word, None), int)), None)
     for tokens, rotation in product(_TOKENS_LIKE, _ROTATION_LIKE):
         trace.clear()
         arguments = _arguments(site.module, weight.new_zeros(*tokens, width), weight.new_ones(rotation))
@@ -115,9 +117,16 @@ def _call_alone(site: Site, trace: Trace) -> None:
             site.module(**arguments)
         except Exception as error:  # after the attention, too: an output of another shape than the module expects
             trace.why = f"{why}; {_ALONE} ({type(error).__name__}: {refusal(error)})"
-        if sum(query.shape[0] * query.shape[2] for query, _ in trace.calls) == TOKENS:
+        if _seen_tokens([query for query, _ in trace.calls], heads) == TOKENS:
             return
     trace.clear()
+
+
+def _seen_tokens(queries: Sequence[Tensor], heads: int | None) -> int:
+    """How many tokens there are in queries [batch, heads, positions, head_dim]; 0 if they are something else."""
+    if any(query.ndim != 4 or query.shape[1] != (heads or query.shape[1]) for query in queries):
+        return 0
+    return sum(query.shape[0] * query.shape[2] for query in queries)
 
 
 def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str, object]:
