@@ -1,7 +1,8 @@
 """What a model is: how it is loaded, where it attends, which tensors it has.
 
 `loader`, `packages` and `hub` get a model; `checkpoints` reads tensors from files without building one; `attention`,
-and `sites` say where its layers are, `families` how their weights are named and laid out.
+`places` and `sites` say where its layers are, `families` how their weights are named and laid out, and `noise`, `probe`
+and `probed` what queries and keys are made of where no family says it.
 """
 
 from importlib.util import find_spec
