@@ -9,7 +9,6 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 from torch import nn
-from transformers import ConvBertConfig, ConvBertModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
@@ -144,9 +143,10 @@ def test_no_heads_are_guessed(llama):
 
 
 def test_widths_of_heads_are_not_guessed():
-    """ConvBERT has fewer heads than its config says, and they do not add up to the width of the model."""
-    options = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-    model = ConvBertModel(ConvBertConfig(**options, intermediate_size=16, embedding_size=32))
+    """Of an unknown family: four heads of four, on 32 channels, could as well be two of eight."""
+    model = nn.Module()
+    model.attention = nn.ModuleDict({"q_proj": nn.Linear(32, 16), "k_proj": nn.Linear(32, 16)})
+    model.config = {"model_type": "new", "num_attention_heads": 4}
     with pytest.raises(UnsupportedArchitecture, match="16 query rows"):
         score(model)
 
