@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnflow.knowledge.index import EntryIndex
-from tests.knowledge.index.data import MODES, brute
+from tests.knowledge.index.data import MODES, brute, read_all
 
 
 class Editing(RuleBasedStateMachine):
@@ -64,7 +64,7 @@ class Editing(RuleBasedStateMachine):
         expected = torch.stack([self.rows[name] for name in self.at])
         assert torch.equal(self.index.rows, expected)
         if self.index.mode == "approximate":  # lists as they are, read to the last
-            self.index._partition.set_probes(self.index._partition.num_lists)
+            read_all(self.index)
         queries = self.make(2)[:, :3]
         hits = self.index.search(queries, 4, 0)
         best = brute(expected, queries, 3, 0).topk(min(4, len(expected))).values.float()

@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow.knowledge.index import EntryIndex, entry_index
+from attnflow.knowledge.index import calibration, upkeep
 from tests.knowledge.index.data import MODES, brute, built, clustered
+
+
+def read(index, queries, column=None, k=32):
+    """The part of the entries that such queries read."""
+    columns = np.full(len(queries), -1 if column is None else column)
+    asked = calibration.Questions("asked", queries.numpy(), columns)
+    return calibration.measured(index._upkeep.partition, index.rows.numpy(), [asked], k).read
 
 
 def test_recall_is_reached_on_clustered_rows_and_measured():
@@ -13,9 +20,9 @@ def test_recall_is_reached_on_clustered_rows_and_measured():
     queries = clustered(200, seed=5, clusters=60)
     assert index.mode == "approximate"
     assert index.recall(queries) >= 0.99
-    assert "lists hold" in index.reason
-    assert index._partition.probes < index._partition.num_lists / 4
-    index._partition.set_probes(1)
+    assert "recall@32" in index.reason
+    assert read(index, queries) < 0.1
+    index._upkeep.partition.probes, index._upkeep.partition.deviations = 1, dict.fromkeys((1, 512), 0.0)
     found, truth = index.search(queries, 32).ids, index.search(queries, 32, mode="exact").ids
     same = np.mean([len(set(a) & set(b)) / 32 for a, b in zip(found.tolist(), truth.tolist(), strict=True)])
     assert index.recall(queries) == pytest.approx(same, abs=1e-3)
@@ -28,7 +35,7 @@ def test_equal_rows_do_not_count_as_missed():
 
 
 def test_auto_is_exact_for_few_and_for_random_rows(monkeypatch):
-    monkeypatch.setattr(entry_index, "FEWEST", 2000)
+    monkeypatch.setattr(upkeep, "FEWEST", 2000)
     index = built(clustered(1999))
     assert (index.mode, index.reason) == ("exact", "fewer than 2,000 entries, where exact search is no slower")
     index.add(clustered(1, seed=1))
@@ -36,45 +43,42 @@ def test_auto_is_exact_for_few_and_for_random_rows(monkeypatch):
     random = built(torch.randn(4000, 16, generator=torch.Generator().manual_seed(0)))
     assert random.mode == "exact"
     assert random.reason.endswith("exact search is no slower")
-    with pytest.raises(ValueError, match=r"no partition to search approximately .*lists hold"):
+    with pytest.raises(ValueError, match=r"no partition to search approximately .*exact search is no slower"):
         random.search(torch.zeros(16), 1, mode="approximate")
-    random.calibrate(random.rows[:50], k=1)  # each finds itself in the first lists
-    assert random.mode == "approximate"
     index.calibrate(torch.randn(50, 16), k=500)
     assert index.mode == "exact"
     index.build(clustered(4000))
-    assert (index.mode, "queries given" in index.reason) == ("exact", True)
+    assert index.mode == "exact"
 
 
-def test_auto_goes_back_to_exact_when_most_are_removed(monkeypatch):
-    monkeypatch.setattr(entry_index, "FEWEST", 2000)
+def test_auto_is_exact_below_the_least_number_and_does_not_start_afresh_around_it(monkeypatch):
+    monkeypatch.setattr(upkeep, "FEWEST", 2000)
     index = built(clustered(3000))
-    index.remove(torch.arange(1990))
+    first = index._upkeep.partition
+    index.remove(torch.arange(1000))
     assert index.mode == "approximate"
-    index.remove(torch.arange(11))
+    for _ in range(3):
+        index.remove(torch.arange(1))
+        assert (index.mode, index.reason) == ("exact", "fewer than 2,000 entries, where exact search is no slower")
+        assert index.search(clustered(1), 3).certificate.label == "exact"
+        with pytest.raises(ValueError, match="no partition to search approximately"):
+            index.search(clustered(1), 3, mode="approximate")
+        index.add(clustered(1, seed=1))
+        assert index.mode == "approximate"
+        assert index._upkeep.partition is first
+    index.remove(torch.arange(1001))
+    assert index._upkeep.partition is None
     assert index.mode == "exact"
 
 
 def test_rows_are_partitioned_anew_when_as_many_changed():
     index = built(clustered(500), search="approximate")
-    first = index._partition
+    first = index._upkeep.partition
     index.add(clustered(300, seed=1))
     index.replace(torch.arange(199), clustered(199, seed=2))
-    assert index._partition is first
-    index.replace(torch.arange(1), clustered(1, seed=3))
-    assert index._partition is not first
-    assert index._partition.num_lists > first.num_lists
-    assert index.recall(clustered(100, seed=4)) > 0.97
-
-
-def test_recall_survives_growth_out_of_the_first_clusters():
-    index = EntryIndex(16, search="approximate")
-    for seed in range(12):
-        index.add(clustered(700, seed=seed) + 0.5 * seed)
-    queries = torch.cat([clustered(30, seed=50 + seed) + 0.5 * seed for seed in range(12)])
-    assert index.recall(queries) > 0.95  # a third of the rows lie where none was when it was calibrated
-    index.build(index.rows)
-    assert index.recall(queries) > 0.98
+    assert index._upkeep.partition is first
+    index.remove(torch.arange(1))
+    assert index._upkeep.partition is not first
 
 
 @pytest.mark.parametrize("penalty", [100.0, 1e4, 1e9])
@@ -98,7 +102,7 @@ def test_stacked_layers_do_not_see_each_other(mode, penalty):
         assert bool((owner[hits.ids[found]] == layer).all())
         assert bool((owner[hits.ids] == layer).all())
         if mode == "approximate":  # what is read is not thinned by the layers that are out of reach
-            assert index._partition.share(queries.numpy(), layer) < 0.2
+            assert read(index, queries, layer) < 0.2
 
 
 def test_many_columns_of_thresholds_do_not_blur_the_partition():
@@ -107,7 +111,7 @@ def test_many_columns_of_thresholds_do_not_blur_the_partition():
     queries = 3 * clustered(100, seed=3)
     index.calibrate(queries, 10, threshold_column=5)
     assert index.recall(queries, 10, threshold_column=5) >= 0.99
-    assert index._partition.share(queries.numpy(), 5) < 0.2
+    assert read(index, queries, 5, 10) < 0.2
 
 
 def test_an_entry_with_a_large_threshold_is_not_hidden_by_its_neighbours():
@@ -121,5 +125,5 @@ def test_a_common_offset_does_not_blur_the_partition():
     queries = clustered(100, seed=3)
     index = built(clustered(4000) + 3000.0, search="approximate")
     index.calibrate(queries, k=10)
-    assert index._partition.probes <= 40
+    assert index._upkeep.partition.probes <= 40
     assert index.recall(queries, 10) >= 0.98

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnflow import MissingExtra
-from attnflow.knowledge.index import EntryIndex, entry_index
+from attnflow.knowledge.index import EntryIndex, partition, upkeep
 from attnflow.knowledge.index.exact import _candidates
-from tests.knowledge.index.data import MODES, brute, built, clustered
+from tests.knowledge.index.data import MODES, brute, built, clustered, read_all
 
 
 @pytest.mark.parametrize("column", [None, 0, 2])
@@ -49,11 +49,12 @@ def test_candidates_are_the_scores_above_the_last(seed, columns):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("column", [None, 1])
-def test_range_search_finds_all_above(mode, column):
+def test_range_search_finds_all_above(monkeypatch, mode, column):
     rows = torch.cat([clustered(3000), torch.randn(3000, 2)], dim=1)
     index, queries = built(rows, 2, search=mode), clustered(5, seed=7)
     if mode == "approximate":
-        index._partition.set_probes(index._partition.num_lists)
+        monkeypatch.setattr(partition, "MOST", (1.0, 1.0))  # lists are read, however many
+        read_all(index)
     scores = brute(rows, queries, 16, column)
     hits = index.range(queries, 14.0, column)
     assert hits.certificate.label == mode
@@ -149,7 +150,7 @@ def test_wrong_arguments_change_nothing():
 
 
 def test_without_faiss_auto_stays_exact_and_approximate_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(entry_index, "FEWEST", 100)
+    monkeypatch.setattr(upkeep, "FEWEST", 100)
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     index = built(clustered(200))
     assert index.mode == "exact"

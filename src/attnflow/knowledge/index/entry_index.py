@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Final, Literal
 
@@ -13,22 +12,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import index_array, integer
-from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.certificate import Certificate, Neighbours
-from attnflow.knowledge.index import arguments
+from attnflow.knowledge.index import arguments, calibration
 from attnflow.knowledge.index.exact import Floats, GrowingMatrix, above, best, of_column, padded
-from attnflow.knowledge.index.partition import Partition, Sample, faiss
+from attnflow.knowledge.index.lists import faiss
 from attnflow.knowledge.index.readers_writer import ReadersWriter
+from attnflow.knowledge.index.upkeep import SearchMode, Upkeep
 
 Mode = Literal["exact", "approximate"]
-SearchMode = Literal["auto", "exact", "approximate"]
 
 MOST: Final = 1 << 20  # entries asked for where there are fewer: results have room for all k
-FEWEST: Final = 20_000  # below, exact search takes a few tenths of a millisecond (width 128), and certifies
-# The part of the entries in the lists that a query reads: in batches of 128, exact search reads 6 to 10 entries in the
-# time in which lists give one.
-LARGEST_SHARE: Final = 0.1
-_LOG: Final = logging.getLogger(__name__)
 
 
 class EntryIndex:
@@ -39,16 +32,21 @@ class EntryIndex:
     moves the last row into the hole, and says so.
 
     Exact search computes all scores in float32. Approximate search keeps the rows a second time, in lists of near
-    ones (faiss, inverted lists), of which a query reads as many as it takes to reach `target_recall`: that number is
-    calibrated for the 32 best of entries moved at random, or by `calibrate` on queries of yours; larger k and queries
-    unlike the entries need the latter. When as many rows were added or replaced as there were at the last partition,
-    the rows are partitioned and calibrated anew: O(n^0.25 x width) a row on average, at once for the call that is hit.
-    Until then rows unlike all earlier ones may be found less often; `recall` measures, `build(rows)` starts afresh.
+    ones (faiss, inverted lists), of which each query reads as many as it takes to reach `target_recall`; where that is
+    no slower, and where more entries are asked for than was measured (512), it reads all rows. How many lists it takes
+    is measured on queries like any rows, like rare ones, like the latest, in random directions and on sums of rows.
+
+    It stays so under changes: the latest rows, up to 8 sqrt(n), are in no list, and every query reads them. When there
+    are more they are put into lists, into new ones if they are unlike all earlier rows, and what queries like them need
+    is measured; after changes of an eighth of the rows all is measured anew, and after as many changes as there
+    were rows, or when queries read more than twice as much as at first, the lists are made anew. That costs about
+    O(n^0.25 x width) a row on average, at once for the call that is hit. Fewer than 20,000 entries are searched
+    exactly ("auto"), also when there were more.
 
     Threads: any number may search while one changes rows; a search sees all of a change or nothing of it.
 
     Attributes:
-        reason: why `mode` is what it is, with what was measured.
+        reason: why `mode` is what it is, with the recall that is measured now.
 
     Args:
         dim: width of an entry and a query.
@@ -80,10 +78,7 @@ class EntryIndex:
             faiss()
         self.requested, self.target_recall = search, float(target_recall)
         self._rows = GrowingMatrix(self.dim + self.num_thresholds)
-        self._partition: Partition | None = None
-        self._sample: Sample | None = None
-        self._judged = self._changed = 0
-        self.reason = "no entries yet"
+        self._upkeep = Upkeep(self.dim, search, self.target_recall)
         self._lock = ReadersWriter()
 
     def __len__(self) -> int:
@@ -97,22 +92,48 @@ class EntryIndex:
     @property
     def mode(self) -> Mode:
         """How a search is done unless it says otherwise."""
-        return "approximate" if self._partition is not None or self.requested == "approximate" else "exact"
+        lists = self._upkeep.lists is not None or self.requested == "approximate"
+        return "approximate" if lists else "exact"
+
+    @property
+    def reason(self) -> str:
+        """Why `mode` is what it is; where searches are approximate, with the recall that they have now.
+
+        Cost: an exact search for some 300 queries where the rows have changed since the last time.
+        """
+        now = self.measure()
+        return self._upkeep.why if now is None else f"{self._upkeep.why}; {now}"
+
+    def measure(self) -> calibration.Measured | None:
+        """The recall of approximate searches now, on queries like all entries, like the latest and unlike them.
+
+        Where it is below the target, calibrates anew first; None where searches are exact.
+        """
+        for read_all in (False, True):
+            with self._lock.reading():
+                now, asked = self._upkeep.measure(self._rows.used.numpy())
+            if now is None or now.recall >= self.target_recall:
+                return now
+            with self._lock.writing():
+                self._upkeep.mend(self._rows.used.numpy(), asked, read_all)
+        with self._lock.reading():
+            return self._upkeep.measure(self._rows.used.numpy())[0]
 
     def build(self, rows: Float[Tensor, "n width"]) -> None:
         """These rows instead of all others, at slots 0 to n - 1, partitioned anew."""
         checked = self._checked(rows)
         with self._lock.writing():
             self._rows.set(checked)
-            self._judge()
+            self._upkeep.judge(self._rows.used.numpy())
 
     def add(self, rows: Float[Tensor, "new width"]) -> Int[Tensor, " new"]:
         """Append rows; returns their slots."""
         checked = self._checked(rows)
         with self._lock.writing():
             slots = self._rows.add(checked)
-            if not self._grown(len(slots)) and self._partition is not None:
-                self._partition.add(checked.numpy(), slots.numpy())
+            if self._upkeep.partition is not None:
+                self._upkeep.partition.add(checked.numpy(), slots.numpy())
+            self._upkeep.follow(self._rows.used.numpy(), len(slots))
         return slots
 
     def replace(self, slots: Int[Tensor, " slots"], rows: Float[Tensor, "rows width"]) -> None:
@@ -123,20 +144,21 @@ class EntryIndex:
             if len(checked) != len(where):
                 raise ValueError(f"{len(where)} slots were given {len(checked)} rows")
             self._rows.used[where] = checked
-            if not self._grown(len(where)) and self._partition is not None:
-                self._partition.remove(where.numpy())
-                self._partition.add(checked.numpy(), where.numpy())
+            if self._upkeep.partition is not None:
+                self._upkeep.partition.remove(where.numpy())
+                self._upkeep.partition.add(checked.numpy(), where.numpy())
+            self._upkeep.follow(self._rows.used.numpy(), len(where))
 
     def remove(self, slots: Int[Tensor, " slots"]) -> Int[Tensor, "moves 2"]:
         """Drop rows; returns (from, to) of each row that moved into a hole."""
         with self._lock.writing():
             gone = self._existing(slots)
             moves = self._rows.remove(gone)
-            if self._partition is not None:
-                self._partition.remove(torch.cat([gone, moves[:, 0]]).numpy())
-                self._partition.add(self._rows.used[moves[:, 1]].numpy(), moves[:, 1].numpy())
-            if self.requested == "auto" and len(self) < FEWEST // 2 and self._partition is not None:
-                self._judge()
+            if self._upkeep.partition is not None:
+                sources, targets = moves.T.numpy()
+                self._upkeep.partition.remove(gone.numpy())
+                self._upkeep.partition.move(self._rows.used[moves[:, 1]].numpy(), sources, targets)
+            self._upkeep.follow(self._rows.used.numpy(), len(gone))
         return moves
 
     def search(
@@ -165,8 +187,11 @@ class EntryIndex:
         k = integer("k", k, minimum=1, maximum=max(len(self), MOST))
         with self._lock.reading():
             approximate, total = self._is_approximate(mode), len(self)
-            if approximate and self._partition is not None and len(flat):
-                scores, slots = map(torch.from_numpy, self._partition.best(flat, column, min(k, total)))
+            if approximate and mode is None and self._upkeep.lists is not None:
+                approximate = math.isfinite(self._upkeep.lists.deviations_of(min(k, total)))
+            if approximate and self._upkeep.lists is not None and len(flat):
+                held = self._rows.used.numpy()
+                scores, slots = map(torch.from_numpy, self._upkeep.lists.best(held, flat, column, min(k, total)))
                 active = None
             else:
                 scores, slots, active = best(flat, *self._of_column(column), min(k, total))
@@ -191,8 +216,8 @@ class EntryIndex:
         column = arguments.column(threshold_column, self.num_thresholds)
         with self._lock.reading():
             approximate, total = self._is_approximate(mode), len(self)
-            if approximate and self._partition is not None and len(flat):
-                scores, slots, owners = self._partition.above(flat, column, bound)
+            if approximate and self._upkeep.lists is not None and len(flat):
+                scores, slots, owners = self._upkeep.lists.above(self._rows.used.numpy(), flat, column, bound)
                 active = None
             else:
                 scores, slots, owners, counted = above(flat, *self._of_column(column), bound)
@@ -207,55 +232,21 @@ class EntryIndex:
         """The share of the k best entries that a search in the present `mode` finds; equal scores count as equal."""
         if not len(self):
             return 1.0
-        exact = self.search(queries, k, threshold_column, "exact").scores[..., : min(k, len(self))]
-        scores = self.search(queries, k, threshold_column).scores[..., : min(k, len(self))]
-        rounding = 1e-5 * exact.abs().amax(dim=-1, keepdim=True)  # the two searches add in another order
-        return float((scores >= exact[..., -1:] - rounding).double().mean())
+        k = min(k, len(self))
+        exact, here = (self.search(queries, k, threshold_column, mode).scores for mode in ("exact", None))
+        return calibration.recall_of(*(scores.reshape(-1, k).numpy() for scores in (here, exact)))
 
     def calibrate(
         self, queries: Float[Tensor, "*queries dim"], k: int = 32, threshold_column: int | None = None
     ) -> None:
-        """Choose how many lists are read, and in "auto" whether any, by these queries, now and at later partitions."""
+        """Hold the recall for these queries and this k, too, and judge by them whether lists pay, now and later."""
         flat, column = self._flat(queries), arguments.column(threshold_column, self.num_thresholds)
         if not len(flat):
             raise ValueError("calibration needs at least one query")
+        columns = np.full(len(flat), -1 if column is None else column)
         with self._lock.writing():
-            self._sample = Sample([(flat, column)], integer("k", k, minimum=1), "queries given")
-            self._judge(self._partition)
-
-    def _judge(self, partition: Partition | None = None) -> None:
-        """Decide how to search: partition the rows, or take a partition of them, and calibrate it."""
-        self._partition = None
-        if self.requested == "exact" or not len(self):
-            self._judged = self._changed = 0
-            self.reason = "exact search was asked for" if len(self) else "no entries yet"
-            return
-        if partition is None:
-            self._judged, self._changed = len(self), 0
-        if self.requested == "auto" and len(self) < FEWEST:
-            self.reason = f"fewer than {FEWEST:,} entries, where exact search is no slower"
-            return
-        rows = self._rows.used.numpy()
-        try:
-            partition = partition or Partition(rows, self.dim)
-        except MissingExtra as missing:
-            self.reason = str(missing)
-            return
-        sample = self._sample or partition.imitated(rows)
-        self.reason, read = partition.calibrate(rows, sample, self.target_recall)
-        if self.requested == "auto" and read > LARGEST_SHARE:
-            self.reason += ": exact search is no slower"
-        else:
-            self._partition = partition
-        _LOG.info("%s search: %s", self.mode, self.reason)
-
-    def _grown(self, count: int) -> bool:
-        """Count changed rows, and judge anew when it is time."""
-        self._changed += count
-        few = self.requested == "auto" and self._judged < FEWEST
-        if due := few or self._changed >= self._judged:
-            self._judge()
-        return due
+            asked = calibration.Questions("given", flat, columns)
+            self._upkeep.ask(self._rows.used.numpy(), asked, integer("k", k, minimum=1))
 
     def _of_column(self, column: int | None) -> tuple[Floats, Floats | None]:
         return of_column(self._rows.used.numpy(), self.dim, column)
@@ -265,9 +256,9 @@ class EntryIndex:
             raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
         if (mode or self.mode) == "exact":
             return False
-        if self._partition is None and len(self):
+        if self._upkeep.lists is None and len(self):
             raise ValueError(
-                f"this index has no partition to search approximately ({self.reason}): make it with "
+                f"this index has no partition to search approximately ({self._upkeep.why}): make it with "
                 'search="approximate"'
             )
         return True

@@ -16,6 +16,7 @@ from torch import Tensor
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 _SCORES: Final = 1 << 21  # scores held at once: 8 MB
 _QUERIES: Final = 256
