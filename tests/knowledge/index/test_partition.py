@@ -22,7 +22,7 @@ def test_recall_is_reached_on_clustered_rows_and_measured():
     assert index.recall(queries) >= 0.99
     assert "recall@32" in index.reason
     assert read(index, queries) < 0.1
-    index._upkeep.partition.probes, index._upkeep.partition.deviations = 1, dict.fromkeys((1, 512), 0.0)
+    index._upkeep.partition.probes, index._upkeep.partition.deviations = 1, dict.fromkeys((1, 512), -100.0)
     found, truth = index.search(queries, 32).ids, index.search(queries, 32, mode="exact").ids
     same = np.mean([len(set(a) & set(b)) / 32 for a, b in zip(found.tolist(), truth.tolist(), strict=True)])
     assert index.recall(queries) == pytest.approx(same, abs=1e-3)

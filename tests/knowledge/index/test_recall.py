@@ -188,7 +188,7 @@ def test_what_is_said_of_the_recall_is_measured_after_each_change(monkeypatch):
 
 def test_a_recall_that_is_found_too_low_is_mended(monkeypatch):
     index = built(clustered(4000), search="approximate")
-    index._upkeep.partition.probes, index._upkeep.partition.deviations = 1, dict.fromkeys((1, 512), 0.0)
+    index._upkeep.partition.probes, index._upkeep.partition.deviations = 1, dict.fromkeys((1, 512), -100.0)
     queries = torch.randn(50, 16)
     assert index.recall(queries) < TARGET
     now = index.measure()
@@ -197,13 +197,13 @@ def test_a_recall_that_is_found_too_low_is_mended(monkeypatch):
     assert index.recall(queries) >= TARGET
 
     def useless(partition, *_):
-        partition.probes, partition.deviations = 1, dict.fromkeys((1, 512), 0.0)
+        partition.probes, partition.deviations = 1, dict.fromkeys((1, 512), -100.0)
         return {8: 0.01}
 
     # Where calibration does not help, searches read everything.
     monkeypatch.setattr(calibration, "calibrate", useless)
     index.add(clustered(1))
-    index._upkeep.partition.deviations = dict.fromkeys((1, 512), 0.0)
+    index._upkeep.partition.deviations = dict.fromkeys((1, 512), -100.0)
     assert index.measure().recall == 1.0
     assert torch.equal(index.search(queries, 9).ids, index.search(queries, 9, mode="exact").ids)
 

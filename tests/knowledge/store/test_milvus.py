@@ -126,10 +126,19 @@ def test_an_approximate_index(place):
         assert again.ids.tolist() == exact.ids.tolist()
         probes = store._backend.record.probes
         assert probes < 63
-        store.delete([0])
-        assert 0 not in store.search(rows[0], 10).ids.tolist()
     with Store.open(place, search="approximate") as store:
         assert store._backend.record.probes == probes
+        assert (
+            store.stats().reason
+            == f"IVF_FLAT, {probes} of 63 lists are read, as calibrated, and nothing was written since"
+        )
+        new = store.insert(embeddings=rows[:1] + 20)
+        assert store.stats().reason == "IVF_FLAT, 63 of 63 lists are read"
+        assert int(store.search(rows[0] + 20, 1).ids[0]) == int(new[0])
+        store.calibrate(rows[:50], k=10, threshold_column=0)
+        store.delete([0])
+        assert store._backend.record.probes == 63
+        assert 0 not in store.search(rows[0], 10).ids.tolist()
     with Store.open(place, read_only=True) as store:
         assert store.search(rows[1], 3).certificate.label == "exact"
 

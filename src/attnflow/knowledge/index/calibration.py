@@ -16,6 +16,7 @@ FEW: Final = 8
 _SIZES: Final = (1, FEW, USUAL, 128, 512)
 _QUERIES: Final = 64  # of each kind
 _UNLIKE: Final = 0.02  # what reads of queries unlike the entries weigh against those of queries like them
+_ROUND: Final = 1000  # rows that are read in the time in which a query looks for more lists and reads them
 _ROUNDING: Final = 1e-5  # of the best score
 
 
@@ -147,8 +148,9 @@ def adapt(partition: Partition, rows: Floats, asked: Sequence[Questions], k: int
 
 
 def _cost(pairs: Sequence[_Pairs], k: int, probes: int, deviations: float) -> float:
-    every = np.mean([one.read(k, probes, deviations) for one in pairs])
-    return float(_like(pairs, k, probes, deviations) + _UNLIKE * every)
+    reads = [one.read(k, probes, deviations, rounds=True) for one in pairs]
+    own = [read for read, one in zip(reads, pairs, strict=True) if one.like]
+    return float(np.mean(own) + _UNLIKE * np.mean(reads))
 
 
 def _like(pairs: Sequence[_Pairs], k: int, probes: int, deviations: float) -> float:
@@ -197,11 +199,13 @@ class _Pairs:
         ordered = np.sort(np.where(free, 0, deviations), axis=None)
         return float(ordered[min(math.ceil(wanted * ordered.size), ordered.size) - 1])
 
-    def read(self, k: int, probes: int, deviations: float) -> float:
-        """The part of the rows that are read for the k best, on average."""
+    def read(self, k: int, probes: int, deviations: float, rounds: bool = False) -> float:
+        """The part of the rows that are read for the k best, on average; with `rounds` what going back takes, too."""
         if math.isinf(deviations):
             return 1.0
+        first = self._ranks < probes
         may = self._promise + np.float32(deviations) * self._deviation >= self.truth[:, k - 1, None]
-        read = (may | (self._ranks < probes)) @ self._partition.sizes + self._partition.num_recent
-        total = self._partition.sizes.sum() + self._partition.num_recent
-        return float(np.where(read > MOST[0] * total, 1, read / total).mean())
+        read = (may | first) @ self._partition.sizes + self._partition.num_recent
+        total = len(self._partition)
+        again = _ROUND / total * (may & ~first).any(axis=1) if rounds else 0
+        return float((np.where(read > MOST[0] * total, 1, read / total) + again).mean())

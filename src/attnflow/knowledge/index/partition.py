@@ -31,6 +31,10 @@ _ROWS: Final = 1 << 16  # whose lists are looked for at once
 # of all; many at once read all in the time in which lists give a sixth to a tenth.
 MOST: Final = (0.3, 0.1)
 _FEW: Final = 8  # queries
+_NEXT: Final = (
+    32,
+    4,
+)  # lists that are read at once after the first ones, or times as many as these: a round is 0.03 ms
 _LOWEST: Final = np.float32(np.finfo(np.float32).min)
 
 
@@ -222,6 +226,8 @@ class Partition:
 
     def augmented(self, queries: Floats, columns: Ints) -> Floats:
         """[query | onehot(column)]; column -1: none."""
+        if not len(self._ceilings):
+            return np.ascontiguousarray(queries)
         tail = np.zeros((len(queries), len(self._ceilings)), dtype=np.float32)
         some = np.flatnonzero(columns >= 0)
         tail[some, columns[some]] = 1
@@ -237,11 +243,11 @@ class Partition:
         promise, deviation = self.terms(queries, columns)
         lists = largest(promise + _ORDER * deviation, self.probes)
         promise += np.float32(each) * deviation
-        np.put_along_axis(promise, lists, -np.inf, axis=1)
+        promise[np.arange(len(queries))[:, None], lists] = -np.inf
         scores, slots = _merged(self._lists.best(asked, lists, k), self._recent_best(queries, column, k))
         read, todo, most = self.sizes[lists].sum(axis=1), np.arange(len(queries)), self._bound(len(queries), len(rows))
-        count, costly = self.probes, np.zeros(len(queries), dtype=np.bool_)
-        while True:  # each round reads as many lists as all before it did, or all that may hold more
+        count, costly = max(_NEXT[0], _NEXT[1] * self.probes), np.zeros(len(queries), dtype=np.bool_)
+        while True:  # each round reads the lists that may hold more, up to a number that doubles
             may = promise >= np.maximum(scores[todo, -1:], _LOWEST)
             more = may.any(axis=1)
             costly[todo] = more & (read > most)
@@ -290,9 +296,12 @@ class Partition:
     def _recent_best(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, Ints] | None:
         if not len(self._recent):
             return None
-        recent = self._recent.used.numpy()
-        scores, places = _exact(queries, recent, self.dim, column, min(k, len(recent)))
-        return scores, self._recent_slots.used[:, 0].numpy()[places]
+        entries, thresholds = of_column(self._recent.used.numpy(), self.dim, column)
+        scores = products(queries, entries)
+        if thresholds is not None:
+            scores += thresholds
+        places = largest(scores, k)
+        return np.take_along_axis(scores, places, axis=1), self._recent_slots.used[:, 0].numpy()[places]
 
     def _bound(self, queries: int, rows: int) -> float:
         """Rows in lists from which on a query reads all rows."""

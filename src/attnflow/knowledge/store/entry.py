@@ -69,7 +69,8 @@ class StoreStats(Result):
         num_thresholds: threshold columns.
         bytes_on_disk: of its files with snapshots and old versions; None where they are on a server.
         mode: how it is searched: "exact" or "approximate".
-        reason: why, with what was measured.
+        reason: why; where searches are approximate, with the recall that they have now, on queries like all entries,
+            like the latest, and unlike them.
         versions: number of entries by version.
         encoders: number of entries by encoder; "" where none is recorded.
         snapshots: their names, oldest first.

@@ -8,8 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from attnflow._core.checks import IntArray
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.index import Mode, Neighbours
+from attnflow.knowledge.store.entry import Rows
 from attnflow.knowledge.store.errors import StoreError, failures
 from attnflow.knowledge.store.metadata import Wanted
 from attnflow.knowledge.store.milvus import MilvusRows
@@ -23,7 +25,8 @@ class MilvusBackend(MilvusRows):
     """Rows in Milvus, searched by it: a query of column l is [q ; onehot(l)] against rows [e | thresholds].
 
     The index is exact (FLAT) unless the store was opened with search="approximate" (IVF_FLAT); an exact search of an
-    approximate index reads all its lists.
+    approximate index reads all its lists. An approximate one reads all of them, too, until `calibrate` finds how few
+    will do, and again from the next write on: what was measured holds for the entries that there were.
     """
 
     def __init__(self, address: str, wanted: Wanted) -> None:
@@ -45,7 +48,25 @@ class MilvusBackend(MilvusRows):
     def reason(self) -> str:
         """The index on the server."""
         record = self.record
-        return f"IVF_FLAT, {record.probes} of {record.lists} lists are read" if record.lists else "FLAT"
+        if not record.lists:
+            return "FLAT"
+        calibrated = ", as calibrated, and nothing was written since" if record.probes < record.lists else ""
+        return f"IVF_FLAT, {record.probes} of {record.lists} lists are read{calibrated}"
+
+    def write(self, rows: Rows) -> None:
+        """Of which nobody knows how few lists will do."""
+        self._read_all()
+        super().write(rows)
+
+    def delete(self, ids: IntArray) -> None:
+        """Likewise of those that stay."""
+        self._read_all()
+        super().delete(ids)
+
+    def restore(self, name: str) -> None:
+        """Likewise."""
+        self._read_all()
+        super().restore(name)
 
     def __len__(self) -> int:
         with failures("entries cannot be counted"):
@@ -89,6 +110,9 @@ class MilvusBackend(MilvusRows):
     def reindex(self) -> None:
         """Two lists for each square root of rows; all are read until it is calibrated."""
         self.build_index(max(1, round(2 * len(self) ** 0.5)) if self.mode == "approximate" else 0)
+
+    def _read_all(self) -> None:
+        self.save(probes=self.record.lists)
 
     def _is_approximate(self, mode: Mode | None) -> bool:
         if mode == "approximate" and not self.record.lists:
