@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import statistics
 import sys
@@ -18,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attnflow._core.files import write_atomically
 from attnflow.knowledge.hf.modular import ModularConfig
 from experiments.facts.corpus import UNKNOWN, Corpus, Key, Vocabulary
 from experiments.facts.model import FactEncoder, FactReader, nearest_loss, retrieval_loss
@@ -189,6 +189,8 @@ def train(settings: FactTraining, seed: int, path: Path, save_every: int = 250) 
     done, seconds, log = 0, 0.0, list[dict[str, float]]()
     if path.is_file():
         state: dict[str, Any] = torch.load(path, weights_only=True)
+        if state.get("run") != [settings.to_dict(), seed]:
+            raise ValueError(f"{path} holds a run with other settings: {state.get('run')}; choose another folder")
         parts.load_state_dict(state["parts"])
         optimiser.load_state_dict(state["optimiser"])
         done, seconds, log = state["step"], state["seconds"], state["log"]
@@ -199,8 +201,12 @@ def train(settings: FactTraining, seed: int, path: Path, save_every: int = 250) 
             group["lr"] = settings.rate * _schedule(step, settings)
         found = losses(reader, encoder, settings, seed, step)
         optimiser.zero_grad()
-        torch.stack(list(found.values())).sum().backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        total = torch.stack(list(found.values())).sum()
+        total.backward()
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        if not bool(total.isfinite() & norm.isfinite()):
+            terms = ", ".join(f"{name} {value.item():g}" for name, value in found.items())
+            raise ValueError(f"seed {seed}, step {step + 1}: {terms}, norm of the gradients {norm.item():g}; not saved")
         optimiser.step()
         since.append({name: value.item() for name, value in found.items()})
         if (step + 1) % save_every == 0 or step + 1 == settings.steps:
@@ -208,7 +214,8 @@ def train(settings: FactTraining, seed: int, path: Path, save_every: int = 250) 
             since.clear()
             seconds = time.perf_counter() - began
             state = {"parts": parts.state_dict(), "optimiser": optimiser.state_dict()}
-            _save({**state, "step": step + 1, "seconds": seconds, "log": log}, path)
+            run = [settings.to_dict(), seed]
+            _save({**state, "run": run, "step": step + 1, "seconds": seconds, "log": log}, path)
             told = ", ".join(f"{name} {value:.3f}" for name, value in log[-1].items() if name != "step")
             print(f"seed {seed}, step {step + 1}, {seconds:.0f} s: {told}", file=sys.stderr, flush=True)
     parts.eval()
@@ -226,7 +233,5 @@ def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(state, part)
-    part.replace(path)
+    with write_atomically(path) as file:
+        torch.save(state, file)

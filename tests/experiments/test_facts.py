@@ -195,6 +195,21 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path: Path) -
         assert torch.equal(one, two)
 
 
+def test_a_training_that_meets_nan_stops_and_saves_nothing_of_it(tmp_path: Path) -> None:
+    def spoiled(*arguments: object) -> dict[str, torch.Tensor]:
+        terms = losses(*arguments)  # type: ignore[arg-type]
+        return terms if arguments[-1] != 3 else {**terms, "context": terms["context"] * torch.nan}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.facts.training.losses", spoiled)
+        with pytest.raises(ValueError, match=r"seed 3, step 4: context nan, norm of the gradients nan; not saved"):
+            train(SMALL, 3, tmp_path / "run.pt", save_every=2)
+    assert torch.load(tmp_path / "run.pt")["step"] == 2
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        train(replace(SMALL, rate=1e-4), 3, tmp_path / "run.pt", save_every=2)
+    assert len(train(SMALL, 3, tmp_path / "run.pt", save_every=2).log) == 3
+
+
 # The edits
 
 

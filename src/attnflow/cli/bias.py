@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 import typer
 
+from attnflow._core.files import write_atomically
 from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
@@ -109,7 +110,8 @@ def bias_show(
         if target is not None:
             spinner.stage(f"writing {output}")
             if target.suffix.lower() == ".dot":
-                target.write_text(graph.to_dot(), encoding="utf-8")
+                with write_atomically(target) as file:
+                    file.write(graph.to_dot().encode())
             elif is_graph:
                 graph.save(target)
             elif target.suffix.lower() in (".svg", ".png"):
