@@ -165,11 +165,23 @@ def test_rows_that_vanish_or_come_are_noticed(filled, tmp_path, commit, count, c
         Store.open(filled, read_only=True)
     check = Store.rescue(filled, tmp_path / "new")
     assert check.count == min(count, 299)
-    assert check.faults == (("299 entries were written, and 298 are there",) if count < 299 else ())
+    assert check.faults == (("299 entries were written, and 298, or others, are there",) if count < 299 else ())
     with Store.open(filled) as store:
         assert len(store) == 299
         assert store.verify().ok
     assert "a commit that a crash of the machine had cut short was dropped" in caplog.text
+
+
+def test_a_damaged_list_of_files_is_not_taken_for_a_commit_that_was_cut_short(directory):
+    """A large write that had returned does not go because the list of its files cannot be read."""
+    store = Store.open(directory, dim=16)
+    store.insert(embeddings=ROWS)
+    store.insert(embeddings=ROWS.repeat(60, 1))
+    store._backend._release()
+    min(directory.glob("entries.lance/_versions/*.manifest")).write_bytes(b"\0" * 200)
+    for _ in range(2):
+        with pytest.raises(Damaged):
+            Store.open(directory)
 
 
 @pytest.fixture

@@ -276,7 +276,7 @@ class LanceBackend(CachedIndex):
                 self._recent.clear()
             elif record.kind == Kind.PUT:
                 self._recent.put(*self._table.decode(record.body))
-            else:
+            elif record.kind == Kind.DELETE:
                 self._recent.drop(np.frombuffer(record.body, dtype=np.int64))
             self._state = self._announced = record.state
 
@@ -315,6 +315,8 @@ class LanceBackend(CachedIndex):
         with self._changing_table():
             step()
             self._tree.sync()
+        with suppress(OSError):  # the table is as it was announced, and nothing is lost but the word for it
+            self._log.append(Record(Kind.DONE, state))
         self._state = self._announced = state
         self._compaction.count(size)
 

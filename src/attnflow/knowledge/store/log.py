@@ -39,6 +39,7 @@ class Kind(IntEnum):
     PUT = 1  # these rows, in place of those of their ids
     DELETE = 2  # these ids are gone
     COMMIT = 3  # the table is about to be changed: its state will be this; the body says what it was
+    DONE = 4  # and it is: an older version of the table is not what there is
 
 
 class State(NamedTuple):

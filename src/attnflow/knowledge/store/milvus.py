@@ -24,7 +24,7 @@ from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store import metadata
 from attnflow.knowledge.store.arguments import refuse_unknown
 from attnflow.knowledge.store.check import StoreCheck
-from attnflow.knowledge.store.durable import SyncedTree
+from attnflow.knowledge.store.durable import SyncedTree, make_folders, sync
 from attnflow.knowledge.store.entry import Flags, Floats, Rows, Summary, column
 from attnflow.knowledge.store.errors import NotAStore, ReadOnly, StoreError, StoreLocked, failures
 from attnflow.knowledge.store.lock import FileLock
@@ -52,6 +52,7 @@ class Connection:
         self.types = pymilvus.DataType
         self.file = None if "://" in address else Path(address).absolute()
         self._tree = None if self.file is None else SyncedTree(self.file)
+        self._named = False  # in its folder, on the disk
         self._lock: FileLock | None = None
         if self.file is not None:
             address = self._serve(self.file, read_only)
@@ -68,8 +69,11 @@ class Connection:
 
     def sync(self) -> None:
         """What was written to a file that is served here is on the disk: milvus-lite hands it to the system only."""
-        if self._tree is not None:
+        if self._tree is not None and self.file is not None:
             self._tree.sync()
+            if not self._named:
+                sync(self.file.parent)
+                self._named = True
 
     def close(self) -> None:
         """Once."""
@@ -96,7 +100,7 @@ class Connection:
         if read_only and not file.exists():
             raise NotAStore(f"there is no store at {file}: there is nothing to read")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(file.parent)
         except OSError as error:
             raise ReadOnly(f"a store at {file} cannot be made: {error.strerror}") from None
         if not read_only:

@@ -41,20 +41,22 @@ def rescue(source: Path, to: Path) -> StoreCheck:
         place = _openable(source, Path(held.enter_context(tempfile.TemporaryDirectory())), faults)
         described = _described(source, place, faults)
         table = Database(place, described.dim, described.num_thresholds).open()
-        recent, state = _logged(source, table, faults)
+        recent, state, announced = _logged(source, table, faults)
         whole = _Whole(table, recent)
 
         def fill(entries: EntryTable) -> State:
             for rows in whole.rows():
                 (entries.append if rows.version.max() == 1 else entries.merge)(rows, checksums(rows))
             ids, updated, checks = entries.stamps()
-            clock = max(state.clock, int(updated.max(initial=0)))
-            return State(Digest().plus(checks), clock, max(state.next_id, int(ids.max(initial=-1)) + 1))
+            whole.digest = Digest().plus(checks)
+            clock = max(announced.clock, int(updated.max(initial=0)))
+            return State(whole.digest, clock, max(announced.next_id, int(ids.max(initial=-1)) + 1))
 
         create(to, described, fill)
-    found = len(whole.versions) + len(whole.damaged)
-    if not faults and not whole.problems and found < state.digest.rows:
-        faults.append(f"{state.digest.rows:,} entries were written, and {found:,} are there")
+    lost = bool(faults or whole.problems or whole.damaged)
+    if table.checked and not lost and whole.digest not in (state.digest, announced.digest):
+        found = f"{whole.digest.rows:,}, or others, are there"
+        faults.append(f"{state.digest.rows:,} entries were written, and {found}")
     return StoreCheck(str(source), len(whole.versions), tuple(whole.damaged), (*faults, *whole.problems))
 
 
@@ -63,6 +65,7 @@ class _Whole:
 
     def __init__(self, table: EntryTable, recent: Recent) -> None:
         self._table, self._recent = table, recent
+        self.digest = Digest()
         self.versions: dict[int, int] = {}
         self.damaged: list[int] = []
         self.problems: list[str] = []
@@ -88,15 +91,15 @@ class _Whole:
         return rows.take(list(places.values())) if places else None
 
 
-def _logged(source: Path, table: EntryTable, faults: list[str]) -> tuple[Recent, State]:
-    """The writes of the log that are whole, and what the store was after the last."""
-    recent, state = Recent(sum(table.widths)), State()
+def _logged(source: Path, table: EntryTable, faults: list[str]) -> tuple[Recent, State, State]:
+    """The writes of the log that are whole, what the store was after the last, and what was to become of it."""
+    recent, state, announced = Recent(sum(table.widths)), State(), State()
     try:
         data = (source / log.FILE).read_bytes()
     except OSError as error:
         if table.checked:
             faults.append(f"{log.FILE} cannot be read ({error.strerror}): the latest writes are lost")
-        return recent, state
+        return recent, state, announced
     for record, _ in log.scan(data):
         if not record.whole:
             faults.append(f"{log.FILE} has other bytes than were written: some of the latest writes are lost")
@@ -105,8 +108,9 @@ def _logged(source: Path, table: EntryTable, faults: list[str]) -> tuple[Recent,
             recent.put(*table.decode(record.body))
         elif record.kind == Kind.DELETE:
             recent.drop(np.frombuffer(record.body, dtype=np.int64))
-        state = record.state if record.kind != Kind.COMMIT else state
-    return recent, state
+        announced = record.state
+        state = State.decode(record.body) if record.kind == Kind.COMMIT else announced
+    return recent, state, announced
 
 
 def _described(source: Path, place: Path, faults: list[str]) -> Metadata:
