@@ -10,6 +10,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 import attnflow as af
 from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries, save_entries
+from attnflow.knowledge.hf.verify import verify
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.models.evaluation import precision
@@ -411,3 +412,23 @@ def test_what_chooses_has_a_row_for_each_expert_and_lies_beside_them():
     block.adapter = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 32)).double()  # as wide as there are experts
     with pytest.raises(af.UnsupportedArchitecture, match=r"layers\.0\.adapter\.0 \(1 matrix\), .* 2 in all"):
         af.knowledge.from_ffn(model)
+
+
+def test_the_check_is_not_misled_by_a_choice_that_rounding_turns():
+    """A router that deems two experts equal: the last digit of the token decides."""
+    model = made("Qwen3Moe").to(torch.bfloat16)
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.mlp.gate.weight[:] = layer.mlp.gate.weight[:1]
+            layer.mlp.gate.weight.add_(torch.randn_like(layer.mlp.gate.weight) * 1e-3)
+    opened = af.knowledge.from_ffn(model)
+    assert opened.knowledge.entries.dtype == torch.bfloat16
+    assert not any(reader._forward_pre_hooks for reader in expert_readers(opened))
+    with torch.no_grad():
+        opened.knowledge.entries[:, reader_values(opened)] *= 1.5
+    with pytest.raises(af.UnsupportedArchitecture, match="was not converted exactly"):
+        verify(model, opened, opened.knowledge, [reader.form.name for reader in expert_readers(opened)])
+
+
+def reader_values(model):
+    return expert_readers(model)[0].layout.value

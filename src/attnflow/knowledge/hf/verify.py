@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.layered import LayerReader
 from attnflow.models.evaluation import evaluating, seed_all
 
@@ -32,7 +34,7 @@ def verify(
     Outputs may differ by rounding: half of the digits of what the feed-forward layers write, which is measured by
     giving all values the other sign, or one rounding a layer of the largest output, whichever is more. A layer that
     does not run on these inputs (of an image tower) is compared by itself, on random tokens, where it takes these
-    alone.
+    alone. Experts of the copy are given what the routers of the model chose: rounding may turn a choice.
 
     Args:
         model: the original.
@@ -47,8 +49,10 @@ def verify(
     """
     named = _tokens(model) if inputs is None else dict(inputs)
     hint = "pass check= named inputs that it takes, or check=False"
+    choices = _Choices(model, opened, [path for path in paths if isinstance(opened.get_submodule(path), ExpertEntries)])
     try:
-        before = _outputs(model, named)
+        with choices.noted():
+            before = _outputs(model, named)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
@@ -65,7 +69,7 @@ def verify(
 
     hooks = [cast(nn.Module, one).register_forward_hook(see) for one in layers]
     try:
-        _compare(type(model).__name__, before, partial(_outputs, opened, named), values, base)
+        _compare(type(model).__name__, before, partial(choices.repeated, opened, named), values, base)
     finally:
         for hook in hooks:
             hook.remove()
@@ -117,6 +121,43 @@ def _compare(
             f"{name} was not converted exactly: outputs differ by {differs:.2g} where values of the "
             f"other sign move them by {moved:.2g}; check=False returns the copy nevertheless"
         )
+
+
+class _Choices:
+    """What each module of experts was given in a pass of the model, for the passes of its copy."""
+
+    def __init__(self, model: nn.Module, opened: nn.Module, paths: Sequence[str]) -> None:
+        self._pairs = [(model.get_submodule(path), opened.get_submodule(path)) for path in paths]
+        self._calls: list[list[tuple[Any, ...]]] = [[] for _ in paths]
+
+    @contextmanager
+    def noted(self) -> Generator[None]:
+        """What the model's modules are given inside is noted."""
+
+        def hook(
+            calls: list[tuple[Any, ...]], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
+            calls.append(tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()))
+
+        with ExitStack() as hooks:
+            for (module, _), calls in zip(self._pairs, self._calls, strict=True):
+                hooks.enter_context(module.register_forward_pre_hook(partial(hook, calls), with_kwargs=True))
+            yield
+
+    def repeated(self, opened: nn.Module, inputs: Inputs) -> list[Tensor]:
+        """Outputs of the copy with those choices: indices and weights, or the tokens that were multiplied by weights."""
+
+        def hook(calls: Iterator[tuple[Any, ...]], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            noted = next(calls, ())
+            hidden = (*args, *kwargs.values())[0]
+            if not noted or noted[0].shape != hidden.shape:
+                return None
+            return (noted if len(noted) == 1 else (hidden, *noted[1:])), {}
+
+        with ExitStack() as hooks:
+            for (_, module), calls in zip(self._pairs, self._calls, strict=True):
+                hooks.enter_context(module.register_forward_pre_hook(partial(hook, iter(calls)), with_kwargs=True))
+            return _outputs(opened, inputs)
 
 
 def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
