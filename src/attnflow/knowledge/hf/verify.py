@@ -18,6 +18,7 @@ from attnflow.knowledge.layered import LayerReader
 from attnflow.models.evaluation import evaluating, seed_all
 
 Inputs = Mapping[str, Tensor]
+_Call = tuple[Any, ...]  # arguments
 _TOKENS: Final = 6
 
 
@@ -128,15 +129,13 @@ class _Choices:
 
     def __init__(self, model: nn.Module, opened: nn.Module, paths: Sequence[str]) -> None:
         self._pairs = [(model.get_submodule(path), opened.get_submodule(path)) for path in paths]
-        self._calls: list[list[tuple[Any, ...]]] = [[] for _ in paths]
+        self._calls: list[list[_Call]] = [[] for _ in paths]
 
     @contextmanager
     def noted(self) -> Generator[None]:
         """What the model's modules are given inside is noted."""
 
-        def hook(
-            calls: list[tuple[Any, ...]], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
+        def hook(calls: list[_Call], module: nn.Module, args: _Call, kwargs: dict[str, Any]) -> None:
             calls.append(tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()))
 
         with ExitStack() as hooks:
@@ -145,9 +144,9 @@ class _Choices:
             yield
 
     def repeated(self, opened: nn.Module, inputs: Inputs) -> list[Tensor]:
-        """Outputs of the copy with those choices: indices and weights, or the tokens that were multiplied by weights."""
+        """Outputs of the copy with those choices: indices and weights, or tokens that were multiplied by weights."""
 
-        def hook(calls: Iterator[tuple[Any, ...]], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(calls: Iterator[_Call], _: nn.Module, args: _Call, kwargs: dict[str, Any]) -> Any:
             noted = next(calls, ())
             hidden = (*args, *kwargs.values())[0]
             if not noted or noted[0].shape != hidden.shape:
