@@ -262,6 +262,11 @@ def test_an_index_that_leaves_its_folder(saved, name):
         {"hidden_size": "a"},
         {"vocab_size": None},
         {"rope_parameters": 3},
+        {"num_hidden_layers": 10**6},
+        {"num_hidden_layers": -1},
+        {"hidden_size": 2**40},
+        {"architectures": [3]},
+        {"architectures": "LlamaForCausalLM"},
     ],
     ids=str,
 )
@@ -270,6 +275,30 @@ def test_configs_that_transformers_refuses(saved, change):
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(BadCheckpoint, match="model"):
         load_model(saved, tokenizer=False)
+
+
+def test_a_config_asks_for_no_class_that_is_no_model(saved):
+    file = saved / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("Trainer", "AutoConfig", "no such class"):
+        file.write_text(json.dumps({**config, "architectures": [name]}))
+        assert type(load_model(saved, tokenizer=False).model).__name__ == "LlamaModel"
+
+
+def test_weights_of_another_model(tmp_path):
+    for name in ("Llama", "GPT2"):
+        ZOO[name].build().save_pretrained(tmp_path / name)
+    shutil.copy(tmp_path / "Llama" / "model.safetensors", tmp_path / "GPT2")
+    with pytest.raises(BadCheckpoint, match="weights of another model than its config describes"):
+        load_model(tmp_path / "GPT2", tokenizer=False)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"[]", b"\xff"])
+def test_tokenizers_that_are_no_json(saved, name, text):
+    (saved / name).write_bytes(text)
+    with pytest.raises(BadCheckpoint, match="has no tokenizer"):
+        load_model(saved)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]"])

@@ -25,7 +25,9 @@ from transformers.utils import logging as transformers_logging
 from attnflow._core.checks import boolean
 from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
 from attnflow.models import cache
+from attnflow.models.checkpoints import open_weights
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, shards
+from attnflow.models.fitting import check_names, check_sizes, names_in
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
 
@@ -96,7 +98,7 @@ def outline(name_or_path: str | os.PathLike[str], *, tokenizer: bool = True) -> 
     with quiet():
         if gguf is None:
             config = _config(folder)
-            make = _class_of(config)
+            make = _class_of(config, folder)
             tokens = _tokenizer(folder) if tokenizer else None
         else:
             _require_gguf()
@@ -139,6 +141,12 @@ def _locate(name: str) -> tuple[str, str | None]:
 
 
 def _config(folder: str) -> Config:
+    config = _parsed_config(folder)
+    check_sizes(folder, config.to_dict(), names_in(folder))
+    return config
+
+
+def _parsed_config(folder: str) -> Config:
     try:
         kind = Config.get_config_dict(folder)[0].get("model_type")
         if kind in REGISTRATIONS:
@@ -165,11 +173,11 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     config = _config(folder)
     if (Path(folder) / _INDEX).is_file():
         shards(LocalFolder(Path(folder)), _INDEX)
+    make = _class_of(config, folder)
     try:
-        model = _class_of(config).from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        model, report = make.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-        return cast(PreTrainedModel, model)
     except OSError as error:
         if Path(folder).is_dir():
             raise ValueError(
@@ -182,21 +190,33 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
             raise BadCheckpoint(f"the weights in {folder} are damaged: {error}") from error
         if isinstance(error, MemoryError | ImportError) or not Path(folder).is_dir():
             raise
-        raise BadCheckpoint(f"{folder} holds no model that can be built: {_first_line(error)}") from error
+        why = _first_line(error)
+        if "ignore_mismatched_sizes" in why:  # which no caller of this function can set
+            why = "tensors of its weights have other shapes than its config asks for"
+        raise BadCheckpoint(f"{folder} holds no model that can be built: {why}") from error
+    check_names(folder, cast(PreTrainedModel, model), report)
+    return cast(PreTrainedModel, model)
 
 
-def _class_of(config: Config) -> Any:
-    name = (getattr(config, "architectures", None) or [""])[0]
+def _class_of(config: Config, folder: str) -> Any:
+    names = cast(object, getattr(config, "architectures", None) or [""])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in cast(list[object], names)):
+        raise BadCheckpoint(f"{folder}: architectures of its config must be a list of names, got {names!r:.80}")
+    name = cast(list[str], names)[0]
+    made = getattr(transformers, name, None) if name else None
+    if isinstance(made, type) and issubclass(made, PreTrainedModel):
+        return made
     # For classes that are not transformers' own.
-    other = AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
-    return getattr(transformers, name, other) if name else AutoModel
+    return AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # damaged files fail anywhere, with any class of error
+        raise BadCheckpoint(f"{folder} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
 
 
 def _not_found(name: str, error: Exception) -> FileNotFoundError:
@@ -297,13 +317,15 @@ def _require_gguf() -> None:
 
 def _unpack(file: Path) -> PreTrainedModel:
     _require_gguf()
+    weights = open_weights(file)  # reads the header alone, which transformers trusts
+    check_sizes(str(file), weights.config, len(weights.shapes))
     try:
         with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
             packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    except (OSError, MemoryError):
+    except (ImportError, MemoryError):
         raise
     except Exception as error:  # a truncated or unknown file fails anywhere in the parser
-        raise ValueError(f"{file} is no model that transformers reads: {_first_line(error)}") from error
+        raise BadCheckpoint(f"{file} is no model that transformers reads: {_first_line(error)}") from error
     config = copy.deepcopy(packed.config)
     config.__dict__.pop("quantization_config", None)
     config.dtype = torch.float32
@@ -317,8 +339,10 @@ def _unpack(file: Path) -> PreTrainedModel:
 def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{file} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
 
 
 def _first_line(error: Exception) -> str:

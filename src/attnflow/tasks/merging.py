@@ -16,6 +16,7 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
 from attnflow.tasks.equivalence import Inputs, repeats_below
+from attnflow.tasks.isomorphism import Work
 from attnflow.tasks.posets import Poset, amalgamate, isomorphism, typed
 from attnflow.tasks.task import Task
 
@@ -121,10 +122,11 @@ def merge(family: Sequence[Task]) -> MergedTask:
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
-            (`task.densified()` makes both true).
+            (`task.densified()` makes both true); inputs repeat in so symmetric a pattern that telling nodes apart takes
+            more than a fixed amount of work.
 
     Cost: O(positions + intervals) of all subtasks where inputs do not repeat within a down-set: 1,000 subtasks of
-    1,000 tokens take a few seconds. Otherwise VF2 and a search, for families of a few hundred nodes.
+    1,000 tokens take a few seconds. Otherwise isomorphism and a search, bounded, for families of a few hundred nodes.
 
     >>> import attnflow as af
     >>> merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7]))
@@ -278,9 +280,10 @@ def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
 def _node_images(poset: Poset, whole: Poset) -> dict[int, int]:
     """For each node of a task one equivalent merged node; within a maximal down-set together an isomorphism."""
     image: dict[int, int] = {}
+    work = Work()
     for top in poset.maximal:
         stand_in = whole.types.index(poset.types[top])
-        mapping = isomorphism(poset, top, whole, stand_in)
+        mapping = isomorphism(poset, top, whole, stand_in, work)
         assert mapping is not None, "the merged poset lost a down-set"
         image = mapping | image
     return image

@@ -3,7 +3,7 @@
 `equivalence` is the fast way where no down-set repeats an input. Here nodes get *types*: two nodes are equivalent
 (hasse, def. 3.5) iff they have one type. A type's signature is the inputs of the node, the types of its covers, and how
 often each type stands below it. Where the down-set holds every type once, the signature decides: the bijection that
-keeps types is the isomorphism. Otherwise VF2 compares the down-sets.
+keeps types is the isomorphism. Otherwise `isomorphism` compares the down-sets, within a budget.
 
 Theorem 3.7 of the paper takes one node per equivalence class. That is false when a down-set holds two equivalent
 nodes (two equal roots under c): c would lose one of them and no longer be embedded (order.md). Here every type gets
@@ -14,11 +14,13 @@ whole down-set never repeats anything need one node each, in every smallest pose
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from attnflow._core.checks import IntArray
+from attnflow.tasks.isomorphism import Graph, Work
+from attnflow.tasks.isomorphism import isomorphism as isomorphic
 from attnflow.tasks.task import Task
 
 _Signature = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
@@ -70,6 +72,7 @@ class Types:
     def __init__(self) -> None:
         self.examples: list[tuple[Poset, int]] = []
         self._known: dict[_Signature, list[int]] = {}
+        self._work = Work()
 
     def of(self, poset: Poset) -> list[int]:
         """The type of each node of a poset; also written to `poset.types`."""
@@ -79,7 +82,7 @@ class Types:
             candidates = self._known.setdefault((inputs, covers, tuple(sorted(counts.items()))), [])
             repeats = any(count > 1 for count in counts.values())
             for candidate in candidates:
-                if not repeats or isomorphism(*self.examples[candidate], poset, node) is not None:
+                if not repeats or isomorphism(*self.examples[candidate], poset, node, self._work) is not None:
                     poset.types.append(candidate)
                     break
             else:
@@ -89,29 +92,27 @@ class Types:
         return poset.types
 
 
-def isomorphism(left: Poset, top: int, right: Poset, other: int) -> dict[int, int] | None:
+def isomorphism(left: Poset, top: int, right: Poset, other: int, work: Work) -> dict[int, int] | None:
     """A bijection between the down-sets of two nodes that keeps covers and inputs; None if there is none.
 
     The types of all nodes strictly below must be known, in one numbering.
-    """
-    from networkx import DiGraph
-    from networkx.algorithms.isomorphism import DiGraphMatcher
 
+    Raises:
+        ValueError: it takes more than is left of `work`.
+    """
     if left.inputs[top] != right.inputs[other] or len(left.below[top]) != len(right.below[other]):
         return None
-    graphs: list[DiGraph[int]] = []
-    for poset, node in ((left, top), (right, other)):
-        graph: DiGraph[int] = DiGraph()
-        for x in poset.ideal(node):
-            graph.add_node(x, kind=-1 if x == node else poset.types[x])
-            graph.add_edges_from((lower, x) for lower in poset.covers[x])
-        graphs.append(graph)
+    ideals = left.ideal(top), right.ideal(other)
+    mapping = isomorphic(_graph(left, ideals[0]), _graph(right, ideals[1]), work)
+    return None if mapping is None else {ideals[0][x]: ideals[1][y] for x, y in mapping.items()}
 
-    def same_kind(one: Mapping[str, int], two: Mapping[str, int]) -> bool:
-        return one["kind"] == two["kind"]
 
-    matcher = DiGraphMatcher(*graphs, node_match=same_kind)
-    return dict(matcher.mapping) if matcher.is_isomorphic() else None
+def _graph(poset: Poset, ideal: Sequence[int]) -> Graph:
+    """The Hasse diagram of a down-set, coloured by types; its top has none yet."""
+    number = {node: place for place, node in enumerate(ideal)}
+    colours = [poset.types[node] for node in ideal[:-1]]
+    edges = [(number[lower], place) for node, place in number.items() for lower in poset.covers[node]]
+    return Graph([*colours, -1], edges)
 
 
 def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset], Types]:
@@ -178,7 +179,7 @@ class _Search:
 
     def search(self, which: int, step: int, image: dict[int, int]) -> None:
         """Branch and bound over what to share; `image` maps the first `step` nodes of ideal `which`."""
-        self.steps += 1
+        self.steps += max(1, len(self.types) // 32)  # a step looks at every node
         assert self.best is not None
         if self.steps > _STEPS or self.bound >= len(self.best[0]):
             return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import count
@@ -19,6 +20,7 @@ from attnflow.bias.attention import BACKENDS
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
+from attnflow.bias.kinds.base import CustomConfig
 from attnflow.bias.kinds.networks import GuidanceConfig
 from attnflow.bias.layer import LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
@@ -28,6 +30,7 @@ from attnflow.models.sites import models_around
 Train = Literal["guidance", "all"]
 
 _ATTRIBUTE: Final = "_attnflow_bias"  # of the model: the handle, so that copies and pickles of the model have theirs
+_LARGEST: Final = 1 << 28  # numbers of a bias, or four times those of its attention layers if that is more
 _log: Final = logging.getLogger("attnflow.bias")
 _attached: Final = count()
 
@@ -125,7 +128,8 @@ def attach(
         The handle: prints what was added, has `enabled`, and `remove()`.
 
     Raises:
-        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer.
+        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer, a
+            config that asks for far more numbers than the model has.
         UnsupportedArchitecture: attention that cannot be reached, with what is missing. The model is as it was.
 
     >>> import attnflow as af
@@ -209,6 +213,7 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
                 by_layer.setdefault(index, []).append(config)
     if not by_layer:
         raise UnsupportedArchitecture("every chosen layer attends to the keys of an earlier one; choose layers=[...]")
+    _check_size(layers, by_layer)
     children: list[tuple[Layer, LayerBias]] = []
     for index, chosen in sorted(by_layer.items()):
         layer = layers[index]
@@ -238,6 +243,26 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
 def _shares_keys(layer: Layer) -> bool:
     """Whether it attends to the keys of an earlier layer, of which its bias would see nothing."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))
+
+
+def _check_size(layers: Sequence[Layer], by_layer: Mapping[int, Sequence[BiasConfig]]) -> None:
+    """Refuse a bias far larger than its model before memory is taken for it: a file may ask for any width."""
+    base = sum(parameter.numel() for layer in layers for parameter in layer.site.module.parameters())
+    limit, size = max(_LARGEST, 4 * base), 0
+    with torch.device("meta"):
+        for index, chosen in by_layer.items():
+            for config in chosen:
+                if isinstance(config, CustomConfig):  # whose code may compute with what it makes
+                    continue
+                try:
+                    size += sum(one.numel() for one in config.module(layers[index].shape).state_dict().values())
+                except (RuntimeError, OverflowError):  # of a size beyond 64 bits
+                    size = sys.maxsize
+                if size > limit:
+                    raise ValueError(
+                        f"{config} has at least {size:,} numbers ({4 * size / 1e9:,.1f} GB); a bias has at most "
+                        f"{limit:,} on this model: choose a smaller width or table"
+                    )
 
 
 def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
