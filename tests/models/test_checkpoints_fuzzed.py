@@ -18,88 +18,13 @@ from safetensors.torch import save_file
 from attnflow.masks.spec import mask_from_dict
 from attnflow.models.checkpoints import BadCheckpoint, open_weights
 from attnflow.models.loader import load_model
-from attnflow.tasks.task import Task
 from tests.models import ZOO
-from tests.models.checkpoints import write_gguf
+from tests.models.damage import FORMATS, SPECS, damaged, read_whole
 
 COUNT = int(os.environ.get("ATTNFLOW_FUZZ", "200"))
-EXTREMES = [0, 1, 0x7F, 0x80, 0xFF, *(b"0-9[]{},:\"'eE.")]
 
 
-def damaged(data: bytes, draw: random.Random) -> bytes:
-    """The bytes with one to four wounds: flipped, cut, doubled, overwritten, or with a number made extreme."""
-    result = bytearray(data)
-    head = min(len(result), draw.choice([64, 512, 4096, len(result)]))
-    for _ in range(draw.randint(1, 4)):
-        at = draw.randrange(max(1, min(head, len(result))))
-        kind = draw.randrange(6)
-        if kind == 0 and result:
-            result[at] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            result[at : at + 1] = bytes([draw.choice(EXTREMES)])
-        elif kind == 2:
-            del result[at : at + draw.randint(1, 32)]
-        elif kind == 3:
-            result[at:at] = result[at : at + draw.randint(1, 64)]
-        elif kind == 4:
-            result[at : at + 8] = draw.choice([0, 1, 2**31, 2**63, 2**64 - 1]).to_bytes(8, "little")
-        else:
-            del result[draw.randrange(len(result) + 1) :]
-    return bytes(result)
-
-
-def read_whole(path):
-    """Every tensor that can be read, and a run of rows of each."""
-    weights = open_weights(path)
-    for name, shape in weights.shapes.items():
-        if name not in weights.packed:
-            assert weights.read(name, None).numel() >= 0
-            if len(shape) == 2:
-                weights.read(name, (0, shape[0] // 2))
-
-
-def _tensors():
-    generator = torch.Generator().manual_seed(0)
-    return {f"blk.0.attn_{letter}.weight": torch.randn(32, 32, generator=generator) for letter in "qk"}
-
-
-def _safetensors(folder):
-    tensors = _tensors()
-    tensors["a.weight"] = torch.ones(32, 32).to(torch.float8_e4m3fn)
-    tensors["a.weight_scale_inv"] = torch.ones(1, 1)
-    save_file(tensors, folder / "model.safetensors")
-    return folder / "model.safetensors"
-
-
-def _gguf(folder):
-    return write_gguf(folder / "model.gguf", "llama", _tensors(), kv_heads=4)
-
-
-def _archive(folder):
-    torch.save(_tensors(), folder / "model.bin")
-    return folder / "model.bin"
-
-
-def _legacy(folder):
-    torch.save(_tensors(), folder / "model.pt", _use_new_zipfile_serialization=False)
-    return folder / "model.pt"
-
-
-def _config(folder):
-    _safetensors(folder)
-    config = {"num_attention_heads": 4, "quantization_config": {"weight_block_size": [128, 128]}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder / "config.json"
-
-
-def _index(folder):
-    shutil.move(_safetensors(folder), folder / "model-00001-of-00001.safetensors")
-    names = dict.fromkeys(_tensors(), "model-00001-of-00001.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    return folder / "model.safetensors.index.json"
-
-
-@pytest.mark.parametrize("write", [_safetensors, _gguf, _archive, _legacy, _config, _index])
+@pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_files_are_refused_by_name(write, tmp_path):
     file = write(tmp_path)
@@ -117,24 +42,9 @@ def test_damaged_files_are_refused_by_name(write, tmp_path):
     assert all(str(tmp_path) in message or "weight_block_size" in message for message in refused)
 
 
-@pytest.mark.parametrize(
-    ("read", "spec"),
-    [
-        (mask_from_dict, {"and": [{"name": "causal", "parameters": {"n": 3}}, {"not": {"dense": ["100"] * 3}}]}),
-        (mask_from_dict, {"edges": [[0, 1], [1, 1]], "num_queries": 3, "num_keys": 3}),
-        (mask_from_dict, {"intervals": [[[0, 1]], [[0, 2]], []]}),
-        (
-            Task.from_dict,
-            {
-                "inputs": [5, {"id": [5, 9], "position": 1, "provenance": [1]}],
-                "labels": [{"position": 0, "target": {"id": 7, "position": 1}, "task": 0, "weight": 1.0}],
-                "mask": {"name": "causal", "parameters": {"n": 2}},
-            },
-        ),
-    ],
-    ids=["expression", "edges", "intervals", "task"],
-)
-def test_damaged_specs_are_value_errors(read, spec):
+@pytest.mark.parametrize("name", SPECS)
+def test_damaged_specs_are_value_errors(name):
+    read, spec = SPECS[name]
     data = json.dumps(spec).encode()
     read(spec)
     for number in range(COUNT):
@@ -193,7 +103,7 @@ def test_empty_tensors_are_read(tmp_path):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", '"a"', '{"a": "\\ud800'])
 def test_hostile_configs(tmp_path, text):
-    _safetensors(tmp_path)
+    FORMATS["safetensors"](tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(BadCheckpoint, match=r"config\.json"):
         open_weights(tmp_path)

@@ -130,11 +130,13 @@ def _index(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__} of shape {tuple(shape)}")
     try:
         return operator.index(cast(SupportsIndex, value))
-    except TypeError:
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
 
 
 def _as_plain(name: str, values: object) -> object:
+    if isinstance(values, Tensor) and values.is_meta:
+        raise ValueError(f"{name} must hold values, got a tensor on the meta device")
     tolist = getattr(values, "tolist", None)  # numpy arrays and torch tensors of any device
     if callable(tolist):
         return tolist()

@@ -79,7 +79,7 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
     # Numbered with the clean blocks first, information flows upwards only.
     blocks = IntervalRows.of(2 * n, 2 * n, (i, 0, i + 1), (n + i, 0, i), (n + i, n + i, n + i + 1))
     rank = np.roll(np.arange(2 * n * block), n * block)
-    parameters = {"num_blocks": num_blocks, "block": block}
+    parameters = {"num_blocks": n, "block": block}
     return Mask(blow_up(blocks, block), "block_diffusion", parameters, query_rank=rank, key_rank=rank)
 
 

@@ -369,7 +369,8 @@ class Flow(Result):
         return words
 
     def _stack(self, layers: int) -> list[IntervalRows]:
-        return self._layers[:layers] if self.num_layers is not None else self._layers * layers
+        # After as many layers as there are positions nothing new flows, however many follow.
+        return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
 
     def _layer_count(self, layers: int | None) -> int | None:
         """None only for the closure of a single mask."""

@@ -119,6 +119,9 @@ class Derivation(Result):
         return cls(**vars(derived))
 
 
+_MOST_TOKENS: Final = 1 << 20
+
+
 def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
     """Merge a family of the library over distinct tokens, compare with its formula, prove that nothing leaks.
 
@@ -133,9 +136,11 @@ def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
     >>> derive("butterfly", 5).ok
     True
     """
+    if not isinstance(family, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"family must be the name of a family, such as 'butterfly', got {family!r}")
     entry = find(family, named_families(), "family")
     values = entry.check(parameters, family)
-    num_tokens = integer("num_tokens", num_tokens, 1)
+    num_tokens = integer("num_tokens", num_tokens, 1, _MOST_TOKENS)
     tasks = entry.function(tokens=list(range(1, num_tokens + 1)), **values)
     merged = merge(tasks)
     defaults = {p.name: p.default for p in entry.parameters if not p.required}

@@ -25,6 +25,8 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 MASK_TOKEN: Final = 0
 """Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""
 
+_MOST_POSITIONS: Final = 1 << 27  # of all subtasks of a family together: 1 GB
+
 _permutation = permutation  # the argument of `permutation_lm` has the check's name
 
 
@@ -50,6 +52,7 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     """
     data = _data(tokens, minimum=2)
     horizon = integer("horizon", horizon, 1)
+    _fit(len(data) - 1, len(data) * (len(data) - 1) // 2)
     return tuple(
         Task(data[: k + 1], [Label(k, target, task=k) for target in data[k + 1 : k + 1 + horizon]], causal(k + 1))
         for k in range(len(data) - 1)
@@ -81,6 +84,7 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
             "pass more tokens, a smaller block, or predict_first=True"
         )
     masked = _mask_tokens(len(data), mask_token)
+    _fit(num_blocks, len(data) * (num_blocks + 1) // 2)
     return tuple(
         Task(
             data[: k * block] + masked[k * block : (k + 1) * block],
@@ -103,6 +107,7 @@ def butterfly(tokens: TokenIds) -> Family:
     """
     data = _data(tokens, minimum=2)
     n = len(data)
+    _fit(n, n * n)
     tasks: list[Task] = []
     for k in range(n):
         neighbours = [data[i] for i in (k - 1, k + 1) if 0 <= i < n]
@@ -141,6 +146,7 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     """
     data = _data(tokens, minimum=1)
     order = _permutation("permutation", permutation, len(data)).tolist()
+    _fit(len(data), len(data) * (len(data) + 1) // 2)
     blank = _mask_tokens(len(data), mask_token)
     tasks: list[Task] = []
     for t, place in enumerate(order):
@@ -173,6 +179,7 @@ def block_diffusion(
     num_blocks = divides("the number of tokens", len(data), block)
     hidden = frozenset(range(len(data))) if masked is None else _places("masked", masked, len(data))
     blank = _mask_tokens(len(data), mask_token)
+    _fit(num_blocks, len(data) * (num_blocks + 1) // 2)
     noised = tuple(blank[i] if i in hidden else token for i, token in enumerate(data))
     tasks: list[Task] = []
     for b in range(num_blocks):
@@ -215,6 +222,14 @@ def _data(tokens: TokenIds, minimum: int) -> tuple[Token, ...]:
     if len(ids) < minimum:
         raise ValueError(f"this family needs at least {minimum} tokens, got {len(ids)}: there is nothing to predict")
     return tuple(Token(id, position) for position, id in enumerate(ids))
+
+
+def _fit(subtasks: int, positions: int) -> None:
+    if positions > _MOST_POSITIONS:
+        raise ValueError(
+            f"the family has {subtasks:,} subtasks with {positions:,} positions ({8 * positions / 1e9:,.1f} GB); "
+            f"more than {_MOST_POSITIONS:,} do not fit: take a shorter sample or larger blocks"
+        )
 
 
 def _mask_tokens(n: int, mask_token: int) -> tuple[Token, ...]:

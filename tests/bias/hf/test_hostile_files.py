@@ -83,18 +83,13 @@ def test_hostile_configs(saved, fields):
         {"samples": ["a"]},
         {"samples": [float("inf")]},
         {"samples": [10**400]},
-        {"name": [1]},
     ],
     ids=str,
 )
 def test_hostile_bases(saved, base):
     forged(saved, lambda about: about["base"].update(base))
-    try:
-        af.bias.load(base_model(), saved).remove()
-    except (ValueError, af.AttnflowError) as error:
-        assert str(error)
-    else:
-        assert set(base) == {"name"}
+    with pytest.raises((ValueError, af.AttnflowError), match=r"\w+ \w+"):
+        af.bias.load(base_model(), saved)
 
 
 def test_the_configs_that_a_model_has_no_room_for():
