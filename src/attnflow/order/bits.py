@@ -13,6 +13,7 @@ from attnflow.masks.intervals import BoolArray, IntervalRows
 
 Words = npt.NDArray[np.uint64]  # [rows, ceil(columns / 64)], bit c of a row is bit c % 64 of word c // 64
 
+_ROOM: Final = 1 << 33  # bytes of all bit matrices of one computation
 _WORKSPACE: Final = 1 << 25  # bytes of temporaries per product
 
 
@@ -67,6 +68,20 @@ def chunks(num_rows: int, row_bytes: int, limit: int = 1 << 23) -> Iterator[slic
     """Consecutive row slices of at most `limit` bytes (at least one row)."""
     step = max(1, limit // max(1, row_bytes))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def require_room(matrices: int, size: int, what: str) -> None:
+    """Refuse, before memory is taken, what needs more bit matrices of `size` squared than fit.
+
+    Raises:
+        ValueError: with what it would take.
+    """
+    needed = matrices * size * size // 8
+    if needed > _ROOM:
+        raise ValueError(
+            f"{what} over {size:,} positions takes {needed / 1e9:,.1f} GB as bit matrices, of {_ROOM / 1e9:.1f}: "
+            "take a shorter sequence, fewer layers, or one position for each block"
+        )
 
 
 def count(words: Words) -> int:
@@ -127,6 +142,7 @@ def depth_of(rows: IntervalRows, closure_nnz: int) -> int:
         return 1
     powers = [(rows, from_rows(rows))]
     while True:
+        require_room(len(powers) + 2, n, "the depth of a mask")
         square = product(*powers[-1])
         if count(square) == closure_nnz:
             break

@@ -108,6 +108,7 @@ def close(rows: IntervalRows) -> Order:
         class_of = node[::-1].copy()
     else:
         class_of = _topological_classes(rows)
+    bits.require_room(1, int(class_of.max()) + 1, "an order of classes")  # twice what is needed if it is a chain
     below: list[int] = []
     covers: list[tuple[int, int]] = []
     for upper, direct in enumerate(_quotient(rows, class_of)):

@@ -15,39 +15,18 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
-from attnflow._core.plain import as_integer, as_list
+from attnflow._core.plain import as_list
 from attnflow._core.results import Result
 from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
+from attnflow.masks.numbering import invert
 from attnflow.masks.spec import mask_from_dict, mask_to_dict
-from attnflow.order import bits, walk
+from attnflow.order import bits, composition, walk
 from attnflow.order.closure import Order, close, renumbered
 from attnflow.order.difference import OrderDifference, difference_of
 from attnflow.order.hasse import Hasse
-
-
-@dataclass(frozen=True)
-class Sparse(Result):
-    """A sparser realisation of an order, with the number of layers that it needs."""
-
-    mask: Mask
-    depth: int
-
-    def to_dict(self) -> dict[str, object]:
-        """The mask as `attnflow.masks.spec` writes it, and the depth."""
-        return {"attnflow": "Sparse", "version": self.version, "mask": mask_to_dict(self.mask), "depth": self.depth}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Sparse:
-        """What `to_dict` described."""
-        content = cls._content(values)
-        return cls(mask_from_dict(content.get("mask")), as_integer(content.get("depth"), "depth"))
-
-    def rows(self) -> list[dict[str, object]]:
-        """One row: the mask's name, its pairs, their share, the depth."""
-        mask = self.mask
-        return [{"mask": mask.name, "pairs": mask.nnz, "density": mask.density, "depth": self.depth}]
+from attnflow.order.sparse import Sparse
 
 
 def analyze(masks: Mask | Sequence[Mask]) -> Flow:
@@ -178,14 +157,22 @@ class Flow(Result):
         return bits.to_rows(self._products[-1], self.size), None
 
     @cached_property
+    def _rank(self) -> IntArray | None:
+        """The number of each position in `_layers`: a long mask is not taken out of its compact numbering."""
+        return self._step[1] if self.num_layers is None and self.size > composition.LONG else None
+
+    @cached_property
     def _layers(self) -> list[IntervalRows]:
-        """A = allow | I of each layer, in positions; equal masks are converted once."""
+        """A = allow | I of each layer, in the numbers that `_rank` gives positions; equal masks are converted once."""
+        if self._rank is not None:
+            return [self._step[0]]
         rows_of: dict[int, IntervalRows] = {id(mask): mask.intervals().with_diagonal() for mask in self.masks}
         return [rows_of[id(mask)] for mask in self.masks]
 
     @cached_property
     def _products(self) -> list[bits.Words]:
         """The products A_l x ... x A_1 of a stack, for l = 0..num_layers; n^2 / 8 bytes each."""
+        bits.require_room(len(self.masks) + 1, self.size, f"the flow through {len(self.masks)} layers")
         products = [bits.from_rows(_diagonal(self.size))]
         for rows in self._layers:
             products.append(bits.product(rows, products[-1]))
@@ -208,19 +195,29 @@ class Flow(Result):
     def depth(self) -> int:
         """The smallest L >= 1 with A^L = R; of a stack, the layers after which nothing new flows.
 
-        Cost: O(log depth) Boolean products, see `attnflow.order.bits.product`.
+        Cost: O(log depth) products: of long masks as intervals (`attnflow.order.composition`) where they stay few, else
+        Boolean ones (`attnflow.order.bits.product`).
+
+        Raises:
+            ValueError: bit matrices of so many positions do not fit into memory.
         """
         if self.num_layers is not None:
             counts = [bits.count(words) for words in self._products]
             return max(1, counts.index(counts[-1]))
-        return bits.depth_of(self._step[0], self._nnz)
+        by_intervals = composition.depth_of(self._step[0]) if self.size > composition.LONG else None
+        return bits.depth_of(self._step[0], self._nnz) if by_intervals is None else by_intervals
 
     @cached_property
     def is_dense(self) -> bool:
         """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
         if self.num_layers is not None:
             return self.depth == 1
-        return int(self._step[0].counts().sum()) == self._nnz
+        rows = self._step[0]
+        if self.size > composition.LONG:
+            square = composition.compose(rows, rows, 2 * len(rows.starts))
+            if square is not None:
+                return rows.equals(square)
+        return int(rows.counts().sum()) == self._nnz
 
     @property
     def closure_density(self) -> float:
@@ -242,7 +239,10 @@ class Flow(Result):
         if layers is None:
             row = self._order.table(self._class_of[[query]])[0]
             return torch.from_numpy(np.flatnonzero(row[self._class_of]))
-        return torch.from_numpy(np.flatnonzero(walk.field(self._stack(layers), query)))
+        if not layers:
+            return torch.tensor([query])
+        inside = walk.field(self._stack(layers), self._number(query))
+        return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
     def path(self, source: int, target: int) -> list[int]:
         """A shortest way for the information of `source` to `target`, layer by layer.
@@ -257,7 +257,10 @@ class Flow(Result):
         source, target = self._position("source", source), self._position("target", target)
         if self.num_layers is not None:
             return walk.layered_path(self._layers, source, target)
-        return walk.shortest_path(self._layers[0], source, target) if self.reaches(source, target) else []
+        if not self.reaches(source, target):
+            return []
+        path = walk.shortest_path(self._layers[0], self._number(source), self._number(target))
+        return path if self._rank is None else invert(self._rank)[path].tolist()
 
     @cached_property
     def _members(self) -> tuple[list[tuple[int, ...]], IntArray]:
@@ -310,6 +313,8 @@ class Flow(Result):
         words = None if layers is None else self._power(layers)
 
         def rows(part: slice) -> Tensor:
+            if words is not None and self._rank is not None:
+                return torch.from_numpy(bits.unpack(words[self._rank[part]], self.size)[:, self._rank])
             if words is not None:
                 return torch.from_numpy(bits.unpack(words[part], self.size))
             return torch.from_numpy(self._order.table(self._class_of[part])[:, self._class_of])
@@ -334,7 +339,7 @@ class Flow(Result):
             for _ in range(last):
                 words = bits.product(self._layers[0], words)
                 sizes.append(bits.row_counts(words))
-        return torch.from_numpy(np.stack(sizes))
+        return torch.from_numpy(np.stack(sizes) if self._rank is None else np.stack(sizes)[:, self._rank])
 
     def sparsify(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Sparse:
         """A sparser mask with the same Hasse diagram, and its depth (hasse, def. 3.8).
@@ -356,7 +361,7 @@ class Flow(Result):
         mask = from_edges(edges, self.size, name="sparse")
         keep = walk.budget(self.size, window, anchors)
         if keep is not None:
-            original = self._layers[0] if self.num_layers is None else self._step[0]
+            original = self.masks[0].intervals().with_diagonal() if self.num_layers is None else self._step[0]
             mask = Mask(mask.intervals().union(original.intersection(keep)), "sparse")
         return Sparse(mask, analyze(mask).depth)
 
@@ -371,6 +376,10 @@ class Flow(Result):
     def _stack(self, layers: int) -> list[IntervalRows]:
         # After as many layers as there are positions nothing new flows, however many follow.
         return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
+
+    def _number(self, position: int) -> int:
+        """Of a position in `_layers`."""
+        return position if self._rank is None else int(self._rank[position])
 
     def _layer_count(self, layers: int | None) -> int | None:
         """None only for the closure of a single mask."""
