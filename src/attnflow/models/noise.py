@@ -26,7 +26,7 @@ from attnflow.models.sites import Site, models_around
 TOKENS: Final = 16  # so many numbers by which a component is recognised
 _ALONE: Final = "called alone, it did not run"
 # Shapes of the tokens and of what rotates them that modules take when they are called alone, the usual ones first.
-_TOKENS_LIKE: Final = ((TOKENS, 1), (TOKENS,), (1, TOKENS))
+_TOKENS_LIKE: Final = ((TOKENS, 1), (TOKENS,), (1, TOKENS), (TOKENS, 1, 1))  # the last are images of one patch
 _HEADS: Final = ("num_heads", "num_attention_heads")  # what a module may say of its query heads
 _ROTATION_LIKE: Final = ((1, 1), (1, 1, 1))
 
@@ -141,7 +141,10 @@ def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str,
             made[name] = rotation, torch.zeros_like(rotation)
         elif name.startswith("cu_seq"):
             made[name] = torch.tensor([0, TOKENS], dtype=torch.int32, device=tokens.device)
-        elif name in ("key_value_states", "encoder_hidden_states") and parameter.default is parameter.empty:
+        elif (
+            name in ("key_value_states", "encoder_hidden_states", "key", "value")
+            and parameter.default is parameter.empty
+        ):
             made[name] = tokens.clone()
         elif parameter.default is parameter.empty:
             made[name] = None

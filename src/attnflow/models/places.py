@@ -122,8 +122,8 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: _Pairs) -> _Pairs:
         guesses = [pair for pair in pairs if _inside(pair[0].path, site.name)]
         weights = seen[site.name]
         if isinstance(weights, Unread):
-            if guesses and not weights.ran and all(isinstance(place, Place) for _, place in guesses):
-                continue  # by names and shapes, which the result says
+            if guesses and not weights.ran:
+                continue  # nothing speaks against what the registry says, be it a guess, which the result says
             place: Place | UnsupportedArchitecture = UnsupportedArchitecture(
                 f"{site.name} ({type(site.module).__name__}): {weights.why}"
             )
