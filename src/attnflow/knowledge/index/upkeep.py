@@ -127,8 +127,8 @@ class Upkeep:
         if read > most:
             self._why = f"queries would read {read:.0%} of the entries in lists: exact search is no slower"
             self.partition = None
-        elif partition.most < min(usual, len(rows)):
-            self._why += f", for up to {partition.most} entries; searches for more are exact"
+        elif exact := [str(k) for k, each in partition.deviations.items() if k <= usual and math.isinf(each)]:
+            self._why += f", but all entries for the {' and '.join(exact)} best"
         return read
 
     def measure(self, rows: Floats) -> tuple[Measured | None, list[Questions]]:
