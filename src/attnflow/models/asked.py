@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from attnflow.models.mask_request import AttentionMask, MaskRequest
-
-_ALWAYS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+from attnflow.models.mask_request import NO_SKIPS, AttentionMask, MaskRequest, on_request
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,29 +33,21 @@ class Asked:
 
 @contextmanager
 def asking() -> Generator[Asked, None, None]:
-    """Note what any model asks transformers for inside; what it gets is as without us."""
+    """Note what any model asks transformers for inside, whatever its attention; what it gets is as without us.
+
+    Other than the notes of an interception (`mask_request.request_of`), these also say what needed no mask.
+    """
     asked = Asked()
     mapping = cast(dict[str, Callable[..., AttentionMask]], AttentionMaskInterface._global_mapping)
     before = dict(mapping)
 
-    def noting(function: Callable[..., AttentionMask]) -> Callable[..., AttentionMask]:
-        def make(
-            batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **others: Any
-        ) -> AttentionMask:
-            q_offset = int(q_offset)
-            size = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-            arguments = {**size, "q_offset": q_offset, "kv_offset": kv_offset, **others}
-            mask = function(**arguments)
-            padding = others.get("attention_mask")
-            asked.made.append(
-                (mask, MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, padding, arguments))
-            )
-            return mask
-
-        return make
+    def make(function: Callable[..., AttentionMask], request: MaskRequest) -> AttentionMask:
+        mask = function(**request.arguments)
+        asked.made.append((mask, request))
+        return mask
 
     try:
-        mapping.update({name: noting(function) for name, function in before.items()})
+        mapping.update({name: on_request(partial(make, function)) for name, function in before.items()})
         yield asked
     finally:
         mapping.clear()
@@ -66,7 +57,7 @@ def asking() -> Generator[Asked, None, None]:
 def pairs_asked(request: MaskRequest) -> Tensor:
     """bool [batch, queries, keys]: the pairs that a request is for; padding and all heads included."""
     with torch.no_grad():
-        arguments: dict[str, Any] = {**request.arguments, **_ALWAYS}
+        arguments: dict[str, Any] = {**request.arguments, **NO_SKIPS}
         mask = sdpa_mask(**arguments)
     assert mask is not None
     return mask.any(1).cpu()

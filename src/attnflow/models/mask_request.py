@@ -16,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 AttentionMask = Tensor | BlockMask | None
 
 FLEX: Final = "flex_attention"
+NO_SKIPS: Final = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # a mask, never None for one
 _REQUEST: Final = "_attnflow_request"  # of a mask
 _recent: Final[deque[ref[Tensor]]] = deque(maxlen=16)  # masks that were made, to know copies of them by
 
@@ -88,15 +89,10 @@ def _request_of_copy(mask: Tensor) -> MaskRequest | None:
     return requests[-1] if len(places) == 1 else None
 
 
-def mask_function(implementation: str, replaced: bool) -> Callable[..., AttentionMask]:
-    """The mask function to register for an implementation: transformers' own, which leaves a note on what it makes.
+def on_request(make: Callable[[MaskRequest], AttentionMask]) -> Callable[..., AttentionMask]:
+    """A mask function as transformers calls it, which hands what is asked for to `make` as one object."""
 
-    Args:
-        implementation: "sdpa", "eager" or "flex_attention".
-        replaced: whether a mask will not be used, but must be there; under FlexAttention it says the padding alone.
-    """
-
-    def make(
+    def function(
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -117,19 +113,32 @@ def mask_function(implementation: str, replaced: bool) -> Callable[..., Attentio
             "attention_mask": attention_mask,
             **others,
         }
-        request = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, arguments)
+        return make(MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, arguments))
+
+    return function
+
+
+def mask_function(implementation: str, replaced: bool) -> Callable[..., AttentionMask]:
+    """The mask function to register for an implementation: transformers' own, which leaves a note on what it makes.
+
+    Args:
+        implementation: "sdpa", "eager" or "flex_attention".
+        replaced: whether a mask will not be used, but must be there; under FlexAttention it says the padding alone.
+    """
+
+    def make(request: MaskRequest) -> AttentionMask:
         if replaced and implementation == FLEX:
             mask: AttentionMask = _padding_alone(request)
         else:
-            skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if replaced else {}
-            mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**(arguments | skips)))
+            arguments = {**request.arguments, **(NO_SKIPS if replaced else {})}
+            mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments))
         if isinstance(mask, Tensor) and replaced and not torch.is_grad_enabled():
             mask = mask.contiguous()  # as `generate` wants masks made in advance, which would copy it otherwise
         if mask is not None:
             _note(mask, request)
         return mask
 
-    return make
+    return on_request(make)
 
 
 def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
