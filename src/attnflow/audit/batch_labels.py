@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnflow.audit.batch_family import Family
 from attnflow.audit.batch_reading import IGNORED, Reading
-from attnflow.audit.batch_report import Kind, Mistake
+from attnflow.audit.batch_report import Findings
 from attnflow.masks.build import from_dense
 from attnflow.order.flow import analyze
 
@@ -22,7 +22,7 @@ _READ: Final = "labels that a position can read"
 
 
 @dataclass
-class Labels:
+class Labels(Findings):
     """What was read of labels.
 
     Attributes:
@@ -33,22 +33,11 @@ class Labels:
         count: labels that count.
     """
 
-    words: str
+    words: str = ""
     shift: int | None = None
     offset: int | None = None
     masked: bool = False
     count: int = 0
-    mistakes: list[Mistake] = field(default_factory=list[Mistake])
-    checked: list[str] = field(default_factory=list[str])
-    unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    notes: list[str] = field(default_factory=list[str])
-
-    def add(self, kind: Kind, where: Tensor, message: str) -> None:
-        """A mistake at the places of `where`, if there are any."""
-        places = where.nonzero()
-        if len(places):
-            row, column = places[0].tolist()
-            self.mistakes.append(Mistake(kind, row, column, len(places), message))
 
 
 def supervised(reading: Reading, shift: int) -> Tensor:
@@ -65,12 +54,14 @@ def supervised(reading: Reading, shift: int) -> Tensor:
 def read_labels(reading: Reading, family: Family) -> Labels:
     """How the labels are taken and which of them can be read where they are predicted."""
     if family.classes:
-        return Labels(f"{family.name}: labels are classes", unchecked=[("labels", "they are classes, not tokens")])
+        return Labels(
+            words=f"{family.name}: labels are classes", unchecked=[("labels", "they are classes, not tokens")]
+        )
     if reading.targets is not None:
         return _merged(reading, family)
     if reading.labels is None:
-        return Labels(family.name or "no model given", unchecked=[("labels", "the batch has none")])
-    labels = Labels(family.name, family.shift)
+        return Labels(words=family.name or "no model given", unchecked=[("labels", "the batch has none")])
+    labels = Labels(words=family.name, shift=family.shift)
     if reading.ids is None:
         labels.unchecked.append((_READ, "the batch has no ids; an encoder-decoder makes them of its labels"))
         labels.words += ": labels stand where they are predicted"
@@ -169,7 +160,9 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         places, source, target = places[inside], source[inside], target[inside]
         seen[row, places] = _reads(reading, family, row, target, source, bool(causal))
     who = {0: "its own position predicts it", 1: "the position before it predicts it"}[shift]
-    labels.add("readable", seen, f"{who}, and can read the label's token at {_at(seen, offset)}")
+    if seen.any():
+        at = int(seen.nonzero()[0, 1]) + offset
+        labels.add("readable", seen, f"{who}, and can read the label's token at position {at}")
     if not family.name and ahead > 0 and reading.allow is None:
         why = "no model or configuration was given, so that whether it is causal is not known"
         labels.unchecked.append((_READ, why))
@@ -177,11 +170,6 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         labels.checked.append(
             f"labels: {'some' if seen.any() else 'none'} can be read by the position that predicts it"
         )
-
-
-def _at(seen: Tensor, offset: int) -> str:
-    places = seen.nonzero()
-    return f"position {int(places[0, 1]) + offset}" if len(places) else ""
 
 
 def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
@@ -226,7 +214,7 @@ def _open(labels: Labels, reading: Reading) -> None:
 def _merged(reading: Reading, family: Family) -> Labels:
     """Labels of `af.tasks.Collator`: which data token each means is told by its place, position id and token."""
     assert reading.targets is not None
-    labels = Labels("labels of af.tasks.Collator, where they are predicted", 0)
+    labels = Labels(words="labels of af.tasks.Collator, where they are predicted", shift=0)
     labels.count = int((reading.targets != IGNORED).sum())
     if reading.ids is None or reading.allow is None or reading.positions is None:
         labels.unchecked.append((_READ, "merged tasks need input_ids, position_ids and a mask of pairs"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
@@ -36,6 +38,23 @@ class Mistake:
     def __str__(self) -> str:
         more = f" ({plural(self.count, 'place')} in all)" if self.count > 1 else ""
         return f"{self.kind}: sequence {self.sequence}, position {self.position}: {self.message}{more}"
+
+
+@dataclass
+class Findings:
+    """What the checks of a batch have to say; the parts of a `BatchReport`."""
+
+    mistakes: list[Mistake] = field(default_factory=list[Mistake])
+    checked: list[str] = field(default_factory=list[str])
+    unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    notes: list[str] = field(default_factory=list[str])
+
+    def add(self, kind: Kind, where: Tensor, message: str) -> None:
+        """A mistake at the places of `where`, bool [batch, n]; none if there is no such place."""
+        places = where.nonzero()
+        if len(places):
+            row, column = places[0].tolist()
+            self.mistakes.append(Mistake(kind, row, column, len(places), message))
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from attnflow.audit.batch_family import Family, family_of
-from attnflow.audit.batch_labels import Labels, read_labels, supervised
+from attnflow.audit.batch_labels import read_labels, supervised
 from attnflow.audit.batch_reading import IGNORED, Reading, read_batch
-from attnflow.audit.batch_report import BatchReport, Kind, Mistake
+from attnflow.audit.batch_report import BatchReport, Findings, Mistake
 
 
 def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchReport:
@@ -44,25 +43,20 @@ def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchR
     if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
     family = family_of(model_or_config)
-    lint = _Lint(read_batch(batch, family), family)
-    return lint.report()
+    return _Lint(read_batch(batch, family), family).report()
 
 
-class _Lint:
+class _Lint(Findings):
     """The checks, and what they have to say."""
 
     def __init__(self, reading: Reading, family: Family) -> None:
         self.reading, self.family = reading, family
-        self.mistakes: list[Mistake] = []
-        self.checked: list[str] = []
-        self.unchecked: list[tuple[str, str]] = list(reading.unread)
-        self.notes: list[str] = []
-        self.labels: Labels = read_labels(reading, family)
+        self.labels = labels = read_labels(reading, family)
+        super().__init__(labels.mistakes, labels.checked, [*reading.unread, *labels.unchecked], labels.notes)
 
     def report(self) -> BatchReport:
         """All checks, in the order in which a reader wants them."""
         reading = self.reading
-        self._labels()
         self._documents()
         self._padding()
         self._answers()
@@ -78,22 +72,8 @@ class _Lint:
             sequences=reading.shape[0],
             positions=reading.shape[1],
             labels=self.labels.count,
-            documents=self._count(),
+            documents=sum(len(row[real].unique()) for row, real in zip(reading.documents, reading.real, strict=True)),
         )
-
-    def _add(self, kind: Kind, where: Tensor, message: str) -> None:
-        """A mistake at the places of `where`, bool [batch, n]; none if there is no such place."""
-        places = where.nonzero()
-        if len(places):
-            row, column = places[0].tolist()
-            self.mistakes.append(Mistake(kind, row, column, len(places), message.format(row=row, column=column)))
-
-    def _labels(self) -> None:
-        labels = self.labels
-        self.mistakes += labels.mistakes
-        self.checked += labels.checked
-        self.unchecked += labels.unchecked
-        self.notes += labels.notes
 
     def _documents(self) -> None:
         reading, labels = self.reading, self.labels
@@ -101,7 +81,7 @@ class _Lint:
         names = list(reading.starts)
         for other in names[1:]:
             different = reading.starts[names[0]] != reading.starts[other]
-            self._add("documents", different, f"{names[0]} and {other} do not agree on where a document begins")
+            self.add("documents", different, f"{names[0]} and {other} do not agree on where a document begins")
         if len(names) > 1:
             self.checked.append(f"documents: {', '.join(names)} agree")
         if not names:
@@ -116,11 +96,11 @@ class _Lint:
                 "the first token of a document has a label, which the last one of the document before is to predict: "
                 f"set it to {IGNORED}"
             )
-            self._add("documents", crossing, message)
+            self.add("documents", crossing, message)
             self.checked.append("documents: no label is predicted from another one")
         elif labels.shift == 0 and labels.offset == 1 and reading.labels is not None:
             crossing = F.pad(supervised(reading, 0)[:, :-1] & ~same & reading.real[:, 1:], (0, 1))
-            self._add("documents", crossing, "the last token of a document is to predict the first of the next one")
+            self.add("documents", crossing, "the last token of a document is to predict the first of the next one")
             self.checked.append("documents: no label is predicted from another one")
         self._mixing(names)
 
@@ -131,7 +111,7 @@ class _Lint:
             documents, real = reading.documents, reading.real
             apart = documents[:, :, None] != documents[:, None, :]
             across = (reading.allow & apart & real[:, None]).any(-1) & real
-            self._add("mask", across, f"attention_mask lets a position read another document than {names[0]} says")
+            self.add("mask", across, f"attention_mask lets a position read another document than {names[0]} says")
             self.checked.append(f"mask: its pairs stay within the documents of {names[0]}")
             return
         if reading.mask is None:
@@ -146,17 +126,15 @@ class _Lint:
                 f"{names[0]} begins a document, but with a 2D attention_mask transformers does not keep them apart "
                 "(SDPA, eager, Flex): leave attention_mask out, or pass a mask of pairs"
             )
-            self._add("mask", reading.starts[names[0]], message)
+            self.add("mask", reading.starts[names[0]], message)
             self.checked.append("mask: none that switches packing off")
 
     def _padding(self) -> None:
         reading = self.reading
-        has_labels = reading.labels is not None or reading.targets is not None
-        if has_labels:
-            known = reading.mask is not None or reading.allow is not None or self.family.pad is not None
-            if known:
-                there = reading.labels != IGNORED if reading.labels is not None else _any(reading.targets)
-                self._add(
+        if reading.labels is not None or reading.targets is not None:
+            if reading.mask is not None or reading.allow is not None or self.family.pad is not None:
+                there = supervised(reading, 0)
+                self.add(
                     "padding", there & ~reading.real, f"a label on padding: set it to {IGNORED} where nothing is real"
                 )
                 self.checked.append("padding: has no labels")
@@ -168,7 +146,7 @@ class _Lint:
                 self.unchecked.append(("whether attention_mask covers all padding", "the padding id is not known"))
             else:
                 message = "attention_mask is 1 on padding: the model reads it"
-                self._add("mask", reading.padding & (reading.mask != 0), message)
+                self.add("mask", reading.padding & (reading.mask != 0), message)
                 self.checked.append("mask: covers the padding")
         elif reading.allow is None and reading.padding.any():
             read = reading.padding
@@ -176,7 +154,7 @@ class _Lint:
                 read = read & (reading.positions != 0)
             if self.family.causal is not False:  # what is behind them all is read by none
                 read = read.long().cumprod(-1) > 0
-            self._add("mask", read, "padding without an attention_mask: real positions read it")
+            self.add("mask", read, "padding without an attention_mask: real positions read it")
             self.checked.append("mask: no padding that is read")
 
     def _answers(self) -> None:
@@ -186,7 +164,11 @@ class _Lint:
             return
         there = supervised(reading, labels.shift or 0)
         if not there.any():
-            self._add("unsupervised", _first(reading.real), "no label in the whole batch: there is nothing to learn")
+            self.add(
+                "unsupervised",
+                torch.arange(there.numel()).view_as(there) == 0,
+                "no label in the whole batch: there is nothing to learn",
+            )
             return
         if labels.masked:
             self.checked.append("answers: the batch has labels")
@@ -200,26 +182,25 @@ class _Lint:
                 for document in ((has == 0) & (size > 1)).nonzero().flatten().tolist():
                     silent[row, int(((documents == document) & real).nonzero()[0])] = True
             what = "document" if reading.starts else "sequence"
-            self._add("unsupervised", silent, f"a {what} without any label: was its answer cut off, or not recognised?")
+            self.add("unsupervised", silent, f"a {what} without any label: was its answer cut off, or not recognised?")
             self.checked.append(f"answers: every {what} has labels")
         if reading.labels is None or self.family.decoder:
             return
+        follows = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
         if reading.answers is not None:
-            follows = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
             inside = reading.answers & reading.real & (follows if labels.shift == 1 else reading.answers)
             there = reading.labels != IGNORED
-            self._add("unsupervised", inside & ~there, "a token of an answer without a label")
-            self._add("prompt", there & ~reading.answers, "a label outside of the answers")
+            self.add("unsupervised", inside & ~there, "a token of an answer without a label")
+            self.add("prompt", there & ~reading.answers, "a label outside of the answers")
             self.checked.append("answers: labels are where the batch's mask of answers is")
         if not self.family.ends:
             self.unchecked.append(("the token that ends an answer", "no configuration says which id that is"))
         elif reading.ids is not None and labels.shift == 1 and labels.offset == 0:
             before = F.pad((reading.labels != IGNORED)[:, :-1], (1, 0))
-            within = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
             ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real
-            silent = ends & before & within & (reading.labels == IGNORED)
+            silent = ends & before & follows & (reading.labels == IGNORED)
             message = "an answer is supervised, but not the token that ends it: the model will not learn to stop"
-            self._add("unsupervised", silent, message)
+            self.add("unsupervised", silent, message)
             self.checked.append("answers: the token that ends one has its label")
 
     def _positions(self) -> None:
@@ -230,8 +211,10 @@ class _Lint:
             leading = ~reading.real & (reading.real.long().cumsum(-1) == 0)
             counted = (reading.positions == torch.arange(reading.shape[1])).all(-1) & leading.any(-1)
             first = reading.real & (reading.real.long().cumsum(-1) == 1) & counted[:, None]
-            message = "position_ids count the padding that attention_mask hides: the first real token is at {column}"
-            self._add("positions", first, message)
+            if first.any():
+                at = int(first.nonzero()[0, 1])
+                message = f"position_ids count the padding that attention_mask hides: the first real token is at {at}"
+                self.add("positions", first, message)
             self.checked.append("positions: agree with the mask")
         both = reading.real[:, 1:] & reading.real[:, :-1]
         begins = reading.starts.get("position_ids", torch.zeros_like(reading.real))[:, 1:]
@@ -247,20 +230,15 @@ class _Lint:
         reading, size = self.reading, self.family.vocabulary
         if reading.labels is not None:
             strange = (reading.labels < 0) & (reading.labels != IGNORED)
-            self._add("vocabulary", strange, f"a negative label that is not {IGNORED}, which alone is ignored")
+            self.add("vocabulary", strange, f"a negative label that is not {IGNORED}, which alone is ignored")
             if size is not None:
-                self._add("vocabulary", reading.labels >= size, f"a label that the vocabulary of {size} does not have")
+                self.add("vocabulary", reading.labels >= size, f"a label that the vocabulary of {size} does not have")
         if reading.ids is not None:
             first = reading.ids[..., 0]
             beyond = reading.ids.amax(-1) >= size if size is not None else torch.zeros_like(reading.real)
-            self._add("vocabulary", (first < 0) | beyond, "a token id that no vocabulary of this size has")
+            self.add("vocabulary", (first < 0) | beyond, "a token id that no vocabulary of this size has")
         if size is not None:
             self.checked.append("vocabulary: ids and labels are in it")
-
-    def _count(self) -> int:
-        rows = torch.arange(self.reading.shape[0])[:, None].expand(self.reading.shape)
-        numbered = torch.stack([rows, self.reading.documents], -1)[self.reading.real]
-        return len(numbered.unique(dim=0))
 
     def _order(self) -> str:
         reading, causal = self.reading, self.family.causal
@@ -270,14 +248,3 @@ class _Lint:
         if (reading.blocks >= 0).any():
             words += " with blocks of token_type_ids"
         return words + (f" within the documents of {next(iter(reading.starts))}" if reading.starts else "")
-
-
-def _any(targets: Tensor | None) -> Tensor:
-    assert targets is not None
-    return (targets != IGNORED).any(-1)
-
-
-def _first(real: Tensor) -> Tensor:
-    first = torch.zeros_like(real)
-    first[0, 0] = True
-    return first
