@@ -5,7 +5,7 @@ import torch
 
 import attnflow as af
 from attnflow.audit.inputs import read
-from attnflow.audit.nan import refuse_nan
+from attnflow.audit.passes import refuse_nan
 from tests.audit.common import tiny, tokens
 from tests.refused import refused
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -98,13 +99,10 @@ def check(
     with evaluating(model), precision(model, dtype):
         seen = survey(model, read(model, inputs, tokenizer).in_precision(dtype))
         call, relation = seen.inputs, relation_of(model, seen, order)
-        fields = Fields(relation, call.batch)
-        work = Auditor(model, call, fields, passes, watch, seed, progress, notes=_notes(model, seen, order))
-        if mode == "quick":
-            work.quick(cache)
-            if work.violations:  # what they are and where they begin, the long way
-                work = Auditor(model, call, fields, passes, watch, seed, progress, notes=_notes(model, seen, order))
-                mode = "perturb"
+        audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, progress)
+        work = audit(notes=_notes(model, seen, order))
+        if mode == "quick" and not work.quick(cache):  # what moves and where it begins, the long way
+            work, mode = audit(notes=_notes(model, seen, order)), "perturb"
         if mode == "vjp":
             work.pull()
         elif mode == "perturb":
@@ -157,12 +155,11 @@ class Auditor:
     plan: Plan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
 
-    def quick(self, cache: bool | Sequence[int]) -> None:
-        """A few perturbations at the layers; any movement that is no rounding is a violation, not narrowed down."""
+    def quick(self, cache: bool | Sequence[int]) -> bool:
+        """Whether nothing moves at the layers in a few perturbations, and no way of decoding differs."""
         runner = Runner(self.model, self.call, "layers", self.seed)
         prober = Prober(runner, self.fields, self.seed)
-        self._accept(runner, list(prober.base.events.values()))
-        self.base = prober.base
+        self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
@@ -170,21 +167,19 @@ class Auditor:
         order = list(self._plan().passes)
         if not cheap and self.call.batch > 1:  # every other sequence whole: what crosses shows in those between
             order = [s | (torch.arange(len(s)) % 2 == p % 2)[:, None] for p, s in enumerate(order or crossing[:2])]
-        for selected in [*crossing, *order] if cheap else order:
-            if prober.probe(selected) is not None:
-                self.violations.append(Violation("order", None, "", None, 0, 0.0))
-                break
+        if any(prober.probe(selected) is not None for selected in ([*crossing, *order] if cheap else order)):
+            return False
         self.forward_passes += runner.passes
-        if cache is not False and not self.violations:
+        if cache is not False:
             self._compare_paths(cache)
+        return not self.violations
 
-    def perturb(self, runner: Runner, what: str) -> Prober:
+    def perturb(self, runner: Runner, what: str) -> None:
         """Crosstalk between sequences first, then the order."""
         self._say(0, 1, f"{what}: base pass")
         prober = Prober(runner, self.fields, self.seed)
-        if not runner.chunks:
-            self._accept(runner, list(prober.base.events.values()))
-            self.base = prober.base
+        if not runner.way.chunks:
+            self._accept(runner, prober.base)
         sets = batch_sets(self.call.batch, self.call.size)
         order = self._plan().passes
         total = len(sets) + len(order)
@@ -216,18 +211,16 @@ class Auditor:
             )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("the model does not run in another precision, so small changes may be rounding")
-        place = {event.blame: number for number, event in reversed(list(enumerate(prober.base.events.values())))}
-        self.violations += sorted(violations, key=lambda v: place[v.module])
+        self.violations += _in_order(violations, prober.base)
         self.forward_passes += runner.passes
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
         self._say(total, total, f"{what}: done")
-        return prober
 
     def perturb_cached(self, cache: bool | Sequence[int]) -> None:
         """The same through prefill and decoding, then the comparison of all ways of decoding with the full forward."""
-        chunks = cached.chunks_of(self.call, cache)
-        self.perturb(Runner(self.model, self.call, self.watch, self.seed, chunks), "cached")
+        way = cached.Way("cached", cached.chunks_of(self.call, cache))
+        self.perturb(Runner(self.model, self.call, self.watch, self.seed, way), "cached")
         self._compare_paths(cache)
 
     def _compare_paths(self, cache: bool | Sequence[int]) -> None:
@@ -251,16 +244,15 @@ class Auditor:
         """Vector-Jacobian products instead of perturbations."""
         runner = Runner(self.model, self.call, self.watch, self.seed)
         puller = Puller(runner, self.fields, self.seed)
-        self._accept(runner, puller.graph.events)
-        self.base = Recording({event.key: event for event in puller.graph.events})
+        base = Recording({event.key: event for event in puller.graph.events})
+        self._accept(runner, base)
         sets = [*batch_sets(self.call.batch, self.call.size), *self._plan().passes]
         for done, selected in enumerate(sets):
             self._say(done, len(sets), "backward: set")
             violation = puller.probe(selected)
             if violation is not None and violation.module not in {v.module for v in self.violations}:
                 self.violations.append(violation)
-        place = {event.blame: number for number, event in reversed(list(enumerate(puller.graph.events)))}
-        self.violations.sort(key=lambda v: place[v.module])
+        self.violations = _in_order(self.violations, base)
         self.forward_passes, self.backward_passes, self.dirty = runner.passes, puller.backward_passes, puller.dirty
         self._say(len(sets), len(sets), "backward: done")
 
@@ -275,7 +267,6 @@ class Auditor:
                 status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
         plan = self._plan()
-        skipped = tuple((name, why) for name, why in self.skipped.items() if name not in modules)
         return AuditReport(
             violations=tuple(self.violations),
             order=order,
@@ -289,15 +280,14 @@ class Auditor:
             forbidden=plan.forbidden,
             noise=self.noise,
             modules=tuple(modules.values()),
-            skipped=skipped,
+            skipped=tuple((name, why) for name, why in self.skipped.items() if name not in modules),
             notes=tuple(self.notes),
             seconds=seconds,
         )
 
-    def _accept(self, runner: Runner, events: Sequence[Any]) -> None:
-        """Check that the base pass shows what the audit needs."""
-        self.layer_calls = runner.layer_calls
-        self.skipped = runner.skipped
+    def _accept(self, runner: Runner, base: Recording) -> None:
+        """Take the base pass, after checking that it shows what the audit needs."""
+        self.base, self.layer_calls, self.skipped = base, runner.layer_calls, runner.skipped
         relation = self.fields.relation
         if not relation.repeat and len(relation.layers) != runner.layer_calls:
             raise ValueError(
@@ -305,7 +295,7 @@ class Auditor:
                 f"({few(list(runner.layer_names), limit=2)}), got an "
                 f"order with {len(relation.layers)}"
             )
-        watched = {event.key.module for event in events if event.key.side == "out"}
+        watched = {key.module for key in base.events if key.side == "out"}
         if not watched:
             raise UnsupportedArchitecture(
                 f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
@@ -332,3 +322,9 @@ class Auditor:
     def _say(self, done: int, total: int, what: str) -> None:
         if self.progress is not None:
             self.progress(done, total, what)
+
+
+def _in_order(violations: list[Violation], base: Recording) -> list[Violation]:
+    """First in the order of execution first."""
+    places = list(dict.fromkeys(event.blame for event in base.events.values()))
+    return sorted(violations, key=lambda violation: places.index(violation.module))

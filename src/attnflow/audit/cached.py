@@ -113,7 +113,7 @@ class Comparison:
             return self._full[dtype or self.dtype]
         inputs = self.inputs if way is None else _padded(self.model, self.inputs, way.pads)
         with precision(self.model, dtype) if dtype is not None else nullcontext():
-            runner = Runner(self.model, inputs.in_precision(dtype), self.watch, self.seed, way=way)
+            runner = Runner(self.model, inputs.in_precision(dtype), self.watch, self.seed, way)
             recording = runner.record(runner.inputs.base)
         self.passes += runner.passes
         if way is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,6 @@ def _leaves(runner: Runner) -> Generator[tuple[Call, list[tuple[int, Tensor]]]]:
     }
     lengths = {slot.length: slot.offset for slot in inputs.slots}
     leaves: list[tuple[int, Tensor]] = list(noise.items())
-    handles: list[Any] = []
     named = [slot for slot in inputs.slots if slot.name is not None]
     for slot in named:
         values = inputs.values(slot)
@@ -175,13 +174,11 @@ def _leaves(runner: Runner) -> Generator[tuple[Call, list[tuple[int, Tensor]]]]:
         leaves.append((offset, leaf))
         return leaf if inputs.batched else leaf[0]
 
-    if len(embedded) < len(named):
-        handles += [module.register_forward_hook(cut) for module in embedding_modules(runner.model)]
-    try:
+    with ExitStack() as hooks:
+        if len(embedded) < len(named):
+            for module in embedding_modules(runner.model):
+                hooks.enter_context(module.register_forward_hook(cut))
         yield Call(kwargs, noise), leaves
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _only(cotangent: Tensor, rows: Sequence[tuple[int, int]]) -> Tensor:

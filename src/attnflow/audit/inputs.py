@@ -207,23 +207,21 @@ def read(
             "expected a text, token ids or a dict of keyword arguments for the model's forward, got "
             f"{type(inputs).__name__}"
         )
-    names = _slot_names(model, kwargs)
-    tensors = [_checked(name, kwargs[name]) for name in names]
-    for name, tensor in zip(names, tensors, strict=True):
-        _fits(model, name, tensor)
-    batched = not tensors or tensors[0].ndim - int(tensors[0].is_floating_point()) > 1
-    sizes = {name: len(tensor) if batched else 1 for name, tensor in zip(names, tensors, strict=True)}
+    tensors = {name: _checked(model, name, kwargs[name]) for name in _slot_names(model, kwargs)}
+    batched = all(tensor.ndim - int(tensor.is_floating_point()) > 1 for tensor in list(tensors.values())[:1])
+    sizes = {name: len(tensor) if batched else 1 for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"expected inputs of one batch size, got {sizes}")
     slots: list[Slot] = []
-    for name, tensor in zip(names, tensors, strict=True):
+    for name, tensor in tensors.items():
         length = tensor.shape[int(batched)]
         if length == 0 or sizes[name] == 0:
             raise ValueError(
                 f"{name} is empty: expected at least one sequence of one position, got {tuple(tensor.shape)}"
             )
         slots.append(Slot(name, length, sum(slot.length for slot in slots)))
-    pool = torch.arange(0) if all(t.is_floating_point() for t in tensors) else _pool(model, tensors)
+    ids = [tensor for tensor in tensors.values() if not tensor.is_floating_point()]
+    pool = _pool(model, ids) if ids else torch.arange(0)
     return Inputs(kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
 
 
@@ -289,7 +287,8 @@ def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     return [] if config is not None else tensors[:1]  # pixels or audio: positions are those of the layers
 
 
-def _checked(name: str, value: object) -> Tensor:
+def _checked(model: nn.Module, name: str, value: object) -> Tensor:
+    """Ids in the vocabulary, or vectors of the width of the embeddings."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.tensor(...)")
     if value.dtype == torch.bool or value.is_complex():
@@ -300,32 +299,26 @@ def _checked(name: str, value: object) -> Tensor:
     if not lowest <= value.ndim <= lowest + 1:
         what = "[batch, n, width]" if value.is_floating_point() else "[batch, n]"
         raise ValueError(f"{name} must have shape {what}, got {tuple(value.shape)}")
+    table = embedding_table(model)
+    if table is None or value.numel() == 0 or name not in (*_ENCODER, *_DECODER):
+        return value
+    if not value.is_floating_point():
+        low, high = int(value.min()), int(value.max())
+        if low < 0 or high >= table.num_embeddings:
+            raise ValueError(f"{name} must lie in [0, {table.num_embeddings}), the vocabulary; got {low} to {high}")
+    elif value.shape[-1] != table.embedding_dim:
+        raise ValueError(
+            f"{name} must hold vectors of width {table.embedding_dim}, got shape {tuple(value.shape)} of "
+            f"{value.dtype}; token ids must be integers: pass tensor.long()"
+        )
     return value
 
 
-def _fits(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Check ids against the vocabulary, vectors against the width of the embeddings."""
-    table = embedding_table(model)
-    if table is None or tensor.numel() == 0 or name not in (*_ENCODER, *_DECODER):
-        return
-    if not tensor.is_floating_point():
-        low, high = int(tensor.min()), int(tensor.max())
-        if low < 0 or high >= table.num_embeddings:
-            raise ValueError(f"{name} must lie in [0, {table.num_embeddings}), the vocabulary; got {low} to {high}")
-    elif tensor.shape[-1] != table.embedding_dim:
-        raise ValueError(
-            f"{name} must hold vectors of width {table.embedding_dim}, got shape {tuple(tensor.shape)} of "
-            f"{tensor.dtype}; token ids must be integers: pass tensor.long()"
-        )
-
-
-def _pool(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
+def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
     """Ids that may replace others: the vocabulary without special tokens, whose meaning could change the mask."""
-    ids = [tensor for tensor in tensors if not tensor.is_floating_point()]
-    size = min([module.num_embeddings for module in (embedding_table(model),) if module is not None] or [0])
-    config = config_of(model)
-    named = getattr(config, "vocab_size", None)
-    size = min(size, named) if isinstance(named, int) and size else size or named or 0
+    table, config = embedding_table(model), config_of(model)
+    sizes = [None if table is None else table.num_embeddings, getattr(config, "vocab_size", None)]
+    size = min([size for size in sizes if isinstance(size, int) and size] or [0])
     if size == 0:
         size = max(int(tensor.max()) for tensor in ids if tensor.numel()) + 1
     special: set[int] = set()

@@ -13,8 +13,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit.gradients import Graph, record_graph
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.nan import refuse_nan
-from attnflow.audit.passes import Runner
+from attnflow.audit.passes import Runner, refuse_nan
 from attnflow.audit.perturb import is_leak, other_precision, row_change
 from attnflow.audit.replay import Replay, layer_calls
 from attnflow.audit.survey import survey

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -63,20 +63,12 @@ class Runner:
         dtype: of the model's parameters.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        watch: Watch,
-        seed: int,
-        chunks: Sequence[int] = (),
-        way: Way | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watch, seed: int, way: Way | None = None) -> None:
         self.model = model
         self.inputs = inputs
         self.watch: Watch = watch
         self.seed = seed
-        self.way = way or Way("cached" if chunks else "forward", tuple(chunks))
+        self.way = way or Way("forward")
         self.passes = 0
         self.layer_calls = 0
         self.skipped: dict[str, str] = {}
@@ -84,18 +76,13 @@ class Runner:
         self.layer_names = {name: index for name, index in every.items() if name in ours}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Lengths of prefill and decoding steps; empty for one full forward."""
-        return self.way.chunks
-
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
         """One pass (or one cached run); `visit` sees every event in order of execution."""
         frame = frame_of(self.inputs)
         tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch)
         seed_all(self.seed)
         with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments), tracer.attached():
-            if self.chunks:
+            if self.way.chunks:
                 self._cached(tracer, call.kwargs)
             else:
                 self.model(**call.kwargs)
@@ -121,7 +108,10 @@ class Runner:
             if event.key.side == "in" and earlier is not None and earlier[1] == event.raw._version:
                 return
             seen[id(event.raw)] = (event.raw, event.raw._version)
-            events[event.key] = copied(event) if copy else event
+            if copy:
+                values = event.values.clone()
+                event = replace(event, values=values, raw=values)
+            events[event.key] = event
 
         self.run(call, keep)
         return events, seen
@@ -135,7 +125,7 @@ class Runner:
         *encoder, decoder = self.inputs.slots
         state: dict[str, Any] = {} if self.way.cache is None else {name: self.way.cache()}
         start = encoded = 0
-        for step, length in enumerate(self.chunks):
+        for step, length in enumerate(self.way.chunks):
             end = start + length
             tracer.begin(step, encoded)
             segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
@@ -145,7 +135,7 @@ class Runner:
                 output = self.model(**part, use_cache=True)
             except REFUSALS as error:
                 raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} does not decode in steps of {list(self.chunks)} tokens with a cache "
+                    f"{type(self.model).__name__} does not decode in steps of {list(self.way.chunks)} tokens with a cache "
                     f"({type(error).__name__}: {refusal(error)}); audit it with cache=False"
                 ) from error
             self.passes += 1
@@ -224,20 +214,17 @@ def moved(
             {name: changed if value is vectors else value for name, value in kwargs.items()},
         )
 
-    modules = dict(model.named_modules())
-    entries = [(slot, slot.entry) for slot in inputs.slots if slot.offset in noise and slot.entry is not None]
-    handles = [
-        modules[entry.layer].register_forward_pre_hook(partial(hook, slot), with_kwargs=True) for slot, entry in entries
-    ]
-    for slot, _ in entries:  # padding keeps its token, but what embeds it may mix positions before the first layer
-        real, table = padding(inputs, slot), embedding_table(model)
-        if real is not None and table is not None:
-            handles.append(table.register_forward_hook(partial(pads, slot, real)))
-    try:
+    table = embedding_table(model)
+    with ExitStack() as hooks:
+        for slot in inputs.slots:
+            if slot.offset not in noise or slot.entry is None:
+                continue
+            layer, real = model.get_submodule(slot.entry.layer), padding(inputs, slot)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(hook, slot), with_kwargs=True))
+            if real is not None and table is not None:
+                # padding keeps its token, but what embeds it may mix positions before the first layer
+                hooks.enter_context(table.register_forward_hook(partial(pads, slot, real)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
@@ -273,7 +260,24 @@ def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def copied(event: Event) -> Event:
-    """The event with values that later in-place changes do not touch."""
-    values = event.values.clone()
-    return Event(event.key, event.blame, event.layer, event.depth, event.offset, values, values)
+def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None:
+    """Refuse NaN, which hides every change, in one output [batch or 1, positions, features] from position `offset` on.
+
+    Padding may be NaN (a query with no key to attend to); real positions may not.
+
+    Raises:
+        ValueError: naming the module and the position.
+    """
+    if not values.is_floating_point() or not values.isnan().any():
+        return
+    bad = values.isnan().any(-1).cpu()
+    for slot in inputs.slots:
+        real = padding(inputs, slot)
+        if slot.offset <= offset < slot.offset + slot.length and real is not None:
+            bad = bad & real[:, offset - slot.offset : offset - slot.offset + bad.shape[1]]
+    if bad.any():
+        row, column = (int(index) for index in torch.nonzero(bad)[0])
+        raise ValueError(
+            f"{module or 'the model'} gives NaN at position {column + offset} (sequence {row}), which hides what "
+            "moves it: repair the weights or the inputs first, or audit in a wider precision (dtype=)"
+        )

@@ -14,8 +14,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
 from attnflow.audit.findings import Kind, Violation
 from attnflow.audit.inputs import Call, Draw
-from attnflow.audit.nan import refuse_nan
-from attnflow.audit.passes import Recording, Runner
+from attnflow.audit.passes import Recording, Runner, refuse_nan
 from attnflow.audit.trace import Event, Key
 from attnflow.models.evaluation import REFUSALS, precision
 

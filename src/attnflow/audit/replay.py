@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.gradients import Graph
 from attnflow.audit.inputs import Inputs
 from attnflow.audit.passes import frame_of
-from attnflow.audit.trace import Event, Key, canonical, layer_names
+from attnflow.audit.trace import Event, Key, canonical
 
 _CARRIERS = ("hidden_states", "encoder_hidden_states")
 
@@ -33,15 +34,10 @@ def layer_calls(model: nn.Module, inputs: Inputs) -> list[LayerCall]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(LayerCall(module, dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)))
 
-    modules = dict(model.named_modules())
-    names = [name for name in layer_names(model) if any(name in slot.layers for slot in inputs.slots)]
-    handles = [modules[name].register_forward_pre_hook(hook, with_kwargs=True) for name in names]
-    try:
-        with torch.no_grad():
-            model(**inputs.kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name in frozenset[str]().union(*(slot.layers for slot in inputs.slots)):
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+        model(**inputs.kwargs)
     return calls
 
 

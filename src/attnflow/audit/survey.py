@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,10 +77,8 @@ def survey(model: nn.Module, inputs: Inputs) -> Survey:
         ValueError: encoder and decoder sequences of one length.
     """
     layers = layer_names(model)
-    calls: list[LayerCall] = []
-    seen: list[_Arrival] = []
     seed_all(0)
-    with _asking() as asked, torch.no_grad(), _hooks(model, layers, calls, seen):
+    with _asking() as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
         model(**inputs.kwargs)
     inputs = _positions(model, inputs, calls)
     ours = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
@@ -100,41 +98,38 @@ class _Arrival(NamedTuple):
     mask: Any
 
 
-class _hooks:
-    """Hooks that note layer calls, and the masks that reach the modules inside."""
+@contextmanager
+def _watched(
+    model: nn.Module, layers: Mapping[str, int]
+) -> Generator[tuple[list[LayerCall], list[_Arrival]], None, None]:
+    """(layer calls, masks that reach the modules inside), of what runs in this context."""
+    calls: list[LayerCall] = []
+    seen: list[_Arrival] = []
+    inside: list[int] = []
 
-    def __init__(self, model: nn.Module, layers: dict[str, int], calls: list[LayerCall], seen: list[_Arrival]) -> None:
-        self.layers, self.calls, self.seen = layers, calls, seen
-        self.inside: list[int] = []
-        self.handles: list[Any] = []
-        for name, module in model.named_modules():
-            if name in layers or any(name.startswith(f"{layer}.") for layer in layers):
-                self.handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            if name in layers:
-                self.handles.append(module.register_forward_hook(self._leave))
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in self.layers:
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in layers:
             first = entering(args, kwargs)
-            again = bool(self.calls) and self.calls[-1].stack == name.rpartition(".")[0].rpartition(".")[0]
+            again = bool(calls) and calls[-1].stack == name.rpartition(".")[0].rpartition(".")[0]
             shape = () if first is None else tuple(first.shape)
             spread = 0.0 if first is None or again else float(first.double().std())
-            self.calls.append(LayerCall(name, self.layers[name], shape, spread))
-            self.inside.append(len(self.calls) - 1)
-        call = self.inside[-1] if self.inside else -1
+            inside.append(len(calls))
+            calls.append(LayerCall(name, layers[name], shape, spread))
         tensors = [tensor for _, tensor in leaves((args, kwargs)) if tensor.ndim == 4]
         blocks = [value for value in (*args, *kwargs.values()) if type(value).__name__ == "BlockMask"]
-        self.seen += [_Arrival(call, name.count("."), mask) for mask in (*tensors, *blocks)]
+        call = inside[-1] if inside else -1
+        seen.extend(_Arrival(call, name.count("."), mask) for mask in (*tensors, *blocks))
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        self.inside.pop()
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        inside.pop()
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name in layers or any(name.startswith(f"{layer}.") for layer in layers):
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            if name in layers:
+                hooks.enter_context(module.register_forward_hook(leave))
+        yield calls, seen
 
 
 def entering(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:

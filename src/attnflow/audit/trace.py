@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -144,17 +144,14 @@ class Tracer:
     @contextmanager
     def attached(self) -> Generator[Tracer, None, None]:
         """With hooks on all watched modules; all are removed afterwards."""
-        handles: list[Any] = []
-        try:
+        with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 if self.watch == "modules" or name in self.layers or not name:
                     # partial, not closures: a type checker that decorates functions would recompile each of them
-                    handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-                    handles.append(module.register_forward_hook(partial(self._leave, name)))
+                    enter, leave = partial(self._enter, name), partial(self._leave, name)
+                    hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(leave))
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def paused(self) -> Generator[None]:
