@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -43,20 +44,17 @@ def ways(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]) -> list[
     n = inputs.slots[-1].length
     if cache is not True or len(inputs.slots) > 1 or n < 6:
         return [asked]
-    third = n // 3
-    prefill, rest = n - third, third
-    steps = (prefill, *([1] * rest))
-    every = [
-        asked,
-        Way("chunks", (third, third, n - 2 * third)),
-        Way("drafts", (prefill, rest)),
-    ]
+    part, prefill = n // 3, n - n // 3
+    steps = (prefill, *([1] * part))
+    every = [asked, Way("chunks", (part, part, n - 2 * part)), Way("drafts", (prefill, part))]
     if not getattr(model, "_is_stateful", False):  # a recurrent state cannot be taken back, and `generate` refuses to
-        every.append(Way("crop", steps, drafts=rest))
+        every.append(Way("crop", steps, drafts=part))
     if accepts(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
-        every.append(Way("left padding", (prefill + 2, *([1] * rest)), pads=2))
+        every.append(Way("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
-        every.append(Way("static cache", steps, cache=lambda: _static(model, n)))
+        from attnflow.audit.hf.caches import static_cache
+
+        every.append(Way("static cache", steps, cache=partial(static_cache, model, n)))
     return every
 
 
@@ -144,14 +142,13 @@ def _beyond(
         pairs.append((rows.double() - full.double()).abs().nan_to_num(nan=torch.inf).amax(-1).cpu())
     change, second = pairs
     eps, finer = torch.finfo(dtype).eps, torch.finfo(other).eps
-    error = _largest(whole.values.double() - exact.values.double()) + eps * _largest(exact.values)
+    error, size = _largest(whole.values.double() - exact.values.double()), _largest(exact.values)
     if finer < eps:  # rounding shrinks with the precision, a mistake does not: the border is between them
-        wrong = second > change.clamp(min=error) * math.sqrt(finer / eps)
+        wrong = second > change.clamp(min=error + eps * size) * math.sqrt(finer / eps)
     else:  # nothing is finer: the full forward's own error, as measured in the coarser precision
-        measured = _largest(whole.values.double() - exact.values.double()) * eps / finer
-        wrong = change > 16 * (measured + eps * _largest(exact.values))
+        wrong = change > 16 * (error * eps / finer + eps * size)
     # constants that a model keeps in float32 (decays, frequencies) are right to that precision only, in any other
-    wrong &= (change if finer >= eps else second) > 16 * torch.finfo(torch.float32).eps * _largest(exact.values)
+    wrong &= (change if finer >= eps else second) > 16 * torch.finfo(torch.float32).eps * size
     if not wrong.any():
         return None
     row, column = divmod(int(torch.where(wrong, change, -1.0).argmax()), change.shape[1])
@@ -177,12 +174,6 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
         positions = positions.expand(inputs.batch, -1)
         kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)
     return replace(inputs, kwargs=kwargs, slots=(replace(slot, length=slot.length + pads),))
-
-
-def _static(model: nn.Module, length: int) -> Any:
-    from attnflow.audit.hf.caches import static_cache
-
-    return static_cache(model, length)
 
 
 def _largest(values: Tensor) -> float:

@@ -8,6 +8,7 @@ tested against.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, documents, padding
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, documents, real_positions
 from attnflow.audit.pairs import allowed_pairs
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.build import from_dense
@@ -88,7 +89,8 @@ def relation_of(model: nn.Module, seen: Survey, order: Mask | Sequence[Mask] | F
     dense = {id(mask): mask.dense()[None] for mask in masks}
     name = repr(masks[0])
     if any(repr(mask) != name for mask in masks):
-        name = f"{len(masks)} masks, one per layer: {_names([mask.name for mask in masks])}"
+        counts = Counter(mask.name for mask in masks)
+        name = f"{len(masks)} masks, one per layer: {', '.join(f'{count} {kind}' for kind, count in counts.items())}"
     return Relation(tuple(dense[id(mask)] for mask in masks), repeat, name)
 
 
@@ -123,15 +125,10 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
     if others or (slot.name or "").startswith("decoder_"):
         return _encoder_decoder(model, seen)
     stack = _Stack(model, config, inputs, slot, _causal(model, config))
-    keep = padding(inputs, slot)
-    layers = [_without_padding(stack.relation(call), keep) for call in seen.calls] or [
-        _without_padding(stack.base, keep)
-    ]
-    layers = _of_one_batch(layers)
+    real = real_positions(inputs, slot)
+    layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
-    words = stack.words(len(seen.calls))
-    if keep is not None:
-        words += f"; padding ({int((~keep).sum())} positions)"
+    words = stack.words(len(seen.calls)) + ("" if real.all() else f"; padding ({int((~real).sum())} positions)")
     return Relation(tuple(layers[:1] if repeat else layers), repeat, words)
 
 
@@ -144,15 +141,15 @@ class _Stack:
         q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
         self.distance = (q - k).abs()
         self.direction = (k <= q if causal else torch.ones(n, n, dtype=torch.bool))[None]
-        self.apart, self.packed = documents(inputs, slot) or (None, "")
         ids = inputs.kwargs.get("input_ids")
         length = ids.shape[-1] if isinstance(ids, Tensor) else n
         others = any(isinstance(v, Tensor) and v.is_floating_point() for v in inputs.kwargs.values())
         if n > length and n % length == 0 and not others:
             raise _unknown(model, f"its layers get {n} positions for {length} tokens, in streams of their own")
-        if length != n and documents(inputs, replace(slot, length=length)) is not None:
+        if length != n and documents(inputs, replace(slot, length=length))[1]:
             raise _unknown(model, f"its inputs tell documents of {length} positions apart, and its layers get {n}")
-        self.base = self.direction if self.apart is None else self.direction & self.apart
+        self.together, self.packed = documents(inputs, slot)
+        self.base = self.direction & self.together
         self.kinds = _kinds(config)
         self.window = _size(config, "sliding_window") or _size(config, "window_size")
         if self.kinds is None and _size(config, "sliding_window") is not None:
@@ -162,7 +159,7 @@ class _Stack:
         self.chunk = _size(config, "attention_chunk_size")
         self.inputs = inputs
         self.labels: list[str] = []
-        self.blocks: Tensor | None = None  # pairs of later positions that the model asks for beside its causal ones
+        self.blocks = torch.zeros(1, n, n, dtype=torch.bool)  # later positions that the model asks for, if causal
 
     def relation(self, call: LayerCall) -> Tensor:
         """What one layer call may read, [rows, n, n]: of its configuration, and of what the model asks for."""
@@ -180,16 +177,15 @@ class _Stack:
         asked = pairs_asked(call.asked)
         real = _real(call.asked, self.length)
         within = asked & self.base
-        narrower = bool(((self.base & real[:, None, :] & real[:, :, None]) & ~within).any())
-        if narrower:
+        if (self.base & real[:, None, :] & real[:, :, None] & ~within).any():
             self.labels.append(self._narrowed(kind, within, real))
             allow = within
         else:
             allow = self._configured(kind if kind in _LOCAL or kind == "chunked_attention" else None)
         later = asked & ~self.direction & real[:, :, None]
         if later.any() and asks_causal(call.asked):  # image tokens that see one another; a causal head that asks for
-            later = later if self.apart is None else later & self.apart  # all pairs is not believed
-            self.blocks = later if self.blocks is None else self.blocks | later
+            later = later & self.together  # all pairs is not believed
+            self.blocks = self.blocks | later
             allow = allow | later
         return allow
 
@@ -212,13 +208,13 @@ class _Stack:
         if kind in _LOCAL and isinstance(self.window, int):
             return f"window {self.window}"
         reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
-        band = self.base & (self.distance <= reach)[None] & real[:, None, :] & real[:, :, None]
-        if _same(band & real[:, :, None], within & real[:, :, None]):
+        pairs = real[:, None, :] & real[:, :, None]
+        band = self.base & (self.distance <= reach) & pairs
+        if (band == within & real[:, :, None]).all():
             return f"window {reach + 1}"
         position = torch.arange(self.length)
         causal = position[:, None] >= position
-        pairs = real[:, None, :] & real[:, :, None]
-        if _same(self.base & causal & pairs, within & pairs):
+        if (self.base & causal & pairs == within & pairs).all():
             return "causal"
         prefix = within[:, :1].sum(-1)[:, :, None]
         if torch.equal(causal | ((position[:, None] < prefix) & (position < prefix)), within):
@@ -228,9 +224,9 @@ class _Stack:
     def words(self, calls: int) -> str:
         """The declaration as a sentence."""
         words = ("causal" if self.causal else "bidirectional") + (f" within {self.packed}" if self.packed else "")
-        labels = {label: self.labels.count(label) for label in dict.fromkeys(self.labels) if label}
+        labels = Counter(label for label in self.labels if label)
         parts = [f"{label} in {count} of {plural(calls, 'layer')}" for label, count in labels.items()]
-        if self.blocks is not None:
+        if self.blocks.any():
             inside = (self.blocks.any(-1) | self.blocks.any(-2)).sum(-1)
             parts.append(f"up to {plural(int(inside.max()), 'token')} of a sequence see later ones of their own block")
         return "; ".join([words, *parts])
@@ -280,11 +276,6 @@ def _real(request: MaskRequest, n: int) -> Tensor:
     return request.padding.bool().cpu()
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two relations hold the same pairs; a relation of one row is that of every sequence."""
-    return bool((one == other).all())
-
-
 def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
     mask = inputs.kwargs.get("attention_mask")
     left = torch.zeros(1, dtype=torch.int64)
@@ -292,11 +283,6 @@ def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
         left = (mask.cpu().cumsum(-1) == 0).sum(-1)
     index = torch.div(torch.arange(n)[None] - left[:, None], chunk or n, rounding_mode="floor")
     return index[:, :, None] == index[:, None, :]
-
-
-def _without_padding(allow: Tensor, keep: Tensor | None) -> Tensor:
-    """Nothing may come from padding; what padding positions themselves show is nobody's business."""
-    return allow if keep is None else (allow & keep[:, None, :]) | ~keep[:, :, None]
 
 
 def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
@@ -323,10 +309,7 @@ def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
         own = getattr(config, "decoder" if slot is decoder else "encoder", None)
         own = own if hasattr(own, "num_hidden_layers") else None
         stacks[slot.offset] = _Stack(model, own, inputs, slot, causal=slot is decoder)
-    real = [padding(inputs, slot) for slot in inputs.slots]
-    every = [torch.ones(inputs.batch, slot.length, dtype=torch.bool) for slot in inputs.slots]
-    keep = torch.cat([e if r is None else r for r, e in zip(real, every, strict=True)], -1)
-    keep = None if keep.all() else keep
+    real = torch.cat([real_positions(inputs, slot).expand(inputs.batch, -1) for slot in inputs.slots], -1)
     layers: list[Tensor] = []
     for call in seen.calls:
         slot = seen.slot_of(call)
@@ -336,25 +319,24 @@ def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
         allow[:, rows, rows] = own
         if slot is decoder:
             allow[:, rows, : slot.offset] = True
-        layers.append(_without_padding(allow, keep))
+        layers.append(allow)
     above = sum(seen.slot_of(call) is decoder for call in seen.calls)
     words = (
         f"encoder-decoder ({len(layers) - above} bidirectional layers, then {above} causal ones that read the encoder)"
     )
-    return Relation(tuple(_of_one_batch(layers)), False, words + ("" if keep is None else "; padding"))
+    return Relation(tuple(_of_one_batch(layers, real)), False, words + ("" if real.all() else "; padding"))
 
 
-def _of_one_batch(layers: list[Tensor]) -> list[Tensor]:
-    """The relations with one row each if no sequence differs from the first, with one per sequence otherwise."""
+def _of_one_batch(layers: list[Tensor], real: Tensor) -> list[Tensor]:
+    """The relations with one row each if no sequence differs from the first, with one per sequence otherwise.
+
+    Nothing may come from padding; what padding positions themselves show is nobody's business.
+    """
+    layers = [(layer & real[:, None, :]) | ~real[:, :, None] for layer in layers]
     if all(bool((layer == layer[:1]).all()) for layer in layers):
         return [layer[:1] for layer in layers]
     rows = max(len(layer) for layer in layers)
     return [layer.expand(rows, -1, -1) for layer in layers]
-
-
-def _names(kinds: Sequence[str]) -> str:
-    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def _unknown(model: nn.Module, why: str) -> UnsupportedArchitecture:

@@ -11,7 +11,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.findings import Violation
-from attnflow.audit.packing import padding
+from attnflow.audit.packing import real_positions
 from attnflow.audit.perturb import row_change
 from attnflow.audit.replay import Part, Replay, layer_calls
 from attnflow.audit.survey import LayerCall, Survey
@@ -53,11 +53,9 @@ def missing_pairs(
             allow = relation.layers[0 if relation.repeat else number].expand(inputs.batch, -1, -1)
             lacking = _lacking(next(iter(Replay(inputs, layer, generator).parts())), allow, thorough)
             for slot in inputs.slots:
-                real = padding(inputs, slot)
-                if real is not None:
-                    rows = slice(slot.offset, slot.offset + slot.length)
-                    lacking[:, rows] &= real[:, :, None]
-                    lacking[:, :, rows] &= real[:, None, :]
+                real, rows = real_positions(inputs, slot), slice(slot.offset, slot.offset + slot.length)
+                lacking[:, rows] &= real[:, :, None]
+                lacking[:, :, rows] &= real[:, None, :]
             if lacking.any():
                 row, target, source = lacking.nonzero()[0].tolist()
                 pair = Violation("missing", call.index, call.name, source, target, 0.0, row, row, confirmed=True)

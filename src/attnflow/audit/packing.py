@@ -88,8 +88,8 @@ def read_packing(
     return Packing(real, starts, tuple(problems))
 
 
-def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str] | None:
-    """(pairs of positions of one document, bool [batch, n, n]; how many there are, in words); None without several.
+def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
+    """(pairs of positions of one document, bool [1 or batch, n, n]; how many there are in words, "" of a single one).
 
     What any argument keeps apart is apart.
 
@@ -98,13 +98,13 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str] | None:
         ValueError: an argument contradicts itself, or is of another length.
     """
     mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
-    real = torch.ones(inputs.batch, slot.length, dtype=torch.bool) if mask is None else mask != 0
+    real = real_positions(inputs, slot).expand(inputs.batch, -1)
     packing = read_packing(inputs.kwargs, real, mask, positions)
     if packing.problems:
         raise ValueError(packing.problems[0])
     starts = [each for each in packing.starts.values() if each.any()]
     if not starts:
-        return None
+        return torch.ones(1, slot.length, slot.length, dtype=torch.bool), ""
     numbers = torch.stack(starts).any(0).cumsum(-1)
     rows = [
         row[kept].unique_consecutive(return_counts=True)[1].tolist() for row, kept in zip(numbers, real, strict=True)
@@ -116,10 +116,10 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str] | None:
     return numbers[:, :, None] == numbers[:, None, :], words
 
 
-def padding(inputs: Inputs, slot: Slot) -> Tensor | None:
-    """Which positions of a slot are real, bool [batch, n]; None without padding."""
+def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
+    """Which positions of a slot are no padding, bool [batch, n]; [1, n] without padding."""
     mask = _of_slot(inputs, slot, "attention_mask")
-    return None if mask is None or mask.all() else mask != 0
+    return torch.ones(1, slot.length, dtype=torch.bool) if mask is None or mask.all() else mask != 0
 
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:

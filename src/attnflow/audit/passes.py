@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Call, Inputs, Slot, accepts, embedding_table, takes_use_cache
-from attnflow.audit.packing import padding
+from attnflow.audit.packing import real_positions
 from attnflow.audit.survey import entering
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
 from attnflow.models.evaluation import REFUSALS, refusal, seed_all
@@ -135,8 +135,8 @@ class Runner:
                 output = self.model(**part, use_cache=True)
             except REFUSALS as error:
                 raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} does not decode in steps of {list(self.way.chunks)} tokens with a cache "
-                    f"({type(error).__name__}: {refusal(error)}); audit it with cache=False"
+                    f"{type(self.model).__name__} does not decode in steps of {list(self.way.chunks)} tokens with a "
+                    f"cache ({type(error).__name__}: {refusal(error)}); audit it with cache=False"
                 ) from error
             self.passes += 1
             state = {name: _entry(output, name)}
@@ -219,9 +219,9 @@ def moved(
         for slot in inputs.slots:
             if slot.offset not in noise or slot.entry is None:
                 continue
-            layer, real = model.get_submodule(slot.entry.layer), padding(inputs, slot)
+            layer, real = model.get_submodule(slot.entry.layer), real_positions(inputs, slot)
             hooks.enter_context(layer.register_forward_pre_hook(partial(hook, slot), with_kwargs=True))
-            if real is not None and table is not None:
+            if table is not None and not real.all():
                 # padding keeps its token, but what embeds it may mix positions before the first layer
                 hooks.enter_context(table.register_forward_hook(partial(pads, slot, real)))
         yield
@@ -272,9 +272,8 @@ def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None
         return
     bad = values.isnan().any(-1).cpu()
     for slot in inputs.slots:
-        real = padding(inputs, slot)
-        if slot.offset <= offset < slot.offset + slot.length and real is not None:
-            bad = bad & real[:, offset - slot.offset : offset - slot.offset + bad.shape[1]]
+        if slot.offset <= offset < slot.offset + slot.length:
+            bad = bad & real_positions(inputs, slot)[:, offset - slot.offset : offset - slot.offset + bad.shape[1]]
     if bad.any():
         row, column = (int(index) for index in torch.nonzero(bad)[0])
         raise ValueError(
