@@ -75,6 +75,56 @@ def wrapped(module, change):
         del module.forward
 
 
+def to_one_row(output, hidden):
+    """A change that carries position 6 of sequence 1 to position 2 of sequence 3."""
+    output = output.clone()
+    output[3, 2] += 1e-2 * hidden[1, 6].repeat(2)[:48]
+    return output
+
+
+def routed(output, hidden):
+    """A change that no gradient shows."""
+    return output + (hidden[..., :1] > 0).to(output).flip(1)
+
+
+def remembering():
+    """A change that adds what it saw in the call before."""
+    memory = {}
+
+    def change(output, hidden):
+        old = memory.get("mean", torch.zeros(1))
+        memory["mean"] = hidden.mean()
+        return output + 1e-3 * old
+
+    return change
+
+
+def centred(strength):
+    model = tiny("Llama")
+    layer = model.model.layers[2]
+    layer.post_attention_layernorm = CentredOverSequence(layer.post_attention_layernorm, strength)
+    return model
+
+
+def convolved():
+    model = tiny("Qwen3")
+    model.model.layers[1].mlp = Convolved(model.model.layers[1].mlp, 32)
+    return model
+
+
+class Stack(nn.Module):
+    """A plain stack over embeddings; `run(hidden, layers)` is what it does with them."""
+
+    def __init__(self, run, layers):
+        super().__init__()
+        self.run = run
+        self.embed = nn.Embedding(40, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(layers))
+
+    def forward(self, input_ids):
+        return self.run(self.embed(input_ids), self.layers)
+
+
 class CentredOverSequence(nn.Module):
     """A normalisation with statistics over the sequence, next to the right one."""
 

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attnflow as af
 from attnflow.audit import check, declared_order, measure
-from tests.audit.common import LENGTH, inputs, open_attention, tiny, tokens, wrapped
+from tests.audit.common import LENGTH, Stack, inputs, open_attention, tiny, tokens, wrapped
 from tests.audit.hybrids import HYBRIDS, hybrid
 from tests.audit.pictured import PICTURED, call, pictured
 from tests.models.table import in_double
@@ -221,21 +221,15 @@ def test_pictures_are_measured():
 def test_streams_and_batches_of_one_size_are_told_apart():
     """Layers that are called with [streams, batch, positions, width], as Gemma 3n's are."""
 
-    class Streams(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(40, 8)
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-        def forward(self, input_ids):
-            hidden = self.embed(input_ids).expand(4, -1, -1, -1)
-            for layer in self.layers:
-                hidden = hidden + layer(hidden).cumsum(-2)
-            return hidden.mean(0)
+    def run(hidden, layers):
+        hidden = hidden.expand(4, -1, -1, -1)
+        for layer in layers:
+            hidden = hidden + layer(hidden).cumsum(-2)
+        return hidden.mean(0)
 
     ids = torch.randint(40, (4, 6), generator=torch.Generator().manual_seed(0))
-    assert check(Streams(), {"input_ids": ids}, order=af.masks.causal(6)).ok
-    leaky = Streams()
+    assert check(Stack(run, 2), {"input_ids": ids}, order=af.masks.causal(6)).ok
+    leaky = Stack(run, 2)
     with wrapped(leaky.layers[1], lambda out, hidden: out + 0.1 * hidden.flip(-2)):
         assert check(leaky, {"input_ids": ids}, order=af.masks.causal(6)).violations[0].module == "layers.1"
 

@@ -4,18 +4,21 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 
 import attnflow as af
 from attnflow.audit import check
 from tests.audit.common import (
     LENGTH,
     WINDOW,
-    CentredOverSequence,
-    Convolved,
+    Stack,
+    centred,
+    convolved,
     inputs,
     open_attention,
+    remembering,
+    routed,
     tiny,
+    to_one_row,
     tokens,
     wrapped,
 )
@@ -101,19 +104,14 @@ def test_packed_documents_that_mix_in_one_layer(mode):
 @pytest.mark.parametrize("mode", ["perturb", "vjp"])
 @pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
 def test_a_normalisation_over_the_sequence(strength, mode):
-    model = tiny("Llama")
-    layer = model.model.layers[2]
-    layer.post_attention_layernorm = CentredOverSequence(layer.post_attention_layernorm, strength)
-    found = only(check(model, tokens(), mode=mode))
+    found = only(check(centred(strength), tokens(), mode=mode))
     assert (found.layer, found.module) == (2, "model.layers.2.post_attention_layernorm")
     assert found.source > found.target
 
 
 @pytest.mark.parametrize("mode", ["perturb", "vjp"])
 def test_a_convolution_that_looks_ahead(mode):
-    model = tiny("Qwen3")
-    model.model.layers[LAYER].mlp = Convolved(model.model.layers[LAYER].mlp, 32)
-    found = only(check(model, tokens(), mode=mode))
+    found = only(check(convolved(), tokens(), mode=mode))
     assert (found.layer, found.module) == (LAYER, "model.layers.1.mlp.conv")
     assert found.source == found.target + 1
 
@@ -155,13 +153,7 @@ def test_crosstalk_in_the_batch(mode):
 
 def test_crosstalk_between_two_rows_only():
     model = tiny("Bert")
-
-    def mix(output, hidden):
-        output = output.clone()
-        output[3, 2] += 1e-2 * hidden[1, 6].repeat(2)[:48]
-        return output
-
-    with wrapped(model.bert.encoder.layer[LAYER].intermediate, mix):
+    with wrapped(model.bert.encoder.layer[LAYER].intermediate, to_one_row):
         found = only(check(model, tokens(batch=5)), kind="batch")
     assert (found.layer, found.module) == (LAYER, "bert.encoder.layer.1.intermediate")
     assert found.target_row == 3
@@ -202,33 +194,22 @@ def test_padding_that_is_read(mode):
 
 
 def test_a_leak_between_the_layers_is_the_models():
-    class Loose(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(20, 8)
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
-
-        def forward(self, ids):
-            hidden = self.embed(ids)
-            for index, layer in enumerate(self.layers):
-                hidden = hidden + layer(hidden)
-                if index == 1:
-                    hidden = hidden + 0.1 * hidden.flip(1)
-            return hidden
+    def run(hidden, layers):
+        for index, layer in enumerate(layers):
+            hidden = hidden + layer(hidden)
+            if index == 1:
+                hidden = hidden + 0.1 * hidden.flip(1)
+        return hidden
 
     for mode in ("perturb", "vjp"):
-        found = only(check(Loose(), torch.randint(20, (1, 7)), order=af.masks.causal(7), mode=mode))
-        assert (found.layer, found.module) == (None, "Loose")
+        found = only(check(Stack(run, 3), tokens(1, 7), order=af.masks.causal(7), mode=mode))
+        assert (found.layer, found.module) == (None, "Stack")
         assert found.source == 6 - found.target
 
 
 def test_a_leak_that_no_gradient_shows():
     model = tiny("Llama")
-
-    def route(out, hidden):
-        return out + (hidden[..., :1] > 0).to(out).flip(1)
-
-    with wrapped(model.model.layers[LAYER].mlp, route):
+    with wrapped(model.model.layers[LAYER].mlp, routed):
         report = check(model, tokens(batch=1))
         assert only(report).module == "model.layers.1.mlp"
         assert check(model, tokens(batch=1), mode="vjp").ok  # documented: blind to the discrete
@@ -261,14 +242,7 @@ def test_leak_among_experts_is_told_from_their_rounding():
 
 def test_state_that_outlives_a_call():
     model = tiny("Llama")
-    memory = {}
-
-    def remember(out, hidden):
-        old = memory.get("mean", torch.zeros(1))
-        memory["mean"] = hidden.mean()
-        return out + 1e-3 * old
-
-    with wrapped(model.model.layers[LAYER].mlp, remember):
+    with wrapped(model.model.layers[LAYER].mlp, remembering()):
         found = only(check(model, tokens()), kind="state")
     assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.mlp", None)
 

@@ -8,23 +8,20 @@ import torch
 import attnflow as af
 from attnflow.audit import auditor, check
 from tests.audit import test_faults as faults
-from tests.audit.common import LENGTH, CentredOverSequence, Convolved, inputs, open_attention, tiny, tokens, wrapped
+from tests.audit.common import (
+    LENGTH,
+    centred,
+    convolved,
+    inputs,
+    open_attention,
+    remembering,
+    routed,
+    tiny,
+    to_one_row,
+    tokens,
+    wrapped,
+)
 from tests.audit.hybrids import HYBRIDS, hybrid
-
-
-@contextlib.contextmanager
-def _centred():
-    model = tiny("Llama")
-    layer = model.model.layers[2]
-    layer.post_attention_layernorm = CentredOverSequence(layer.post_attention_layernorm, 1e-5)
-    yield model
-
-
-@contextlib.contextmanager
-def _convolved():
-    model = tiny("Qwen3")
-    model.model.layers[1].mlp = Convolved(model.model.layers[1].mlp, 32)
-    yield model
 
 
 @contextlib.contextmanager
@@ -38,29 +35,20 @@ def _pair(name, layer, target, source):
     return open_attention(tiny(name, attn_implementation="eager"), layer, faults.pair(target, source), head=2)
 
 
-def _to_one_row(out, hidden):
-    out = out.clone()
-    out[3, 2] += 1e-2 * hidden[1, 6].repeat(2)[:48]
-    return out
-
-
 _AHEAD = "model.layers.1.mlp", lambda out, hidden: out + 1e-3 * hidden.roll(-1, 1)
 _WIDE = af.masks.sliding_window(LENGTH, 5).dense()
 FAULTS = {
     **{f"pair {name}": (lambda name=name: _pair(name, 1, 5, 9), inputs(name)) for name in faults.ATTENTION},
     **{f"neighbours {t}": (lambda t=t: _pair("Llama", 2, t, t + 1), tokens(1)) for t in (0, 5, LENGTH - 2)},
     "window": (lambda: open_attention(tiny("Mistral", attn_implementation="eager"), 1, _WIDE), tokens(1)),
-    "normalisation": (_centred, tokens()),
-    "convolution": (_convolved, tokens()),
+    "normalisation": (lambda: contextlib.nullcontext(centred(1e-5)), tokens()),
+    "convolution": (lambda: contextlib.nullcontext(convolved()), tokens()),
     "experts": (lambda: _changed("Qwen3Moe", *_AHEAD), tokens(3)),
     "roll": (lambda: _changed("Llama", *_AHEAD), tokens(1)),
     "batch": (lambda: _changed("GPT2", "transformer.h.1.mlp", lambda o, h: o + 1e-3 * h.mean(0, True)), tokens(3)),
-    "two rows": (lambda: _changed("Bert", "bert.encoder.layer.1.intermediate", _to_one_row), tokens(5)),
+    "two rows": (lambda: _changed("Bert", "bert.encoder.layer.1.intermediate", to_one_row), tokens(5)),
     "decoder": (lambda: _changed("T5", "decoder.block.2.layer.2", lambda o, h: o + 1e-2 * h.roll(-1, 1)), inputs("T5")),
-    "discrete": (
-        lambda: _changed("Llama", "model.layers.1.mlp", lambda o, h: o + (h[..., :1] > 0).to(o).flip(1)),
-        tokens(1),
-    ),
+    "discrete": (lambda: _changed("Llama", "model.layers.1.mlp", routed), tokens(1)),
 }
 
 
@@ -78,14 +66,7 @@ def test_every_fault_of_the_suite_is_found(fault):
 
 
 def test_a_state_that_outlives_a_call():
-    memory = {}
-
-    def remember(out, hidden):
-        old = memory.get("mean", torch.zeros(1))
-        memory["mean"] = hidden.mean()
-        return out + 1e-3 * old
-
-    with _changed("Llama", "model.layers.1.mlp", remember) as model:
+    with _changed("Llama", "model.layers.1.mlp", remembering()) as model:
         assert check(model, tokens(), mode="quick").violations[0].kind == "state"
 
 

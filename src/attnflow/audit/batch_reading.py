@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnflow.audit.batch_family import Family
-from attnflow.audit.packing import as_tensor, integers, read_packing
-from attnflow.audit.pairs import allowed_pairs
+from attnflow.audit.packing import allowed_pairs, as_tensor, integers, read_packing
 
 IGNORED: Final = -100
 ANSWERS: Final = ("completion_mask", "assistant_masks", "assistant_tokens_mask")

@@ -54,15 +54,12 @@ class MeasuredOrder(Result):
         if self.by != other.by:
             raise ValueError(f"the saved order is by {other.by}, this one by {self.by}")
         if self.inputs != other.inputs:
-            names = [name for name in {**self.inputs, **other.inputs} if self._input(name) != other._input(name)]
+            names = [n for n in {**self.inputs, **other.inputs} if self.inputs.get(n) != other.inputs.get(n)]
             raise ValueError(
                 f"other inputs: {', '.join(names)} differ from those of the saved order; measure both on the same ones"
             )
-        if len(self.flows) != len(other.flows):  # sequences agree in one of them only
-            longest = max(len(self.flows), len(other.flows))
-            new, old = (flows * (longest // len(flows)) for flows in (self.flows, other.flows))
-        else:
-            new, old = self.flows, other.flows
+        longest = max(len(self.flows), len(other.flows))  # sequences may agree in one of them only
+        new, old = (flows * (longest // len(flows)) for flows in (self.flows, other.flows))
         parts = [one.difference(another) for one, another in zip(new, old, strict=True)]
         return OrderDifference(
             tuple(layer for part in parts for layer in part.layers), sum(part.compared for part in parts)
@@ -107,9 +104,6 @@ class MeasuredOrder(Result):
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         backend = f", {self.backend}" if self.backend else ""
         return f"measured order of {self.model}, {self.parameters:,} parameters{backend} ({versions}): {self.flows[0]}"
-
-    def _input(self, name: str) -> object:
-        return self.inputs.get(name)
 
 
 def record(

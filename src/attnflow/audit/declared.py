@@ -20,8 +20,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, documents, real_positions
-from attnflow.audit.pairs import allowed_pairs
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, real_positions
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask

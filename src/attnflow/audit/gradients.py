@@ -45,13 +45,12 @@ class Graph:
             ) from error
         result = torch.zeros(leaves[0].shape[0], size, dtype=torch.float64)
         for (offset, _), gradient in zip(self.leaves, cast(tuple[Tensor | None, ...], gradients), strict=True):
-            if gradient is not None:
-                if gradient.isnan().any():
-                    raise UnsupportedArchitecture("the model's gradient holds NaN: use mode='perturb'")
-                size_of = gradient.detach().double().abs().amax(-1).cpu()
-                result[:, offset : offset + gradient.shape[1]] = result[:, offset : offset + gradient.shape[1]].maximum(
-                    size_of
-                )
+            if gradient is None:
+                continue
+            if gradient.isnan().any():
+                raise UnsupportedArchitecture("the model's gradient holds NaN: use mode='perturb'")
+            rows = result[:, offset : offset + gradient.shape[1]]
+            torch.maximum(rows, gradient.detach().double().abs().amax(-1).cpu(), out=rows)
         return result
 
 

@@ -15,7 +15,7 @@ from attnflow.audit.gradients import Graph, record_graph
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.passes import Runner, refuse_nan
 from attnflow.audit.perturb import is_leak, other_precision, row_change
-from attnflow.audit.replay import Replay, layer_calls
+from attnflow.audit.replay import Replay, invocations
 from attnflow.audit.survey import survey
 from attnflow.audit.trace import Event
 from attnflow.masks.build import from_dense
@@ -87,7 +87,7 @@ def _measured(
     if by == "output":
         flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
         return flows if len(flows) > 1 else flows[0]
-    calls = layer_calls(model, inputs)
+    calls = invocations(model, inputs)
     if not calls:
         raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
     layers: list[Tensor] = []

@@ -13,7 +13,7 @@ from attnflow.audit.fields import Relation
 from attnflow.audit.findings import Violation
 from attnflow.audit.packing import real_positions
 from attnflow.audit.perturb import row_change
-from attnflow.audit.replay import Part, Replay, layer_calls
+from attnflow.audit.replay import Part, Replay, invocations
 from attnflow.audit.survey import LayerCall, Survey
 from attnflow.models.evaluation import REFUSALS, precision, refusal
 from attnflow.models.mixing import attends, moves_between_positions
@@ -46,7 +46,7 @@ def missing_pairs(
     generator = torch.Generator().manual_seed(seed)
     where = ""
     try:
-        for number, (call, layer) in enumerate(zip(seen.calls, layer_calls(model, inputs), strict=False)):
+        for number, (call, layer) in enumerate(zip(seen.calls, invocations(model, inputs), strict=False)):
             if not holds_attention(model, call):
                 continue
             where = f" of {call.name}"

@@ -20,19 +20,19 @@ from attnflow.audit.trace import Event, Key, canonical
 _CARRIERS = ("hidden_states", "encoder_hidden_states")
 
 
-class LayerCall(NamedTuple):
+class Invocation(NamedTuple):
     """A layer and the arguments it was called with, by the names of forward's parameters."""
 
     module: nn.Module
     kwargs: dict[str, Any]
 
 
-def layer_calls(model: nn.Module, inputs: Inputs) -> list[LayerCall]:
+def invocations(model: nn.Module, inputs: Inputs) -> list[Invocation]:
     """The layer calls of one forward, in order of execution."""
-    calls: list[LayerCall] = []
+    calls: list[Invocation] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(LayerCall(module, dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)))
+        calls.append(Invocation(module, dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)))
 
     with ExitStack() as hooks, torch.no_grad():
         for name in frozenset[str]().union(*(slot.layers for slot in inputs.slots)):
@@ -44,7 +44,7 @@ def layer_calls(model: nn.Module, inputs: Inputs) -> list[LayerCall]:
 class Replay:
     """A layer call with its inputs that carry information: its first tensor and, in a decoder, the encoder's states."""
 
-    def __init__(self, inputs: Inputs, call: LayerCall, generator: torch.Generator) -> None:
+    def __init__(self, inputs: Inputs, call: Invocation, generator: torch.Generator) -> None:
         self.inputs = inputs
         self.call = call
         self.generator = generator
