@@ -217,10 +217,7 @@ class Prober:
                 if self._other is None:
                     self._other = self.runner.record(inputs.base)
                 second = self.runner.record(inputs.changed(selected, drawn))
-        except (
-            *REFUSALS,
-            UnsupportedArchitecture,
-        ):  # what moved stands, unconfirmed
+        except (*REFUSALS, UnsupportedArchitecture):  # what moved stands, unconfirmed
             self._other_fails = True
             return moves, None
         real: list[Moved] = []
