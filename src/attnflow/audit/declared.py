@@ -153,58 +153,61 @@ class _Stack:
         self.window = _size(config, "sliding_window") or _size(config, "window_size")
         if self.kinds is None and _size(config, "sliding_window") is not None:
             self.kinds = ("sliding_attention",) * int(config.num_hidden_layers)
-        if not causal and not getattr(config, "use_bidirectional_attention", None) and isinstance(self.window, int):
+        if not causal and not getattr(config, "use_bidirectional_attention", None) and self.window is not None:
             self.window += 1  # encoders count the half-window without the query itself
         self.chunk = _size(config, "attention_chunk_size")
         self.inputs = inputs
-        self.labels: list[str] = []
+        self.labels: list[str] = []  # of the layer calls so far
+        self._relations: dict[tuple[str | None, int], tuple[Tensor, str]] = {}
         self.blocks = torch.zeros(1, n, n, dtype=torch.bool)  # later positions that the model asks for, if causal
 
     def relation(self, call: LayerCall) -> Tensor:
         """What one layer call may read, [rows, n, n]: of its configuration, and of what the model asks for."""
         kind = self.kinds[call.index] if self.kinds is not None and call.index < len(self.kinds) else None
-        if kind in _POINTWISE:
-            self.labels.append("nothing but itself")
-            return torch.eye(self.length, dtype=torch.bool)[None]
-        if kind in _RECURRENT:
-            self.labels.append("")
-            return self.base
-        if call.asked is None:
+        if (kind, id(call.asked)) not in self._relations:  # layers share what is asked for
+            self._relations[kind, id(call.asked)] = self._asked(kind, call.asked)
+        allow, label = self._relations[kind, id(call.asked)]
+        self.labels.append(label)
+        return allow
+
+    def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
+        """(relation, how it is narrower than the whole stack's)."""
+        if request is None or kind in _POINTWISE or kind in _RECURRENT:
             return self._configured(kind)
         from attnflow.models.asked import asks_causal, pairs_asked
 
-        asked = pairs_asked(call.asked)
-        real = _real(call.asked, self.length)
+        asked = pairs_asked(request)
+        real = _real(request, self.length)
         within = asked & self.base
         if (self.base & real[:, None, :] & real[:, :, None] & ~within).any():
-            self.labels.append(self._narrowed(kind, within, real))
-            allow = within
+            allow, label = within, self._narrowed(kind, within, real)
         else:
-            allow = self._configured(kind if kind in _LOCAL or kind == "chunked_attention" else None)
+            allow, label = self._configured(kind if kind in _LOCAL or kind == "chunked_attention" else None)
         later = asked & ~self.direction & real[:, :, None]
-        if later.any() and asks_causal(call.asked):  # image tokens that see one another; a causal head that asks for
+        if later.any() and asks_causal(request):  # image tokens that see one another; a causal head that asks for
             later = later & self.together  # all pairs is not believed
             self.blocks = self.blocks | later
             allow = allow | later
-        return allow
+        return allow, label
 
-    def _configured(self, kind: str | None) -> Tensor:
+    def _configured(self, kind: str | None) -> tuple[Tensor, str]:
         """What the configuration says of a layer."""
-        if kind is None or kind in _FULL:
-            self.labels.append("")
-            return self.base
+        if kind in _POINTWISE:
+            return torch.eye(self.length, dtype=torch.bool)[None], "nothing but itself"
+        if kind is None or kind in _FULL or kind in _RECURRENT:
+            return self.base, ""
         if kind in _LOCAL:
-            self.labels.append(f"window {self.window}" if isinstance(self.window, int) else "")
-            return self.base & (self.distance < (self.window if isinstance(self.window, int) else self.length))[None]
+            if self.window is None:
+                return self.base, ""
+            return self.base & (self.distance < self.window), f"window {self.window}"
         if kind == "chunked_attention":
-            self.labels.append(f"chunks of {self.chunk}")
-            return self.base & _same_chunk(self.chunk, self.length, self.inputs)
+            return self.base & _same_chunk(self.chunk, self.length, self.inputs), f"chunks of {self.chunk}"
         raise _unknown(self.model, f"its layer type {kind!r} is not known")
 
     def _narrowed(self, kind: str | None, within: Tensor, real: Tensor) -> str:
         if kind == "chunked_attention":
             return f"chunks of {self.chunk}"
-        if kind in _LOCAL and isinstance(self.window, int):
+        if kind in _LOCAL and self.window is not None:
             return f"window {self.window}"
         reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
         pairs = real[:, None, :] & real[:, :, None]
