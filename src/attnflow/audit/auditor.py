@@ -21,7 +21,7 @@ from attnflow.audit.findings import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.gradients import Puller
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.missing import holds_attention, missing_pairs
-from attnflow.audit.passes import Recording, Runner
+from attnflow.audit.passes import FirstPass, Recording, Runner, surveyed
 from attnflow.audit.perturb import Prober
 from attnflow.audit.survey import Survey, survey
 from attnflow.audit.trace import Watch
@@ -85,7 +85,7 @@ def check(
 
     Cost: passes + 5 + 2 log2(batch) forward passes, 5 more for missing pairs (3 n with `both_sides=True`), and
     log2(n) + 2 for each violation; memory for the outputs of all watched modules, as in training. "vjp": two forward
-    passes and as many backward passes. "quick": four forward passes of a large model; of a tiny one up to n + 1.
+    passes and as many backward passes. "quick": three forward passes of a large model; of a tiny one up to n.
     """
     began = time.perf_counter()
     if mode not in ("perturb", "vjp", "quick"):
@@ -97,11 +97,12 @@ def check(
     checks.integer("passes", passes, 1)
     model, tokenizer = split(model)
     with evaluating(model), precision(model, dtype):
-        seen = survey(model, read(model, inputs, tokenizer).in_precision(dtype))
+        asked = read(model, inputs, tokenizer).in_precision(dtype)
+        seen, first = surveyed(model, asked, seed) if mode == "quick" else (survey(model, asked), None)
         call, relation = seen.inputs, relation_of(model, seen, order)
         audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, progress)
         work = audit(notes=_notes(model, seen, order))
-        if mode == "quick" and not work.quick(cache):  # what moves and where it begins, the long way
+        if mode == "quick" and not work.quick(cache, first):  # what moves and where it begins, the long way
             work, mode = audit(notes=_notes(model, seen, order)), "perturb"
         if mode == "vjp":
             work.pull()
@@ -155,10 +156,12 @@ class Auditor:
     plan: Plan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
 
-    def quick(self, cache: bool | Sequence[int]) -> bool:
+    def quick(self, cache: bool | Sequence[int], first: FirstPass | None) -> bool:
         """Whether nothing moves at the layers in a few perturbations, and no way of decoding differs."""
         runner = Runner(self.model, self.call, "layers", self.seed)
-        prober = Prober(runner, self.fields, self.seed)
+        if first is not None:
+            runner.layer_calls, runner.skipped = first.layer_calls, first.skipped
+        prober = Prober(runner, self.fields, self.seed, None if first is None else first.events)
         self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Call, Inputs, Slot, accepts, embedding_table, takes_use_cache
 from attnflow.audit.packing import real_positions
-from attnflow.audit.survey import entering
+from attnflow.audit.survey import Survey, entering, survey
 from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
 from attnflow.models.evaluation import REFUSALS, refusal, seed_all
 
@@ -166,6 +166,32 @@ class Runner:
             raise UnsupportedArchitecture(f"{type(cache).__name__} cannot be cropped")
         cache.crop(-self.way.drafts)
         state[name] = cache
+
+
+class FirstPass(NamedTuple):
+    """What the pass of a survey shows at the layers."""
+
+    events: Recording
+    layer_calls: int
+    skipped: dict[str, str]
+
+
+def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, FirstPass | None]:
+    """A survey, and the recording of its pass, which saves another one.
+
+    None where the layers get other positions than the inputs have, or tensors are changed in place.
+    """
+    every = frozenset(layer_names(model))
+    whole = replace(inputs, slots=tuple(replace(slot, layers=every) for slot in inputs.slots))
+    runner = Runner(model, whole, "layers", seed)
+    passes: list[tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]] = []
+    seen = survey(model, inputs, lambda: passes.append(runner.distinct(inputs.base)))
+    ((events, raw),) = passes
+    watched = frozenset[str]().union(*(slot.layers for slot in seen.inputs.slots))
+    alike = watched == every and frame_of(seen.inputs) == frame_of(whole)
+    if not alike or any(tensor._version != version for tensor, version in raw.values()):
+        return seen, None
+    return seen, FirstPass(Recording(events), runner.layer_calls, runner.skipped)
 
 
 def frame_of(inputs: Inputs) -> Frame:

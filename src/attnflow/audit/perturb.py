@@ -63,14 +63,14 @@ class Prober:
         stateful: first event in which a repeated run differs because of the runs in between.
     """
 
-    def __init__(self, runner: Runner, fields: Fields, seed: int) -> None:
+    def __init__(self, runner: Runner, fields: Fields, seed: int, base: Recording | None = None) -> None:
         self.runner = runner
         self.fields = fields
         self.generator = torch.Generator().manual_seed(seed)
         self.rounding = 0.0
         self.dirty: set[str] = set()
         self.stateful: Moved | None = None
-        self.base = runner.record(runner.inputs.base)
+        self.base = runner.record(runner.inputs.base) if base is None else base
         for event in self.base.events.values():
             if event.key.side == "out":
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -68,8 +68,8 @@ class Survey:
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
-def survey(model: nn.Module, inputs: Inputs) -> Survey:
-    """Run the model once, and read off what it does with its inputs.
+def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = None) -> Survey:
+    """Run the model once, or let `run` do it, and read off what it does with its inputs.
 
     Raises:
         UnsupportedArchitecture: an encoder-decoder without a stack of layers named decoder, or a call from which no
@@ -79,7 +79,7 @@ def survey(model: nn.Module, inputs: Inputs) -> Survey:
     layers = layer_names(model)
     seed_all(0)
     with _asking() as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
-        model(**inputs.kwargs)
+        _ = model(**inputs.kwargs) if run is None else run()
     inputs = _positions(model, inputs, calls)
     ours = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
     result = Survey(inputs, [call for call in calls if call.name in ours])
