@@ -118,7 +118,7 @@ class Stack(nn.Module):
     def __init__(self, run, layers):
         super().__init__()
         self.run = run
-        self.embed = nn.Embedding(40, 8)
+        self.embed = nn.Embedding(DEEP_VOCABULARY, 8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(layers))
 
     def forward(self, input_ids):
