@@ -221,7 +221,7 @@ train(Path(sys.argv[1]), "guidance")
 
 @pytest.mark.slow
 def test_processes_that_are_killed_while_they_write_a_checkpoint(tmp_path: Path) -> None:
-    """Real processes and kill -9: of ten in a row, each at another moment of the writing."""
+    """Real processes and kill -9: five in a row, each at another moment of the writing."""
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -232,7 +232,7 @@ def test_processes_that_are_killed_while_they_write_a_checkpoint(tmp_path: Path)
     whole = start("whole")
     assert whole.wait(timeout=300) == 0
     draw, kills = random.Random(0), 0
-    for _ in range(10):
+    for _ in range(5):
         process, held = start("cut"), last_checkpoint(tmp_path / "cut") or 0
         while process.poll() is None:
             steps = [int(path.name.rpartition("-")[2]) for path in by_step(tmp_path / "cut" / "checkpoints")]
