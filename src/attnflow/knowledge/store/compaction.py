@@ -61,10 +61,10 @@ class Compaction:
             self._run(keep)
         self._commits = self._bytes = 0
 
-    def run_if_due(self, closing: bool = False) -> None:
-        """Where it fails the writes are done all the same; it is tried again with a later one."""
+    def run_if_due(self, closing: bool = False) -> bool:
+        """False where it fails: the writes are done all the same, and it is tried again with a later one."""
         if self._looked and not closing:
-            return
+            return True
         self._looked = True
         try:
             if self.is_due(closing):
@@ -74,6 +74,8 @@ class Compaction:
                 raise
             self._commits = self._bytes = 0
             _LOG.warning("%s was not compacted: %s", self._database.directory, reason(error))
+            return False
+        return True
 
     def _run(self, keep: datetime.timedelta) -> None:
         self._table.raw.optimize(cleanup_older_than=_FOREVER)

@@ -6,9 +6,13 @@ its folder: without both a cut of the power may take it, or leave it empty. Lanc
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+_ENDINGS: Final = {".lance": b"LANC", ".manifest": b"LANC", ".arrow": b"ARROW1"}
 
 
 def sync(path: Path) -> None:
@@ -18,6 +22,15 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def refuse_cut_short(path: Path) -> None:
+    """Raise where a file of LanceDB has no end: on a full disk, it does not notice that the last bytes are missing."""
+    ending = next((end for suffix, end in _ENDINGS.items() if path.name.endswith(suffix)), b"")
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - len(ending)))
+        if file.read() != ending and ending:
+            raise OSError(errno.ENOSPC, f"{path.name} was not written to its end: No space left on device")
 
 
 def make_folders(path: Path) -> list[Path]:
@@ -33,10 +46,10 @@ def make_folders(path: Path) -> list[Path]:
 
 
 class SyncedTree:
-    """A folder whose files are synchronised once, and again when they have changed."""
+    """A folder whose files are synchronised once, and again when changed; those of LanceDB must have an end."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, of_lance: bool = True) -> None:
+        self._root, self._of_lance = root, of_lance
         self._synced: dict[str, tuple[int, int, int]] = {}
 
     def sync(self) -> None:
@@ -48,6 +61,16 @@ class SyncedTree:
         for folder in reversed(folders):
             with suppress(FileNotFoundError):
                 sync(folder)
+
+    def drop_cut_short(self) -> None:
+        """Remove files without an end, of a tree whose present version was read: they are of commits that failed."""
+        for path in self._root.rglob("*.*"):
+            try:
+                if path.is_file():
+                    refuse_cut_short(path)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    path.unlink(missing_ok=True)
 
     def _walk(self, folder: Path, there: dict[str, tuple[int, int, int]], folders: list[Path]) -> None:
         """Synchronise new files; the folders that have changed go to `folders`."""
@@ -63,6 +86,8 @@ class SyncedTree:
                 else:
                     with suppress(FileNotFoundError):  # an engine may remove what it has put together
                         if self._is_new(entry.stat(follow_symlinks=False), entry.path, there):
+                            if self._of_lance:
+                                refuse_cut_short(Path(entry.path))
                             sync(Path(entry.path))
 
     def _is_new(self, status: os.stat_result, path: str, there: dict[str, tuple[int, int, int]]) -> bool:

@@ -79,7 +79,9 @@ class LanceBackend(CachedIndex):
             self._tree = SyncedTree(self._directory / f"{ENTRIES}.lance")
             self._compaction = Compaction(self._database, self._table, self._tree)
         self._whole = False  # an index of another version is of no use
-        self.refresh()
+        self._synchronise_all()
+        if self._writes:
+            self._tree.drop_cut_short()
 
     @property
     def next_id(self) -> int:
@@ -213,10 +215,25 @@ class LanceBackend(CachedIndex):
 
     def refresh(self) -> None:
         """What others have written, then the index of it; rows that have vanished are noticed."""
+        try:
+            self._synchronise_all()
+            if self._writes:
+                self._tree.drop_cut_short()
+        except StoreError:
+            if not self._writes:
+                raise
+            self._heal()
+
+    def _synchronise_all(self) -> None:
         self._sound = False
         super().refresh()
         self._agree(self._labels.used[:, 2].numpy())
         self._sound = True
+
+    def _heal(self) -> None:
+        """Back to the newest version that is what was written, as where a full disk has cut a commit short."""
+        with self._changing_table():
+            at_agreed_version(self._directory, self._attach)
 
     def _agree(self, checks: IntArray) -> None:
         """Raise where rows of these checksums are not what was written."""
@@ -286,12 +303,14 @@ class LanceBackend(CachedIndex):
             if self._log.size >= self._flush_at:
                 self._flush()
             self._flush_at = _LOGGED
-            self._compaction.run_if_due()
+            if not self._compaction.run_if_due():
+                self._heal()
         except BaseException as error:
             if not of_engine(error):
                 raise
             self._flush_at = 2 * self._log.size
             _LOG.warning("%s keeps writes in its log: %s", self._directory, reason(error))
+            self._heal()
 
     def _flush(self) -> None:
         """The writes of the log into the table: cut short anywhere, the log is there and is read again over it."""

@@ -51,7 +51,7 @@ class Connection:
             raise MissingExtra("pymilvus", "milvus", "a store in Milvus") from None
         self.types = pymilvus.DataType
         self.file = None if "://" in address else Path(address).absolute()
-        self._tree = None if self.file is None else SyncedTree(self.file)
+        self._tree = None if self.file is None else SyncedTree(self.file, of_lance=False)
         self._named = False  # in its folder, on the disk
         self._lock: FileLock | None = None
         if self.file is not None:
