@@ -62,6 +62,8 @@ UNUSUAL = {
     ("T5GemmaForConditionalGeneration", "cached"): ("works", "clean: encoder-decoder"),
     # several tokens that end a text
     ("GlmForCausalLM", "mask"): ("works", "2 layers"),
+    # under padding, rotations that differ and cancel
+    ("MossTranscribeDiarizeForConditionalGeneration", "cached"): ("works", "clean: causal"),
     # no float64
     ("XGLMForCausalLM", "cached"): ("refused", "does not run in torch.float64"),
 }
