@@ -102,7 +102,9 @@ def _changed(ids: Tensor, step: int) -> Tensor:
 def _other_padding(model: PreTrainedModel, padding: Tensor, seed: int) -> Iterator[None]:
     """In row k + 1 another vector where position k is padding: its token says where a sequence begins, and stays."""
 
-    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def add(module: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, tuple):  # quantised: with its scale
+            return (add(module, args, out[0]), *out[1:])
         places = padding.nonzero()[:, 0]
         noise = torch.randn(out.shape[-1], generator=torch.Generator().manual_seed(seed)).to(out)
         out = out.clone()

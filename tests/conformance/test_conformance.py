@@ -62,6 +62,8 @@ UNUSUAL = {
     ("T5GemmaForConditionalGeneration", "cached"): ("works", "clean: encoder-decoder"),
     # several tokens that end a text
     ("GlmForCausalLM", "mask"): ("works", "2 layers"),
+    # one attention over a decoder's own keys and its encoder's
+    ("T5Gemma2ForConditionalGeneration", "bias"): ("refused", "it attends to another sequence in the same call"),
     # under padding, rotations that differ and cancel
     ("MossTranscribeDiarizeForConditionalGeneration", "cached"): ("works", "clean: causal"),
     # no float64

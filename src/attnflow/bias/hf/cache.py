@@ -52,9 +52,21 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
 
 
 def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: torch.device) -> Tensor:
-    """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them."""
+    """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them.
+
+    Raises:
+        UnsupportedArchitecture: there are more keys than tokens: those of an encoder beside the layer's own.
+    """
     step = torch.arange(new, device=device)
     main = None if cache is None else cache.layers[layer]
+    if not isinstance(main, StaticLayer) and not torch.compiler.is_compiling():
+        tokens = new if main is None else int(cast(Any, main).get_seq_length())
+        if num_keys > tokens:
+            raise UnsupportedArchitecture(
+                f"attention layer {layer} reads {num_keys} keys of {tokens} tokens: it attends to another sequence in "
+                "the same call (as the decoder of T5Gemma 2 does to its encoder), of which a bias would see nothing; "
+                "leave it out of layers=[...]"
+            )
     full = isinstance(main, StaticSlidingWindowLayer) and main.cumulative_length_int > main.max_cache_len
     if isinstance(main, StaticLayer) and not full:
         return step + (main.cumulative_length.to(device) - new)
