@@ -11,6 +11,7 @@ import torch
 
 from attnflow import audit, masks, tasks
 from attnflow._core.checks import preview
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import percent, plural
 from attnflow._core.results import Result
 from attnflow.masks import Mask
@@ -104,7 +105,10 @@ def run(
     for key, title, work in _plan(name, model, token_ids, sizes or Sizes()):
         announce(title)
         began = time.perf_counter()
-        outcome = work()
+        try:
+            outcome = work()
+        except UnsupportedArchitecture as error:  # a model that mixes positions beside its attention: a finding
+            outcome = Outcome(False, [f"refused: {error}"], {})
         seconds = time.perf_counter() - began
         steps.append(Step(key, title, outcome.ok, tuple(outcome.lines), outcome.numbers, seconds))
         results += outcome.results
@@ -199,7 +203,7 @@ def _audit(model: Any, token_ids: Sequence[int], passes: int) -> Outcome:
     """The model is clean, and with its causal mask taken away it is not."""
     inputs, n = torch.tensor([list(token_ids)]), len(token_ids)
     report = audit.check(model, inputs, passes=passes)
-    with masks.attach(model, masks.full(n)):
+    with masks.attach(model, masks.full(n), other_mixers="keep"):
         control = audit.check(model, inputs, order=masks.causal(n), passes=1)
     tested = f"{percent(report.coverage)} of {report.forbidden:,} forbidden pairs"
     first = control.violations[0] if control.violations else None

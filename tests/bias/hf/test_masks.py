@@ -177,8 +177,8 @@ def test_a_query_with_nothing_allowed_gets_zero_under_a_bias():
         biased("Llama"),
         af.masks.causal(8) & ~af.masks.from_intervals([[(0, 8)] if q == 3 else [] for q in range(8)]),
     )
-    watch = Watch(model)
     with af.masks.attach(model, mask):
+        watch = Watch(model)
         outputs(model, input_ids=tokens(2, 8)).sum().backward()
     assert (watch.outputs[0][:, 3] == 0).all()
     check(watch, mask.dense())
