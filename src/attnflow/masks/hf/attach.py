@@ -143,7 +143,7 @@ def attach(
     owners = list({id(site.owner): site.owner for site in masked}.values())
     if other_mixers == "error":
         _refuse_mixers(model, [site for site in sites if any(site.owner is owner for owner in owners)])
-    unchecked = "; ".join(filter(None, (_checked_by_running(owner, sites, other_mixers) for owner in owners)))
+    unchecked = "; ".join(filter(None, (_checked_by_running(model, owner, sites, other_mixers) for owner in owners)))
     backend = _implementation(model, masked, backend)
     forms = {one: MaskForms(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
@@ -173,13 +173,13 @@ def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
         )
 
 
-def _checked_by_running(owner: PreTrainedModel, sites: Sequence[Site], other_mixers: str) -> str:
+def _checked_by_running(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site], other_mixers: str) -> str:
     """Why a stack could not be looked at by running it, else "".
 
     Raises:
         UnsupportedArchitecture: its attention is not called, or it mixes positions beside it.
     """
-    check = check_stack(owner, sites)
+    check = check_stack(model, owner, sites)
     name = type(owner).__name__
     if not check.used:
         raise UnsupportedArchitecture(

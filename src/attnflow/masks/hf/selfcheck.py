@@ -38,17 +38,17 @@ class Check:
 _checks: Final[WeakKeyDictionary[nn.Module, Check]] = WeakKeyDictionary()
 
 
-def check_stack(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    """Run `owner`, a stack that reads text, on two sequences that differ in one token.
+def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
+    """Run `owner`, a stack of `model` that reads text, on two sequences that differ in one token.
 
     Cost: one forward pass of 2 x 4 tokens, once for each stack; the model and all random generators are as they were.
     """
     if owner not in _checks:
-        _checks[owner] = _run(owner, [site for site in sites if site.owner is owner])
+        _checks[owner] = _run(model, owner, [site for site in sites if site.owner is owner])
     return _checks[owner]
 
 
-def _run(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
+def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
     if owner.main_input_name != "input_ids":
         return Check(unchecked=f"it reads {owner.main_input_name}")
     if any(parameter.is_meta for parameter in owner.parameters()):
@@ -66,11 +66,7 @@ def _run(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
     ids[1, _CHANGED] = other
     stance = cast(Any, torch.compiler).set_stance("force_eager")  # no graph is made for this shape
     with evaluating(owner), torch.no_grad(), stance:
-        interception = intercept(
-            models_around(owner, [_below(owner, site) for site in sites]),
-            {site.module: alone for site in sites},
-            role="mask",
-        )
+        interception = intercept(models_around(model, sites), {site.module: alone for site in sites}, role="mask")
         try:
             output = owner(ids, **(sparing(owner) | {"return_dict": True}))
         except REFUSALS as error:  # named by the handle
@@ -88,9 +84,3 @@ def _run(owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
     # Experts batch their tokens by what is in them, so that rounding moves rows that nothing reaches.
     rounding = min(1e3 * torch.finfo(hidden.dtype).eps, 0.05) * float(hidden.double().abs().max())
     return Check(moved=tuple(i for i in (change > rounding).nonzero().flatten().tolist() if i != _CHANGED))
-
-
-def _below(owner: PreTrainedModel, site: Site) -> Site:
-    """The site as seen from its owner."""
-    name = next(name for name, module in owner.named_modules() if module is site.module)
-    return Site(name, site.module, site.kind, site.part, site.owner)
