@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.loaded import Loaded
+from attnflow.models.loaded import Loaded, special_ids
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -353,12 +353,7 @@ def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
     size = min([size for size in sizes if isinstance(size, int) and size] or [0])
     if size == 0:
         size = max(int(tensor.max()) for tensor in ids if tensor.numel()) + 1
-    special: set[int] = set()
-    for source in (getattr(model, "config", None), config):
-        for name, value in vars(source).items() if source is not None else ():
-            if name.endswith(("_token_id", "_token_index")):
-                values = cast(list[object], value) if isinstance(value, list | tuple) else [value]
-                special.update(v for v in values if isinstance(v, int))
+    special = special_ids((getattr(model, "config", None), config), ("_token_id", "_token_index"))
     pool = torch.tensor([token for token in range(size) if token not in special], dtype=torch.int64)
     if len(pool) < 2:
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from attnflow.models.loaded import tokenized
+from attnflow.models.loaded import special_ids, tokenized
 
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 
@@ -52,9 +52,7 @@ def sparing(model: nn.Module) -> dict[str, object]:
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
     """Ids that are none of the special ones, which models replace, mask, or count."""
-    configs = [model.config, model.config.get_text_config()]
-    values = [v for config in configs for name, v in vars(config).items() if name.endswith(("_id", "_index"))]
-    special = {one for value in values for one in (value if isinstance(value, list | tuple) else [value])}
+    special = special_ids((model.config, model.config.get_text_config()), ("_id", "_index"))
     tokens = [index for index in range(3, 1000 + count) if index not in special][:count]
     with suppress(NotImplementedError, AttributeError):
         last = int(cast(Any, model.get_input_embeddings()).num_embeddings) - 1

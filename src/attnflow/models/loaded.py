@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import nn
@@ -48,3 +49,14 @@ def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> obje
             "of the text; a function that takes tokenizer=... takes one there, too"
         )
     return dict(tokenizer(inputs, return_tensors="pt"))
+
+
+def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int]:
+    """The ids, one or several of each kind, that configurations hold under names with one of these endings."""
+    ids: set[int] = set()
+    for config in configs:
+        for name, value in vars(config).items() if config is not None else ():
+            if name.endswith(suffixes):
+                values = cast("list[object]", value) if isinstance(value, list | tuple) else [value]
+                ids.update(one for one in values if isinstance(one, int))
+    return ids
