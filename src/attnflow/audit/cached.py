@@ -73,8 +73,8 @@ class Comparison:
         self.watch: Watch = watch
         self.passes = 0
         self._full: dict[torch.dtype, Recording] = {}
-        runner = Runner(model, inputs, watch, seed)
-        self.dtype, self._layers = runner.dtype, runner.layer_names
+        self._runner = Runner(model, inputs, watch, seed)
+        self.dtype = self._runner.dtype
 
     def of(self, way: Way) -> Violation | str | None:
         """The first module that differs from the full forward; the reason, of a way that this model does not have.
@@ -99,7 +99,7 @@ class Comparison:
                 f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
                 f"its cache ({error}); audit it with cache=False"
             ) from error
-        ends = {key for key in stepped.events if key.side == "out" and (not key.module or key.module in self._layers)}
+        ends = {key for key in stepped.events if key.side == "out" and self._runner.is_end(key)}
         violation: Violation | None = None
         for key, event in stepped.events.items():
             if violation is not None and key not in ends:

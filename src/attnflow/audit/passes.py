@@ -90,6 +90,10 @@ class Runner:
         self.layer_calls = tracer.depth
         self.skipped |= tracer.skipped
 
+    def is_end(self, key: Key) -> bool:
+        """Whether a tensor belongs to a layer or to the model itself, not to a module inside a layer."""
+        return not key.module or key.module in self.layer_names
+
     def record(self, call: Call) -> Recording:
         """One pass with all its events kept; tensors that are changed in place later are copied."""
         with torch.no_grad():

@@ -190,7 +190,7 @@ class Prober:
 
     def _consequential(self, moves: list[Moved]) -> list[Moved]:
         """Rows that move where the layer or the model puts them out, too: scores that are masked later are no leak."""
-        ends = {key for key in self.base.events if not key.module or key.module in self.runner.layer_names}
+        ends = {key for key in self.base.events if self.runner.is_end(key)}
         if not ends:
             return moves
         reached = torch.zeros(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
