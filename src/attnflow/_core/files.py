@@ -88,7 +88,7 @@ def seal(folder: Path, about: Mapping[str, object]) -> None:
     files = {name: [(folder / name).stat().st_size, checksum(folder / name)] for name in names if name != SEAL}
     content = {"files": files, "about": dict(about)}
     with write_atomically(folder / SEAL) as file:
-        file.write(json.dumps({**content, "checksum": _sum(content)}, indent=1).encode())
+        file.write(json.dumps({**content, "checksum": json_checksum(content)}, indent=1).encode())
     sync(folder.parent)
 
 
@@ -112,7 +112,7 @@ def sealed(folder: Path, *, contents: bool = True) -> dict[str, Any]:
     try:
         held = json.loads((folder / SEAL).read_bytes())
         content = {name: held[name] for name in ("files", "about")}
-        good = _sum(content) == held["checksum"]
+        good = json_checksum(content) == held["checksum"]
     except FileNotFoundError:
         raise ValueError(f"{folder} is not complete: it has no {SEAL}, which is written last") from None
     except (OSError, ValueError, KeyError, TypeError):
@@ -149,11 +149,11 @@ def sweep(folder: Path, name: str = "") -> None:
                         shutil.rmtree(one.path) if one.is_dir() else os.unlink(one.path)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on the disk."""
+def sync(path: Path, *, follow: bool = True) -> None:
+    """Wait until a file, or the list of files of a folder, is on the disk; `follow` says whether links lead to it."""
     if sys.platform == "win32" and path.is_dir():
         return  # has no such call
-    opened = os.open(path, os.O_RDONLY)
+    opened = os.open(path, os.O_RDONLY if follow else os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(opened)
     finally:
@@ -166,7 +166,8 @@ def _sync_tree(folder: Path) -> None:
             sync(path)
 
 
-def _sum(content: object) -> int:
+def json_checksum(content: object) -> int:
+    """Of a value as JSON holds it, whatever the order of its keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 

@@ -12,16 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from attnflow._core import files
+
 _ENDINGS: Final = {".lance": b"LANC", ".manifest": b"LANC", ".arrow": b"ARROW1"}
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Wait until a file, or the names in a folder, are on the disk; a link in its place is an error."""
+    files.sync(path, follow=False)
 
 
 def refuse_cut_short(path: Path) -> None:

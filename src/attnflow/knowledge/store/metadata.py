@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from zlib import crc32
 
 from attnflow._core.checks import integer
-from attnflow._core.files import write_atomically
+from attnflow._core.files import json_checksum, write_atomically
 from attnflow.knowledge.index import SearchMode
 from attnflow.knowledge.store.errors import NewerFormat, NotAStore, StoreError
 
@@ -71,7 +70,7 @@ def encode(metadata: Metadata) -> str:
     """As JSON, with the format's number and a checksum of the rest."""
     values = asdict(metadata)
     values = {"attnflow_store": values.pop("format")} | values
-    return json.dumps(values | {_CHECK: _crc(values)})
+    return json.dumps(values | {_CHECK: json_checksum(values)})
 
 
 def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
@@ -88,7 +87,7 @@ def decode(place: str, text: str, kind: type[Kind] = Metadata) -> Kind:
             raise NewerFormat(
                 f"{place} has format {version}, and this version of attnflow reads up to {FORMAT}: upgrade it"
             )
-        if version > 1 and check != _crc(values):
+        if version > 1 and check != json_checksum(values):
             raise ValueError("its checksum is another")
         metadata = kind(**{"format" if name == "attnflow_store" else name: value for name, value in values.items()})
         for name, least in (("dim", 1), ("num_thresholds", 0), ("next_id", 0)):
@@ -108,10 +107,6 @@ def load(directory: Path) -> Metadata:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from None
     return decode(str(path), text)
-
-
-def _crc(values: Mapping[str, Any]) -> int:
-    return crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def save(directory: Path, metadata: Metadata) -> None:
