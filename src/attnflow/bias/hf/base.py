@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from attnflow._core.digests import add_tensor
 from attnflow.bias.layer import layer_biases
 
 
@@ -25,10 +26,8 @@ def fingerprint(model: nn.Module, *, frozen: bool = False) -> dict[str, str]:
     total, dtypes = hashlib.sha256(), dict[torch.dtype, int]()
     for name, tensor in _weights(model, frozen or hasattr(model, "peft_config")):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        plain = whole.detach().cpu().contiguous()
-        total.update(f"{name} {tuple(plain.shape)} {plain.dtype}".encode())
-        total.update(cast(Any, plain.flatten().view(torch.uint8).numpy()))
-        dtypes[plain.dtype] = dtypes.get(plain.dtype, 0) + plain.numel()
+        add_tensor(total, f"{name} {tuple(whole.shape)} {whole.dtype}", whole)
+        dtypes[whole.dtype] = dtypes.get(whole.dtype, 0) + whole.numel()
     config = getattr(model, "config", None)
     return {
         "name": str(getattr(config, "_name_or_path", "") or type(model).__name__),

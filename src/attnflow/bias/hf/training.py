@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 
+from attnflow._core.digests import add_tensor
 from attnflow._core.files import write_atomically, write_folder
 from attnflow._core.progress import Progress
 from attnflow._core.version import __version__
@@ -159,8 +160,7 @@ def _digest(*parts: Packed) -> str:
     total = hashlib.sha256()
     for rows in parts:
         for tensor in (rows.tokens, rows.positions):
-            total.update(f"{tuple(tensor.shape)}".encode())
-            total.update(tensor.contiguous().numpy().tobytes())
+            add_tensor(total, f"{tuple(tensor.shape)}", tensor)
     return total.hexdigest()
 
 

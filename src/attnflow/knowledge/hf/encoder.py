@@ -22,6 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import integer, preview
+from attnflow._core.digests import add_tensor
 from attnflow._core.progress import Progress
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
@@ -156,8 +157,7 @@ class TextEncoder:
         """
         digest = hashlib.sha256()
         for key, value in sorted(self.model.state_dict().items()):
-            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            add_tensor(digest, f"{key} {value.dtype} {tuple(value.shape)}", value)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         settings = (vocabulary, self.pooling, self.normalise, self.max_length, self.separator)
         digest.update(json.dumps(settings).encode())
