@@ -64,9 +64,9 @@ def test_crosstalk_within_the_batch_is_a_finding(
     assert (found["kind"], found["module"]) == ("batch", "model.layers.1.input_layernorm")
 
 
-def test_order_ids_mode_cache_and_precision(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+def test_order_ids_cache_and_precision(run: Callable, tiny_model: str, tmp_path: Path) -> None:
     ids = ["--ids", "3,1,4,1,5,9,2,6"]
-    assert run("audit", tiny_model, *ids, "--mode", "vjp", "--float64").code == 0
+    assert run("audit", tiny_model, *ids, "--float64").code == 0
     assert run("audit", tiny_model, *ids, "--cache", "--passes", "3").code == 0
     unbounded = run("audit", tiny_model, *ids, "--order", "full")
     assert (unbounded.code, "nothing tested" in unbounded.out) == (1, True)
@@ -151,7 +151,6 @@ def test_a_saved_order_of_another_model(run: Callable, tiny_model: str, tmp_path
         (["--order", "casual"], "unknown order 'casual': did you mean causal?"),
         (["--order", "none.json"], "cannot read none.json"),
         (["--mode", "guess"], "--mode"),
-        (["--mode", "vjp", "--cache", "--tokens", "4"], "--cache is audited by changing inputs: leave out --mode vjp"),
     ],
 )
 def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:

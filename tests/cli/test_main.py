@@ -47,7 +47,7 @@ def test_every_command_has_json_and_few_flags(run: Callable, command: list[str])
     out = run(*command, "--help").out
     flags = [line for line in out.splitlines() if line.startswith("  -") and "--help" not in line]
     assert any("--json" in line for line in flags)
-    assert len(flags) <= (11 if command == ["audit"] else 10)
+    assert len(flags) <= 10
 
 
 @pytest.mark.parametrize(

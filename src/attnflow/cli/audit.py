@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -25,9 +25,6 @@ def audit(
         str | None,
         typer.Option("--order", metavar="MASK", help="causal, full or a JSON file (default: what the model declares)."),
     ] = None,
-    mode: Annotated[
-        Literal["perturb", "vjp"], typer.Option("--mode", help="Change inputs, or pull gradients back.")
-    ] = "perturb",
     passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Inputs to change.")] = 32,
     cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the cache.")] = False,
     double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which sees weaker leaks.")] = False,
@@ -59,8 +56,6 @@ def audit(
             near = close_to(order, ("causal", "full"))
             raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
         declared = mask_argument(order, None, [])
-    if cache and mode == "vjp":
-        raise BadUsage("--cache is audited by changing inputs: leave out --mode vjp")
     with working(f"loading {model}") as spinner:
         import torch
 
@@ -84,7 +79,6 @@ def audit(
             loaded,
             inputs,
             declared,
-            mode,
             cache=cache,
             passes=passes,
             dtype=torch.float64 if double else None,
