@@ -34,7 +34,7 @@ MASK_ARGUMENTS: dict[str, dict[str, Any]] = {
 FAMILY_ARGUMENTS: dict[str, dict[str, Any]] = {
     "block_diffusion": {"tokens": [5, 6, 7, 8], "block": 2, "masked": [1, 3], "mask_token": 1},
     "block_two_stream": {"tokens": [5, 6, 7, 8], "block": 2, "predict_first": True, "mask_token": 1},
-    "butterfly": {"tokens": [5, 6, 7]},
+    "butterfly": {"tokens": [5, 6, 7, 8], "block": 2, "masked": [1, 3], "mask_token": 1},
     "causal_lm": {"tokens": [5, 6, 7]},
     "masked_lm": {"tokens": [5, 6, 7], "masked": [1], "mask_token": 1},
     "multi_token_prediction": {"tokens": [5, 6, 7], "horizon": 2},

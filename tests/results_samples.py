@@ -26,6 +26,7 @@ TABLES = {
     "ActivityReport",
     "BatchReport",
     "Conditions",
+    "Decoded",
     "Drift",
     "Duplicates",
     "Inspection",

@@ -82,7 +82,7 @@ def test_output(run: Callable, tmp_path: Path) -> None:
         (["butterfly", "--tokens", "0"], "--tokens"),
         (["butterfly", "--tokens", "10001"], "--tokens"),
         (["butterfly", "--tokens", "1"], "at least 2 tokens, got 1"),
-        (["butterfly", "--tokens", "5", "--block", "2"], "has no parameter 'block'"),
+        (["causal_lm", "--tokens", "5", "--block", "2"], "has no parameter 'block'"),
         (["block_two_stream", "--tokens", "10", "--block", "4"], "must be a multiple of block = 4, got 10; pad to 12"),
         (["block_two_stream", "--tokens", "10"], "needs block"),
         (["block_two_stream", "--tokens", "10", "--block", "10"], "needs at least 2 blocks"),

@@ -411,3 +411,15 @@ def test_passing_the_labels_to_a_model_fails_loudly():
     batch = Collator(tasks.causal_lm)([[5, 6, 7]])
     with pytest.raises(Exception, match=r"."):
         llama(**batch)
+
+
+def test_drawn_places_are_drawn_for_each_sample():
+    """Never once for all sequences of a length, as what depends on the length alone."""
+    torch.manual_seed(0)
+    collate = tasks.Collator(partial(tasks.block_diffusion, block=4, masked="random", mask_token=9))
+    assert not collate.by_length
+    batch = collate([[1, 2, 3, 4, 5, 6, 7, 8]] * 6)
+    shown = {tuple(row) for row in batch["input_ids"].tolist()}
+    assert len(shown) > 1
+    assert tasks.Collator(partial(tasks.block_diffusion, block=4)).by_length
+    assert tasks.Collator(partial(tasks.butterfly, block=4, masked=[1])).by_length

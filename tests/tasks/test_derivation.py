@@ -41,6 +41,12 @@ def test_a_family_without_a_formula():
     assert "none is known for block_diffusion(12 tokens, block=3, masked=[0, 4])" in str(made)
 
 
+def test_spans_of_a_butterfly_have_none_either():
+    made = derive("butterfly", 6, block=2)
+    assert (made.closed_form, made.equals_closed_form, made.ok) == (None, None, True)
+    assert made.merged.task.size == 14
+
+
 def test_a_difference_from_the_formula_is_not_ok(monkeypatch):
     monkeypatch.setattr(derivation, "_closed_form", lambda *_: ("as printed", tasks.families.butterfly_as_printed(6)))
     made = derive("butterfly", 6)
@@ -57,7 +63,7 @@ def test_every_family_of_the_library_has_its_name():
     ("family", "parameters", "message"),
     [
         ("buterfly", {}, "unknown family 'buterfly': did you mean butterfly"),
-        ("butterfly", {"block": 2}, "unknown name 'block'"),
+        ("butterfly", {"blocks": 2}, "unknown name 'blocks'"),
         ("block_two_stream", {}, r"block_two_stream\(tokens, block, .* needs block"),
         ("block_two_stream", {"block": 4}, "must be a multiple of block = 4, got 6"),
     ],

@@ -1,3 +1,6 @@
+from itertools import combinations, permutations
+from math import comb
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +8,7 @@ import torch
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Token
+from tests.refused import refused
 
 IDS = [11, 12, 13, 14, 15, 16]
 DATA = [Token(id, i) for i, id in enumerate(IDS)]
@@ -128,3 +132,74 @@ def test_bad_arguments(make, message):
 def test_token_ids_must_be_integers(tokens):
     with pytest.raises((TypeError, ValueError)):
         tasks.causal_lm(tokens)
+
+
+def test_butterfly_of_blocks():
+    family = tasks.butterfly(IDS, block=2, mask_token=99)
+    for number, k in enumerate((0, 2, 4)):
+        task = family[number]
+        assert task.inputs == (*DATA[:k], blank(k, 99), blank(k + 1, 99), *DATA[k + 2 :])
+        assert task.labels == tuple(Label(i, DATA[i], task=number) for i in (k, k + 1))
+        i, j = np.meshgrid(np.arange(6), np.arange(6), indexing="ij")
+        centre = (i >= k) & (i < k + 2)
+        allowed = ((i < k) & (j <= i)) | ((i >= k + 2) & (j >= i)) | centre
+        assert np.array_equal(task.mask.dense().numpy(), allowed)
+    merged = tasks.merge(family)
+    assert merged.task.size == 2 * (6 - 2) + 6
+    assert tasks.check(merged).ok
+    assert tasks.check(merged).unsupervised == ()
+
+
+def test_partly_masked_spans_keep_what_is_seen():
+    first, last = tasks.butterfly(IDS[:4], block=2, masked=[1, 2, 3], mask_token=99)
+    assert first.inputs == (DATA[0], blank(1, 99), DATA[2], DATA[3])
+    assert [label.data_index for label in (*first.labels, *last.labels)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["block_diffusion", "butterfly"])
+def test_drawn_places_weigh_one_over_their_number(name):
+    torch.manual_seed(0)
+    family = getattr(tasks, name)
+    counts = []
+    for _ in range(300):
+        for task in family(range(12), block=4, masked="random"):
+            places = [label.position for label in task.labels]
+            assert {label.weight for label in task.labels} == {1 / len(places)}
+            assert all(label.data_index == label.position for label in task.labels)
+            counts.append(len(places))
+    share = np.bincount(counts, minlength=5)[1:] / len(counts)
+    assert len(counts) == 900
+    assert np.abs(share - 1 / 4).max() < 4 * np.sqrt(3 / 16 / 900)  # four standard deviations of a share of 1/4
+    assert tasks.check(tasks.merge(family(range(12), block=4, masked="random"))).ok
+
+
+def test_the_expected_loss_of_drawn_places_is_the_any_order_bound():
+    """Over all places to hide: E[sum / m] is the mean over orders of the loss of an order, per token (2110.02037)."""
+    table = np.random.default_rng(0).random((8, 3))  # of the loss of each token when a set of others is seen
+    expected = np.mean(
+        [
+            sum(table[7 - sum(1 << i for i in places), i] for i in places) / m
+            for m in (1, 2, 3)
+            for places in combinations(range(3), m)
+            for _ in range(6 // comb(3, m))
+        ]
+    )
+    orders = [
+        sum(table[sum(1 << i for i in order[:step]), order[step]] for step in range(3))
+        for order in permutations(range(3))
+    ]
+    assert expected * 3 == pytest.approx(np.mean(orders), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tasks.butterfly(IDS, masked=[1]), r"masked goes with block"),
+        (lambda: tasks.butterfly(IDS, block=6), r"at least 2 blocks, got 6 tokens in 1 block of 6"),
+        (lambda: tasks.butterfly(IDS, block=4), r"number of tokens"),
+        (lambda: tasks.block_diffusion(IDS, 2, masked="some"), r'"random", got \'some\''),
+    ],
+)
+def test_arguments_of_spans(call, message):
+    with refused(ValueError, message):
+        call()

@@ -1,5 +1,8 @@
 """What is trained: tasks, families of tasks, the one sequence that trains them all, and proofs that nothing leaks."""
 
+from typing import TYPE_CHECKING
+
+from attnflow._core.lazy import on_demand
 from attnflow.tasks.collator import Collator, loss
 from attnflow.tasks.derivation import Derivation, derive
 from attnflow.tasks.embedding import average_embeddings
@@ -17,6 +20,9 @@ from attnflow.tasks.merging import embedded, merge
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
+if TYPE_CHECKING:
+    from attnflow.tasks.hf import generate_blocks, infill
+
 __all__ = [
     "Collator",
     "Derivation",
@@ -33,6 +39,8 @@ __all__ = [
     "check",
     "derive",
     "embedded",
+    "generate_blocks",
+    "infill",
     "loss",
     "masked_lm",
     "merge",
@@ -42,5 +50,10 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return __all__
+def _home(_: str) -> object:
+    from attnflow.tasks import hf
+
+    return hf
+
+
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -22,7 +22,7 @@ from torch import Tensor
 from attnflow._core.checks import boolean, index_array, integer
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
-from attnflow.tasks.families import BY_LENGTH
+from attnflow.tasks.families import of_length_alone
 from attnflow.tasks.merging import merge
 from attnflow.tasks.task import Label, Task, Token
 
@@ -124,16 +124,13 @@ class Collator:
             raise TypeError(f"family_fn must be a function of token ids, got {type(family_fn).__name__}")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype must be the model's floating-point type, got {dtype}")
-        plain = family_fn
-        while isinstance(plain, partial):
-            plain = plain.func
-        of_length_alone = plain in BY_LENGTH
+        library = of_length_alone(family_fn)
         self.family_fn = family_fn
-        self.by_length = of_length_alone if by_length is None else boolean("by_length", by_length)
+        self.by_length = library if by_length is None else boolean("by_length", by_length)
         self.dtype = dtype
         self.pad_token = integer("pad_token", pad_token)
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1)
-        self._test_first = not of_length_alone
+        self._test_first = not library
         self._templates: dict[int, _Template] = {}
 
     def __call__(self, features: Sequence[object]) -> dict[str, Tensor]:

@@ -161,6 +161,8 @@ def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
     if family in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
+    if family == "butterfly" and values.get("block") is not None:
+        return None, None
     if family == "butterfly":
         return f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)
     if family == "masked_lm":

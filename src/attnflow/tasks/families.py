@@ -6,11 +6,13 @@ the one sequence and mask that trains them all. A family of your own is any list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from attnflow._core.checks import boolean, index_array, integer, permutation, size
@@ -21,6 +23,7 @@ from attnflow.tasks.task import Label, Task, Token
 
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
+Masked = Sequence[int] | Literal["random"] | None
 
 MASK_TOKEN: Final = 0
 """Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""
@@ -95,24 +98,59 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
     )
 
 
-def butterfly(tokens: TokenIds) -> Family:
+def butterfly(
+    tokens: TokenIds, block: int | None = None, masked: Masked = None, mask_token: int = MASK_TOKEN
+) -> Family:
     """Predict every token from both sides (hasse, sec. 4.3): tau_k replaces token k by the mean of its neighbours.
 
     The mask of tau_k is j <= i <= k or k <= i <= j: information flows from both ends to the centre k (eq. 50
     corrected; eq. 48 as printed opens column k too, which makes one class of everything). The averaged token is the
     mean of *token* embeddings, at position k. Merged: `af.masks.butterfly(n)`.
 
+    With `block` the centre is a span: tau_k reads what is before block k causally, what is after it from the end
+    back, and at its place [MASK]s, which read both sides and one another. Its labels are the tokens under them;
+    `af.tasks.infill` writes such spans.
+
+    Args:
+        tokens: token ids; with `block` a whole number of blocks, at least 2.
+        block: tokens of a span; by default each token is predicted alone, from the mean of its neighbours.
+        masked: with `block`, places that hold [MASK], as in `block_diffusion`; by default all of each block.
+        mask_token: with `block`, vocabulary id of [MASK].
+
     >>> butterfly([5, 6, 7])[1].inputs[1]
     Token(id=(5, 7), position=1, provenance=frozenset({0, 2}))
+    >>> [token.ids[0] for token in butterfly([5, 6, 7, 8], block=2)[1].inputs]
+    [5, 6, 0, 0]
     """
     data = _data(tokens, minimum=2)
     n = len(data)
+    if block is not None:
+        return _spans(data, integer("block", block, 1), masked, mask_token)
+    if masked is not None:
+        raise ValueError("masked goes with block=...; without it each token is predicted from all others")
     _fit(n, n * n)
     tasks: list[Task] = []
     for k in range(n):
         neighbours = [data[i] for i in (k - 1, k + 1) if 0 <= i < n]
         average = Token([token.ids[0] for token in neighbours], k, [token.position for token in neighbours])
-        tasks.append(Task((*data[:k], average, *data[k + 1 :]), [Label(k, data[k], task=k)], _towards(n, k)))
+        tasks.append(Task((*data[:k], average, *data[k + 1 :]), [Label(k, data[k], task=k)], _towards(n, k, k + 1)))
+    return tuple(tasks)
+
+
+def _spans(data: tuple[Token, ...], block: int, masked: Masked, mask_token: int) -> Family:
+    n = len(data)
+    num_blocks = divides("the number of tokens", n, block)
+    if num_blocks < 2:
+        raise ValueError(f"butterfly needs at least 2 blocks, got {n} tokens in 1 block of {block}")
+    weights = _hidden(masked, n, block)
+    _fit(num_blocks, num_blocks * n)
+    noised = _noised(data, weights, mask_token)
+    tasks: list[Task] = []
+    for first in range(0, n, block):
+        last = first + block
+        labels = [Label(i, data[i], len(tasks), weights[i]) for i in range(first, last) if i in weights]
+        if labels:
+            tasks.append(Task(data[:first] + noised[first:last] + data[last:], labels, _towards(n, first, last)))
     return tuple(tasks)
 
 
@@ -157,18 +195,22 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     return tuple(tasks)
 
 
-def block_diffusion(
-    tokens: TokenIds, block: int, masked: Sequence[int] | None = None, mask_token: int = MASK_TOKEN
-) -> Family:
+def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_token: int = MASK_TOKEN) -> Family:
     """Denoise block by block (BD3-LM, arXiv:2503.09573): tau_b reads clean blocks 0..b-1 and block b, partly masked.
 
     The labels are the masked tokens of block b; a block without any makes no task. Merged it is
     `af.masks.block_diffusion` with the clean blocks first and without the last one, which is dead (order.md).
 
+    With `masked="random"` each call hides m tokens of each block, m drawn evenly from 1..block, and each of their
+    labels weighs 1/m. The summed loss of a block is then, in expectation over what is hidden, at least
+    -log p(block) / block in any order of decoding (arXiv:2110.02037, eq. 5): what `af.tasks.generate_blocks` with
+    `per_pass` refines by.
+
     Args:
         tokens: token ids, a whole number of blocks.
         block: tokens per block.
-        masked: places that hold [MASK]; by default all, which is `block_two_stream(..., predict_first=True)`.
+        masked: places that hold [MASK]; by default all, which is `block_two_stream(..., predict_first=True)`; or
+            "random": anew in each call, by torch's generator (a worker of a DataLoader has its own).
         mask_token: vocabulary id of [MASK].
 
     >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3])]
@@ -177,14 +219,13 @@ def block_diffusion(
     data = _data(tokens, minimum=1)
     block = integer("block", block, 1)
     num_blocks = divides("the number of tokens", len(data), block)
-    hidden = frozenset(range(len(data))) if masked is None else _places("masked", masked, len(data))
-    blank = _mask_tokens(len(data), mask_token)
+    weights = _hidden(masked, len(data), block)
     _fit(num_blocks, len(data) * (num_blocks + 1) // 2)
-    noised = tuple(blank[i] if i in hidden else token for i, token in enumerate(data))
+    noised = _noised(data, weights, mask_token)
     tasks: list[Task] = []
     for b in range(num_blocks):
         first, last = b * block, (b + 1) * block
-        labels = [Label(i, data[i], task=len(tasks)) for i in range(first, last) if i in hidden]
+        labels = [Label(i, data[i], len(tasks), weights[i]) for i in range(first, last) if i in weights]
         if labels:
             tasks.append(Task(data[:first] + noised[first:last], labels, block_causal(last, block)))
     return tuple(tasks)
@@ -194,6 +235,15 @@ BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
     {causal_lm, multi_token_prediction, block_two_stream, butterfly, masked_lm, permutation_lm, block_diffusion}
 )
 """Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
+
+
+def of_length_alone(family_fn: Callable[..., object]) -> bool:
+    """Whether a family's tasks have one structure for all sequences of a length; not where places are drawn."""
+    drawn = False
+    while isinstance(family_fn, partial):
+        drawn |= isinstance(family_fn.keywords.get("masked"), str)
+        family_fn = family_fn.func
+    return family_fn in BY_LENGTH and not drawn
 
 
 def butterfly_as_printed(n: int) -> Mask:
@@ -237,6 +287,26 @@ def _mask_tokens(n: int, mask_token: int) -> tuple[Token, ...]:
     return tuple(Token(mask_token, position, ()) for position in range(n))
 
 
+def _hidden(masked: Masked, n: int, block: int) -> dict[int, float]:
+    """The weight of each place that is masked: 1, or one over the number of those that were drawn in its block."""
+    if masked is None:
+        return dict.fromkeys(range(n), 1.0)
+    if not isinstance(masked, str):
+        return dict.fromkeys(_places("masked", masked, n), 1.0)
+    if masked != "random":
+        raise ValueError(f'masked must be places, None for all of them, or "random", got {masked!r}')
+    weights: dict[int, float] = {}
+    for first in range(0, n, block):
+        count = int(torch.randint(1, block + 1, ()))
+        weights |= dict.fromkeys((first + torch.randperm(block)[:count]).tolist(), 1 / count)
+    return weights
+
+
+def _noised(data: tuple[Token, ...], weights: Mapping[int, float], mask_token: int) -> tuple[Token, ...]:
+    blank = _mask_tokens(len(data), mask_token)
+    return tuple(blank[i] if i in weights else token for i, token in enumerate(data))
+
+
 def _places(name: str, values: Sequence[int], n: int) -> frozenset[int]:
     places = index_array(name, values, n).tolist()
     if not places or len(set(places)) < len(places):
@@ -244,8 +314,9 @@ def _places(name: str, values: Sequence[int], n: int) -> frozenset[int]:
     return frozenset(places)
 
 
-def _towards(n: int, centre: int) -> Mask:
-    """j <= i <= centre or centre <= i <= j: both sides flow to the centre."""
+def _towards(n: int, first: int, last: int) -> Mask:
+    """j <= i < first or last <= i <= j: both sides flow to the centre [first, last), which reads everything."""
     i = np.arange(n)
-    rows = IntervalRows.build(i, np.where(i <= centre, 0, i), np.where(i < centre, i + 1, n), n, n)
-    return Mask(rows, "butterfly_subtask", {"n": n, "centre": centre})
+    rows = IntervalRows.build(i, np.where(i < last, 0, i), np.where(i < first, i + 1, n), n, n)
+    centre = {"centre": first} if last - first == 1 else {"first": first, "last": last}
+    return Mask(rows, "butterfly_subtask", {"n": n, **centre})

@@ -132,7 +132,7 @@ def verify(
             raise ValueError("a position may attend to nothing: its softmax is undefined; allow it to attend to itself")
     if not any(task.labels for task in tasks):
         raise ValueError("verify compares labelled positions, but no task of the family has a label")
-    _require_runnable(model)
+    require_runnable(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad] if gradients else []
     if gradients and not parameters:
         raise ValueError("no parameter of the model requires a gradient; pass gradients=False to compare outputs only")
@@ -200,7 +200,8 @@ def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
         raise ValueError("merged is not made of this family: pass merged = af.tasks.merge(family) of the same tasks")
 
 
-def _require_runnable(model: nn.Module) -> None:
+def require_runnable(model: nn.Module) -> None:
+    """Raise `UnsupportedArchitecture` unless a model takes embeddings, position ids and a 4D additive mask."""
     name = type(model).__name__
     _embedding(model)
     parameters = inspect.signature(model.forward).parameters

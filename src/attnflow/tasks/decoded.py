@@ -1,0 +1,43 @@
+"""`Decoded`: what a decoder wrote, and in how many passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attnflow._core.results import Result
+
+
+@dataclass(frozen=True)
+class Decoded(Result):
+    """New tokens of each sequence, and what they took.
+
+    Attributes:
+        tokens: the new token ids of each sequence, up to its end-of-text token (included) if it wrote one.
+        passes: forward passes of the model, the prompt's included; sequences of a batch share them.
+        drafted: tokens that were drafted and then checked, of lookahead; 0 of other decoders.
+        accepted: how many of those were what the model itself would have written.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    passes: int
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that one pass added to a sequence, on average; 0 where nothing was written."""
+        written = sum(map(len, self.tokens))
+        return written / (self.passes * len(self.tokens)) if written else 0.0
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """One row for each sequence."""
+        return [
+            {"sequence": number, "tokens": " ".join(map(str, tokens)), "passes": self.passes}
+            for number, tokens in enumerate(self.tokens)
+        ]
+
+    def __str__(self) -> str:
+        written = sum(map(len, self.tokens))
+        drafts = f", {self.accepted} of {self.drafted} drafts accepted" if self.drafted else ""
+        return f"{written} new tokens in {self.passes} passes: {self.tokens_per_pass:.2f} a pass{drafts}"

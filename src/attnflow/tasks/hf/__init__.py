@@ -1,0 +1,13 @@
+"""Tasks on transformers models."""
+
+from importlib.util import find_spec
+
+from attnflow._core.errors import MissingExtra
+
+if find_spec("transformers") is None:
+    raise MissingExtra("transformers", "hf", "a task on a model")
+
+from attnflow.tasks.hf.decoding import generate_blocks
+from attnflow.tasks.hf.infill import infill
+
+__all__ = ["generate_blocks", "infill"]

@@ -1,0 +1,132 @@
+"""Forward passes with a cache under a mask of their own: what all decoders of this room are made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from attnflow._core.checks import index_array
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.masks.hf.selfcheck import check_stack
+from attnflow.models.sites import find_sites, mixers_beside
+from attnflow.tasks.embedding import additive
+from attnflow.tasks.verification import require_runnable
+
+
+class CachedPasses:
+    """A model and the keys and values of what it has read: each pass appends rows, `drop` takes the last ones away.
+
+    The cache keeps everything (also of layers with a sliding window): what a row may read is what the pass allows.
+
+    Attributes:
+        model: the model.
+        passes: how many passes were run.
+        past: rows in the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.passes = 0
+        self.past = 0
+        weight = next(model.get_input_embeddings().parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self._cache = DynamicCache()
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def run(
+        self,
+        inputs: Int[Tensor, "batch q"] | Float[Tensor, "batch q hidden"],
+        positions: Int[Tensor, "batch q"],
+        allow: Bool[Tensor, "batch q k"],
+        rows: int,
+    ) -> Float[Tensor, "batch rows vocabulary"]:
+        """Logits of the last `rows` rows of a pass; `allow` is over the rows of the cache, then those of the pass."""
+        name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+        arguments: dict[str, Any] = {
+            name: inputs.to(self.device),
+            "position_ids": positions.to(self.device),
+            "attention_mask": additive(allow.to(self.device), self.dtype)[:, None],
+            "past_key_values": self._cache,
+            "use_cache": True,
+        }
+        if self._keeps:
+            arguments["logits_to_keep"] = rows
+        logits = cast(Tensor, self.model(**arguments).logits)
+        self.passes += 1
+        self.past += inputs.shape[1]
+        return logits[:, -rows:]
+
+    def drop(self, rows: int) -> None:
+        """Forget the last rows."""
+        self._cache.crop(-rows)
+        self.past -= rows
+
+
+def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
+    """`model`, if passes of `CachedPasses` over so many positions give what its merged tasks do.
+
+    Raises:
+        UnsupportedArchitecture: it does not take a 4D mask, positions and a cache that can be cut, or positions mix
+            beside its attention (a state of a recurrent layer cannot be cut back).
+        ValueError: it has no place for so many positions.
+    """
+    require_runnable(model)
+    name = type(model).__name__
+    sites = find_sites(model)
+    if not isinstance(model, PreTrainedModel) or "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedArchitecture(f"{name} takes no cache of keys and values, which decoding goes on from")
+    mixers = mixers_beside(model, sites)
+    moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
+    if mixers or moved is not None:
+        where = ", ".join(mixers[:4]) or type(cast(Any, moved).owner).__name__
+        raise UnsupportedArchitecture(
+            f"{name} carries information between positions beside its attention ({where}): no mask keeps masked rows "
+            "from what follows, and such a state cannot be cut back as a cache can. Decode with a model of attention "
+            "alone, or by generate"
+        )
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < positions:
+        raise ValueError(f"{name} has {most} positions, but the text would take {positions}; ask for fewer tokens")
+    return model
+
+
+def prompts(name: str, ids: object, attention_mask: object = None) -> list[list[int]]:
+    """Token ids of each sequence: of [n] or [batch, n] ids, or a list of sequences of any lengths, pads left out."""
+    if isinstance(ids, Tensor):
+        rows = list(ids.unbind()) if ids.ndim == 2 else [ids]
+    elif isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor):
+        rows = list(cast("Sequence[object]", ids))
+    else:
+        rows = [ids]
+    tokens = [index_array(name, row).tolist() for row in rows]
+    if attention_mask is None:
+        return tokens
+    real = prompts("attention_mask", attention_mask)
+    if [len(row) for row in real] != [len(row) for row in tokens]:
+        raise ValueError("attention_mask must have the shape of ids, 1 at tokens and 0 at pads")
+    for number, row in enumerate(real):
+        inner = row[row.index(1) : len(row) - row[::-1].index(1)] if 1 in row else []
+        if 0 in inner:
+            raise ValueError(f"sequence {number} has pads between its tokens; pads stand before or after them")
+    return [[token for token, there in zip(*pair, strict=True) if there] for pair in zip(tokens, real, strict=True)]
+
+
+def end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
+    """Ids that end a text: those asked for, else those of the model's generation config; -1 for none."""
+    value = eos_token
+    if value is None:
+        value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list | tuple) else [cast(int, value)]) - {-1}
+
+
+def until_end(tokens: Sequence[int], ends: frozenset[int], most: int) -> tuple[int, ...]:
+    """The tokens up to the first that ends the text, and at most `most`."""
+    last = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
+    return tuple(tokens[: min(last + 1, most)])

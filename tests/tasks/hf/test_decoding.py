@@ -1,0 +1,198 @@
+"""`generate_blocks` against the merged task, all logits, in float64."""
+
+import pytest
+import torch
+
+import attnflow as af
+from attnflow import tasks
+from attnflow.models.evaluation import precision
+from attnflow.tasks.verification import run
+from tests.models import tiny
+from tests.tasks.hf.passes import recorded
+
+MODELS = ["Llama", "GPT2", "Qwen2", "Qwen3", "Gemma2"]
+MASK = 49
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return tiny(request.param)
+
+
+def written(prompt, result):
+    return [*prompt, *result.tokens[0]]
+
+
+def merged_logits(model, family):
+    """(labelled place in the text -> logits) of the merged task."""
+    task = tasks.merge(family).task
+    with torch.no_grad(), precision(model, torch.float64):
+        logits = run(model, task)
+    return {label.data_index: logits[label.position] for label in task.labels}
+
+
+def same(one, other):
+    return float((one - other).abs().max()) <= 1e-12 * max(float(other.abs().max()), 1.0)
+
+
+def test_one_pass_per_block_is_the_merged_task(model):
+    prompt, block = [3, 7, 11, 5], 4
+    with recorded(model) as passes, precision(model, torch.float64):
+        result = tasks.generate_blocks(model, prompt, block, max_new_tokens=12, mask_token=MASK, eos_token=-1)
+    assert result.passes == len(passes) == 3
+    assert result.tokens_per_pass == 4
+    text = written(prompt, result)
+    expected = merged_logits(model, tasks.block_two_stream(text, block, mask_token=MASK))
+    for number, logits in enumerate(passes):
+        for row in range(block):
+            place = len(prompt) + number * block + row
+            assert same(logits[0, row], expected[place])
+            assert text[place] == int(expected[place].argmax())
+
+
+def test_refined_blocks_are_the_merged_tasks_of_what_was_seen(model):
+    prompt, block = [3, 7, 11, 5, 2, 9], 4  # ends within a block
+    with recorded(model) as passes, precision(model, torch.float64):
+        result = tasks.generate_blocks(
+            model, prompt, block, max_new_tokens=10, mask_token=MASK, per_pass=1, eos_token=-1
+        )
+    text = written(prompt, result)
+    assert len(passes) == result.passes == 2 + 4 + 4
+    hidden = set(range(6, 8))
+    first = 4
+    for logits in passes:
+        if not hidden:
+            first += block
+            hidden = set(range(first, first + block))
+        expected = merged_logits(model, tasks.block_diffusion(text, block, sorted(hidden), mask_token=MASK))
+        assert all(same(logits[0, place - first], expected[place]) for place in hidden)
+        surest = max(hidden, key=lambda place: float(expected[place].softmax(-1).max()))
+        assert text[surest] == int(expected[surest].argmax())
+        hidden.remove(surest)
+    assert not hidden
+
+
+@pytest.mark.parametrize("per_pass", [None, 1, 2])
+def test_a_batch_gives_each_prompt_what_it_gives_alone(model, per_pass):
+    several = [[3, 7, 11], [5], [2, 9, 4, 6, 8, 13, 12, 3, 7]]
+    options = {"max_new_tokens": 7, "mask_token": MASK, "per_pass": per_pass, "eos_token": -1}
+    together = tasks.generate_blocks(model, several, 2, **options)
+    alone = [tasks.generate_blocks(model, prompt, 2, **options) for prompt in several]
+    assert together.tokens == tuple(each.tokens[0] for each in alone)
+    assert together.passes >= max(each.passes for each in alone)
+    padded = torch.zeros(3, 9, dtype=torch.int64)
+    real = torch.zeros(3, 9, dtype=torch.int64)
+    for row, prompt in enumerate(several):
+        start = 0 if row == 1 else 9 - len(prompt)  # pads on either side
+        padded[row, start : start + len(prompt)] = torch.tensor(prompt)
+        real[row, start : start + len(prompt)] = 1
+    assert tasks.generate_blocks(model, padded, 2, attention_mask=real, **options) == together
+
+
+def test_without_a_prompt_the_first_block_is_its_own_task():
+    torch.manual_seed(0)
+    model = tiny("Llama")
+    with recorded(model) as passes, precision(model, torch.float64):
+        result = tasks.generate_blocks(model, [], 3, max_new_tokens=6, mask_token=MASK, eos_token=-1)
+    family = tasks.block_two_stream(result.tokens[0], 3, predict_first=True, mask_token=MASK)
+    expected = merged_logits(model, family)
+    assert all(same(passes[place // 3][0, place % 3], expected[place]) for place in range(6))
+
+
+def test_it_stops_at_the_end_of_a_text_and_at_the_limit():
+    torch.manual_seed(0)
+    model = tiny("Llama")
+    free = tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=9, mask_token=MASK, eos_token=-1)
+    assert len(free.tokens[0]) == 9
+    assert free.passes == 5
+    end = free.tokens[0][4]
+    place = free.tokens[0].index(end)
+    stopped = tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=9, mask_token=MASK, eos_token=[end, 48])
+    assert stopped.tokens[0] == free.tokens[0][: place + 1]
+    assert stopped.passes == place // 2 + 1
+    model.generation_config.eos_token_id = end
+    assert tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=9, mask_token=MASK).tokens == stopped.tokens
+    nothing = tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=0)
+    assert (nothing.tokens, nothing.passes, nothing.tokens_per_pass) == (((),), 0, 0.0)
+
+
+def test_a_threshold_fills_more_at_once():
+    torch.manual_seed(0)
+    model = tiny("Llama")
+    options = {"max_new_tokens": 8, "mask_token": MASK, "per_pass": 1, "eos_token": -1}
+    least = tasks.generate_blocks(model, [3, 7], 4, threshold=1.0, **options)
+    most = tasks.generate_blocks(model, [3, 7], 4, threshold=0.0, **options)
+    once = tasks.generate_blocks(model, [3, 7], 4, **{**options, "per_pass": 4})
+    assert least.passes == 2 + 4 + 4
+    assert most == once
+    assert most.passes == 3
+
+
+def test_drawn_tokens_follow_the_warped_distribution():
+    torch.manual_seed(0)
+    model = tiny("Llama")
+    with recorded(model) as passes:
+        tasks.generate_blocks(model, [3, 7], 1, max_new_tokens=1, mask_token=MASK)
+    logits = passes[0][0, 0] / 0.7
+    allowed = logits.topk(5).indices
+    chances = torch.zeros(50, dtype=torch.float64)
+    chances[allowed] = logits[allowed].softmax(-1)
+    prompts = torch.tensor([[3, 7]]).repeat(4000, 1)
+    drawn = tasks.generate_blocks(
+        model, prompts, 1, max_new_tokens=1, mask_token=MASK, temperature=0.7, top_k=5, seed=1
+    )
+    counts = torch.bincount(torch.tensor([tokens[0] for tokens in drawn.tokens]), minlength=50)
+    assert int(counts[chances == 0].sum()) == 0
+    expected = 4000 * chances[allowed]
+    chi_square = float(((counts[allowed] - expected) ** 2 / expected).sum())
+    assert chi_square < 18.47  # 99.9 % of chi-square with 4 degrees of freedom
+    again = tasks.generate_blocks(
+        model, prompts[:5], 1, max_new_tokens=1, mask_token=MASK, temperature=0.7, top_k=5, seed=1
+    )
+    assert (
+        again.tokens
+        == tasks.generate_blocks(
+            model, prompts[:5], 1, max_new_tokens=1, mask_token=MASK, temperature=0.7, top_k=5, seed=1
+        ).tokens
+    )
+    best = tasks.generate_blocks(model, prompts[:1], 1, max_new_tokens=1, mask_token=MASK, top_p=1e-9)
+    assert best.tokens[0][0] == int(logits.argmax())
+
+
+@pytest.mark.parametrize("name", ["Jamba", "FalconH1", "Bloom", "T5", "Mamba2"])
+def test_what_cannot_be_decoded_is_refused(name):
+    with pytest.raises(af.UnsupportedArchitecture, match=r"attention|cache|position_ids|encoder"):
+        tasks.generate_blocks(tiny(name, torch.float32), [3, 7], 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ids": list(range(3, 40)), "max_new_tokens": 64}, r"64 positions.*would take 102"),
+        ({"ids": [3, 7], "per_pass": 3}, r"per_pass must be at most 2"),
+        ({"ids": [3, 7], "threshold": 0.5}, r"threshold goes with per_pass"),
+        ({"ids": [3, 7], "temperature": 0.0}, r"temperature must be above 0"),
+        ({"ids": [3, 7], "top_p": 1.5}, r"top_p must be above 0 and at most 1"),
+        (
+            {"ids": torch.tensor([[3, 7, 5]]), "attention_mask": torch.tensor([[1, 0, 1]])},
+            r"sequence 0 has pads between",
+        ),
+        (
+            {"ids": torch.tensor([[3, 7, 5]]), "attention_mask": torch.tensor([[1, 1]])},
+            r"must have the shape of ids",
+        ),
+    ],
+)
+def test_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.generate_blocks(tiny("Llama"), block=2, **{"max_new_tokens": 4, **arguments})
+
+
+def test_the_model_is_as_before():
+    torch.manual_seed(0)
+    model = tiny("GPT2").train()
+    state = torch.get_rng_state()
+    tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=4)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
