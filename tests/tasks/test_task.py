@@ -76,9 +76,10 @@ def test_tokens_and_labels_are_immutable():
         (lambda: Label(-1, Token(1, 0)), ValueError, "position of a label"),
         (lambda: Label(0, Token((1, 2), 0)), ValueError, "one vocabulary id of at most one data token"),
         (lambda: Label(0, Token(1, 0, (0, 1))), ValueError, "one vocabulary id of at most one data token"),
-        (lambda: Label(0, Token(1, 0), weight=float("nan")), ValueError, "finite and at least 0, got nan"),
+        (lambda: Label(0, Token(1, 0), weight=float("nan")), ValueError, "must be finite, got nan"),
         (lambda: Label(0, Token(1, 0), weight=float("inf")), ValueError, "finite"),
-        (lambda: Label(0, Token(1, 0), weight=-1.0), ValueError, "got -1.0"),
+        (lambda: Label(0, Token(1, 0), advantage=float("nan")), ValueError, "advantage of a label must be finite"),
+        (lambda: Label(0, Token(1, 0), old_logprob="x"), TypeError, None),
         (lambda: Label(0, Token(1, 0), task=-1), ValueError, "task of a label"),
     ],
 )

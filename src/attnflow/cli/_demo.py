@@ -157,7 +157,7 @@ def _prove(objective: Objective) -> Outcome:
         "num_subtasks": len(objective.family),
         "subtask_positions": sum(task.size for task in objective.family),
         "merged_positions": merged.task.size,
-        "num_nodes": len(merged.nodes),
+        "num_nodes": merged.num_nodes,
         "lower_bound": merged.lower_bound,
         "is_minimal": merged.is_minimal,
         "is_dense": merged.task.is_dense,
@@ -173,7 +173,7 @@ def _prove(objective: Objective) -> Outcome:
     lines = [
         f"{plural(len(objective.family), 'subtask')} of {numbers['subtask_positions']:,} positions merge to "
         f"{merged.task.size:,}",
-        f"{plural(len(merged.nodes), 'node')} in the Hasse diagram: {least}",
+        f"{plural(merged.num_nodes, 'node')} in the Hasse diagram: {least}",
         f"mask: {equal} {objective.formula}",
         f"depth: {'one layer lets everything flow' if merged.task.is_dense else 'NOT dense'}",
         f"leaks: {leaks}",

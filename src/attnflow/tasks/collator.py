@@ -9,22 +9,25 @@ integers. Nothing is shifted: a label stands at the position that predicts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow._core.checks import boolean, index_array, integer
+from attnflow._core.checks import IntArray, boolean, index_array, integer
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone
+from attnflow.tasks.labels import Labels
 from attnflow.tasks.merging import merge
-from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
@@ -61,16 +64,16 @@ class _Template:
 
     @classmethod
     def of(cls, task: Task) -> _Template:
-        by_position: list[list[Label]] = [[] for _ in task.inputs]
-        for label in task.labels:
-            by_position[label.position].append(label)
-        depth = max((len(labels) for labels in by_position), default=0)
-        targets = torch.full((task.size, max(depth, 1)), NO_ID, dtype=torch.int64)
+        labels, position = task.targets, task.targets.column("position")
+        count = np.bincount(position, minlength=task.size)
+        order = np.argsort(position, kind="stable")
+        place = position[order]
+        slot = np.arange(len(order)) - (np.cumsum(count) - count)[place]  # among the labels of its position
+        targets = torch.full((task.size, max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
         weights = torch.zeros(targets.shape, dtype=torch.float64)
-        for position, labels in enumerate(by_position):
-            for slot, label in enumerate(labels):
-                targets[position, slot], weights[position, slot] = label.target_id, label.weight
-        return cls(id_table(task.inputs), task.position_ids, targets, weights, task.mask)
+        targets[place, slot] = torch.from_numpy(labels.column("target_id")[order])
+        weights[place, slot] = torch.from_numpy(labels.column("weight")[order])
+        return cls(id_table(task), task.position_ids, targets, weights, task.mask)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, targets) with the data tokens of a sample put in."""
@@ -210,13 +213,16 @@ def _tokens(feature: object) -> list[int]:
 
 def _with_tokens(task: Task, tokens: list[int]) -> Task:
     """A task over symbols with the data tokens of a sample put in."""
+    data = np.array([*tokens, 0])
 
-    def real(token: Token) -> Token:
-        ids: Iterable[int] = (tokens[id - _SYMBOL] if id >= _SYMBOL else id for id in token.ids)
-        return Token(list(ids), token.position, token.provenance)
+    def real(ids: IntArray) -> IntArray:
+        return np.where(ids >= _SYMBOL, data[np.maximum(ids - _SYMBOL, 0)], ids)
 
-    labels = [Label(e.position, real(e.target), e.task, e.weight) for e in task.labels]
-    return Task([real(token) for token in task.inputs], labels, task.mask)
+    table, labels = task.sequence.table, task.targets.table.copy()
+    rows = [sorted(ids) for ids in Ragged(table.ids.indptr, real(table.ids.values)).lists()]
+    labels["target_id"] = real(labels["target_id"])
+    inputs = Inputs(TokenTable(Ragged.of(rows), table.position, table.provenance), task.sequence.index)
+    return Task(inputs, Labels(labels), task.mask)
 
 
 def pack_labels(

@@ -75,7 +75,7 @@ class Derivation(Result):
             formula = f"{'equal to' if self.equals_closed_form else 'DIFFERENT from'} {self.closed_form}"
         return [
             ("subtasks", f"{self.num_subtasks:,}, with {self.subtask_positions:,} positions one by one"),
-            ("merged", f"{plural(merged.task.size, 'position')} in {plural(len(merged.nodes), 'node')}: {least}"),
+            ("merged", f"{plural(merged.task.size, 'position')} in {plural(merged.num_nodes, 'node')}: {least}"),
             ("closed form", formula),
             ("dense", "yes, one layer lets everything flow" if merged.task.is_dense else "no"),
             ("leaks", "none: proved for any number of layers" if report.ok else f"{len(report.leaks):,}"),
@@ -100,7 +100,7 @@ class Derivation(Result):
             "subtask_positions": self.subtask_positions,
             "merged_positions": merged.task.size,
             "position_ids": merged.position_ids.tolist(),
-            "num_nodes": len(merged.nodes),
+            "num_nodes": merged.num_nodes,
             "lower_bound": merged.lower_bound,
             "is_minimal": merged.is_minimal,
             "is_dense": merged.task.is_dense,

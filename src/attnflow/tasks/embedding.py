@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.handles import Handle
 from attnflow.models.loaded import Loaded, split
-from attnflow.tasks.task import Token
+from attnflow.tasks.task import Task
 
 NO_ID = -100
 """Fills the places of an id table that hold no id, as everywhere in training code."""
@@ -21,15 +21,15 @@ NO_ID = -100
 _PREPARED: Final[WeakSet[nn.Module]] = WeakSet()  # models that take averaged tokens
 
 
-def id_table(tokens: Sequence[Token]) -> Int[Tensor, "n width"]:
-    """The vocabulary ids of each token, int64 [n, width], filled with `NO_ID`; width is the most ids of a token.
+def id_table(task: Task) -> Int[Tensor, "n width"]:
+    """The vocabulary ids of each input, int64 [n, width], filled with `NO_ID`; width is the most ids of a token.
 
-    >>> id_table([Token(7, 0), Token((5, 9), 1, (0, 2))]).tolist()
+    >>> from attnflow.tasks.task import Token
+    >>> import attnflow as af
+    >>> id_table(Task([Token(7, 0), Token((5, 9), 1, (0, 2))], [], af.masks.causal(2))).tolist()
     [[7, -100], [5, 9]]
     """
-    width = max((len(token.ids) for token in tokens), default=1)
-    rows = [[*token.ids, *[NO_ID] * (width - len(token.ids))] for token in tokens]
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(tokens), width)
+    return torch.from_numpy(task.sequence.table.ids.take(task.sequence.index).padded(NO_ID))
 
 
 def embed(ids: Int[Tensor, "*batch n width"], embedding: nn.Module) -> Float[Tensor, "*batch n hidden"]:

@@ -6,7 +6,7 @@ the one sequence and mask that trains them all. A family of your own is any list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -15,11 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import boolean, index_array, integer, permutation, size
+from attnflow._core.checks import IntArray, boolean, index_array, integer, permutation, size
 from attnflow.masks.catalogue import block_causal, causal, divides, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.labels import Labels
+from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
@@ -53,12 +55,18 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     >>> [label.data_index for label in multi_token_prediction([5, 6, 7, 8], horizon=2)[0].labels]
     [1, 2]
     """
-    data = _data(tokens, minimum=2)
-    horizon = integer("horizon", horizon, 1)
-    _fit(len(data) - 1, len(data) * (len(data) - 1) // 2)
-    return tuple(
-        Task(data[: k + 1], [Label(k, target, task=k) for target in data[k + 1 : k + 1 + horizon]], causal(k + 1))
-        for k in range(len(data) - 1)
+    data = _Data(tokens, minimum=2)
+    n = data.size - 1
+    horizon = min(integer("horizon", horizon, 1), n)
+    place, ahead = np.arange(n), np.arange(1, horizon + 1)
+    target = place[:, None] + ahead
+    there = target <= n
+    labels = data.labels(np.repeat(place, there.sum(axis=1)), target[there], np.repeat(place, there.sum(axis=1)))
+    cuts = np.append(0, np.cumsum(there.sum(axis=1))).tolist()
+    rows = causal(n).intervals()
+    return tuple(  # views: all tasks together take the memory of the longest
+        Task(data.inputs(place[: k + 1]), labels.part(cuts[k], cuts[k + 1]), beginning(rows, "causal", n=k + 1))
+        for k in range(n)
     )
 
 
@@ -78,23 +86,26 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
     >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2)]
     [4, 6]
     """
-    data = _data(tokens, minimum=1)
+    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    n = data.size
     block, predict_first = integer("block", block, 1), boolean("predict_first", predict_first)
-    num_blocks = divides("the number of tokens", len(data), block)
+    num_blocks = divides("the number of tokens", n, block)
     if num_blocks < 2 and not predict_first:
         raise ValueError(
-            f"block_two_stream needs at least 2 blocks, got {len(data)} tokens in 1 block of {block}; "
+            f"block_two_stream needs at least 2 blocks, got {n} tokens in 1 block of {block}; "
             "pass more tokens, a smaller block, or predict_first=True"
         )
-    masked = _mask_tokens(len(data), mask_token)
-    _fit(num_blocks, len(data) * (num_blocks + 1) // 2)
+    _fit(num_blocks, n * (num_blocks + 1) // 2)
+    first = 0 if predict_first else 1
+    place, rows = np.arange(n), block_causal(n, block).intervals()
+    labels = data.labels(place, place, place // block - first)
     return tuple(
         Task(
-            data[: k * block] + masked[k * block : (k + 1) * block],
-            [Label(i, data[i], task=task) for i in range(k * block, (k + 1) * block)],
-            block_causal((k + 1) * block, block),
+            data.inputs(np.where(place[:end] < end - block, place[:end], n + place[:end])),
+            labels.part(end - block, end),
+            beginning(rows, "block_causal", n=end, block=block),
         )
-        for task, k in enumerate(range(0 if predict_first else 1, num_blocks))
+        for end in range((first + 1) * block, n + 1, block)
     )
 
 
@@ -122,35 +133,42 @@ def butterfly(
     >>> [token.ids[0] for token in butterfly([5, 6, 7, 8], block=2)[1].inputs]
     [5, 6, 0, 0]
     """
-    data = _data(tokens, minimum=2)
-    n = len(data)
+    data = _Data(tokens, 2, mask_token)
+    n = data.size
     if block is not None:
-        return _spans(data, integer("block", block, 1), masked, mask_token)
+        block = integer("block", block, 1)
+        if divides("the number of tokens", n, block) < 2:
+            raise ValueError(f"butterfly needs at least 2 blocks, got {n} tokens in 1 block of {block}")
+        _fit(n // block, n // block * n)
+        place = np.arange(n)
+        return _denoising(data, block, masked, lambda first, last: (place, _towards(n, first, last)))
     if masked is not None:
         raise ValueError("masked goes with block=...; without it each token is predicted from all others")
     _fit(n, n * n)
-    tasks: list[Task] = []
-    for k in range(n):
-        neighbours = [data[i] for i in (k - 1, k + 1) if 0 <= i < n]
-        average = Token([token.ids[0] for token in neighbours], k, [token.position for token in neighbours])
-        tasks.append(Task((*data[:k], average, *data[k + 1 :]), [Label(k, data[k], task=k)], _towards(n, k, k + 1)))
-    return tuple(tasks)
+    place = np.arange(n)
+    neighbours = Ragged.of([[j for j in (k - 1, k + 1) if 0 <= j < n] for k in range(n)])
+    ids = [sorted(row) for row in Ragged(neighbours.indptr, data.ids[neighbours.values]).lists()]
+    table = TokenTable.stack([data.table.take(place), TokenTable(Ragged.of(ids), place, neighbours)])
+    labels = data.labels(place, place, place)
+    return tuple(
+        Task(Inputs(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), _towards(n, k, k + 1))
+        for k in range(n)
+    )
 
 
-def _spans(data: tuple[Token, ...], block: int, masked: Masked, mask_token: int) -> Family:
-    n = len(data)
-    num_blocks = divides("the number of tokens", n, block)
-    if num_blocks < 2:
-        raise ValueError(f"butterfly needs at least 2 blocks, got {n} tokens in 1 block of {block}")
+def _denoising(data: _Data, block: int, masked: Masked, read: Callable[[int, int], tuple[IntArray, Mask]]) -> Family:
+    """For each block with masked tokens a task that predicts them from the places and the mask that `read` gives."""
+    n = data.size
     weights = _hidden(masked, n, block)
-    _fit(num_blocks, num_blocks * n)
-    noised = _noised(data, weights, mask_token)
+    noised = np.where(weights > 0, n, 0)
     tasks: list[Task] = []
     for first in range(0, n, block):
-        last = first + block
-        labels = [Label(i, data[i], len(tasks), weights[i]) for i in range(first, last) if i in weights]
-        if labels:
-            tasks.append(Task(data[:first] + noised[first:last] + data[last:], labels, _towards(n, first, last)))
+        own = first + np.flatnonzero(weights[first : first + block])
+        if len(own):
+            place, mask = read(first, first + block)
+            inside = (place >= first) & (place < first + block)
+            labels = data.labels(own, own, len(tasks), weights[own])
+            tasks.append(Task(data.inputs(place + noised[place] * inside), labels, mask))
     return tuple(tasks)
 
 
@@ -165,11 +183,12 @@ def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int = MASK_TO
     >>> [label.position for label in masked_lm([5, 6, 7], [1])[0].labels]
     [1]
     """
-    data = _data(tokens, minimum=1)
-    hidden = _places("masked", masked, len(data))
-    blank = _mask_tokens(len(data), mask_token)
-    inputs = [blank[i] if i in hidden else token for i, token in enumerate(data)]
-    return (Task(inputs, [Label(i, data[i]) for i in sorted(hidden)], full(len(data))),)
+    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    n = data.size
+    hidden = _places("masked", masked, n)
+    place = np.arange(n)
+    inputs = np.where(np.isin(place, hidden), n + place, place)
+    return (Task(data.inputs(inputs), data.labels(hidden, hidden, 0), full(n)),)
 
 
 def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
@@ -182,16 +201,16 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1])]
     [2, 0, 1]
     """
-    data = _data(tokens, minimum=1)
-    order = _permutation("permutation", permutation, len(data)).tolist()
-    _fit(len(data), len(data) * (len(data) + 1) // 2)
-    blank = _mask_tokens(len(data), mask_token)
+    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    n = data.size
+    order = _permutation("permutation", permutation, n)
+    _fit(n, n * (n + 1) // 2)
     tasks: list[Task] = []
-    for t, place in enumerate(order):
+    for t in range(n):
         steps = np.argsort(order[: t + 1])  # the steps 0..t by place, so that inputs stand in reading order
-        inputs = [blank[place] if order[step] == place else data[order[step]] for step in steps]
-        position = int(np.flatnonzero(steps == t)[0])
-        tasks.append(Task(inputs, [Label(position, data[place], task=t)], causal(t + 1).permute(steps)))
+        inputs, position = order[steps], np.flatnonzero(steps == t)
+        inputs[position] += n
+        tasks.append(Task(data.inputs(inputs), data.labels(position, order[[t]], t), causal(t + 1).permute(steps)))
     return tuple(tasks)
 
 
@@ -216,19 +235,17 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
     >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3])]
     [4]
     """
-    data = _data(tokens, minimum=1)
+    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    n = data.size
     block = integer("block", block, 1)
-    num_blocks = divides("the number of tokens", len(data), block)
-    weights = _hidden(masked, len(data), block)
-    _fit(num_blocks, len(data) * (num_blocks + 1) // 2)
-    noised = _noised(data, weights, mask_token)
-    tasks: list[Task] = []
-    for b in range(num_blocks):
-        first, last = b * block, (b + 1) * block
-        labels = [Label(i, data[i], len(tasks), weights[i]) for i in range(first, last) if i in weights]
-        if labels:
-            tasks.append(Task(data[:first] + noised[first:last], labels, block_causal(last, block)))
-    return tuple(tasks)
+    num_blocks = divides("the number of tokens", n, block)
+    _fit(num_blocks, n * (num_blocks + 1) // 2)
+    rows = block_causal(n, block).intervals()
+
+    def before(_: int, last: int) -> tuple[IntArray, Mask]:
+        return np.arange(last), beginning(rows, "block_causal", n=last, block=block)
+
+    return _denoising(data, block, masked, before)
 
 
 BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
@@ -266,12 +283,39 @@ def butterfly_as_printed(n: int) -> Mask:
     return Mask(IntervalRows.of(length, length, *streams, *centres), "butterfly_as_printed", {"n": n})
 
 
-def _data(tokens: TokenIds, minimum: int) -> tuple[Token, ...]:
-    """The data tokens of a sample, each at its own place."""
-    ids = index_array("tokens", tokens).tolist()
-    if len(ids) < minimum:
-        raise ValueError(f"this family needs at least {minimum} tokens, got {len(ids)}: there is nothing to predict")
-    return tuple(Token(id, position) for position, id in enumerate(ids))
+class _Data:
+    """A sample: token i of `table` is data token i, each at its own place; with a mask token, n + i is [MASK] there."""
+
+    def __init__(self, tokens: TokenIds, minimum: int, mask_token: int | None = None) -> None:
+        self.ids = index_array("tokens", tokens)
+        self.size = len(self.ids)
+        if self.size < minimum:
+            raise ValueError(
+                f"this family needs at least {minimum} tokens, got {self.size}: there is nothing to predict"
+            )
+        if int(self.ids.min(initial=0)) < 0:
+            raise ValueError(f"tokens must be at least 0, got {self.ids.min()}")
+        place = np.arange(self.size)
+        self.table = TokenTable.data(self.ids)
+        if mask_token is not None:
+            blank = np.full(self.size, integer("mask_token", mask_token))
+            blanks = TokenTable(Ragged.single(blank), place, Ragged.empty(self.size))
+            self.table = TokenTable.stack([self.table, blanks])
+
+    def inputs(self, index: IntArray) -> Inputs:
+        """Tokens of the table."""
+        return Inputs(self.table, index)
+
+    def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> Labels:
+        """One label for each position: the data token to predict there."""
+        return Labels.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
+
+
+def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:
+    """The mask of the first n positions, which read none behind them, as views of the rows of a longer one."""
+    n = parameters["n"]
+    last = int(rows.indptr[n])
+    return Mask(IntervalRows(rows.indptr[: n + 1], rows.starts[:last], rows.ends[:last], n), name, parameters)
 
 
 def _fit(subtasks: int, positions: int) -> None:
@@ -282,36 +326,27 @@ def _fit(subtasks: int, positions: int) -> None:
         )
 
 
-def _mask_tokens(n: int, mask_token: int) -> tuple[Token, ...]:
-    mask_token = integer("mask_token", mask_token)
-    return tuple(Token(mask_token, position, ()) for position in range(n))
-
-
-def _hidden(masked: Masked, n: int, block: int) -> dict[int, float]:
-    """The weight of each place that is masked: 1, or one over the number of those that were drawn in its block."""
+def _hidden(masked: Masked, n: int, block: int) -> npt.NDArray[np.float64]:
+    """The weight of each place: 0 where it is not masked, 1 where it is, or one over the number drawn in its block."""
     if masked is None:
-        return dict.fromkeys(range(n), 1.0)
+        return np.ones(n)
+    weights = np.zeros(n)
     if not isinstance(masked, str):
-        return dict.fromkeys(_places("masked", masked, n), 1.0)
+        weights[_places("masked", masked, n)] = 1.0
+        return weights
     if masked != "random":
         raise ValueError(f'masked must be places, None for all of them, or "random", got {masked!r}')
-    weights: dict[int, float] = {}
     for first in range(0, n, block):
         count = int(torch.randint(1, block + 1, ()))
-        weights |= dict.fromkeys((first + torch.randperm(block)[:count]).tolist(), 1 / count)
+        weights[first + torch.randperm(block)[:count].numpy()] = 1 / count
     return weights
 
 
-def _noised(data: tuple[Token, ...], weights: Mapping[int, float], mask_token: int) -> tuple[Token, ...]:
-    blank = _mask_tokens(len(data), mask_token)
-    return tuple(blank[i] if i in weights else token for i, token in enumerate(data))
-
-
-def _places(name: str, values: Sequence[int], n: int) -> frozenset[int]:
-    places = index_array(name, values, n).tolist()
-    if not places or len(set(places)) < len(places):
-        raise ValueError(f"{name} must name at least one place, and each once, got {places}")
-    return frozenset(places)
+def _places(name: str, values: Sequence[int], n: int) -> IntArray:
+    places = index_array(name, values, n)
+    if not len(places) or len(np.unique(places)) < len(places):
+        raise ValueError(f"{name} must name at least one place, and each once, got {places.tolist()}")
+    return np.sort(places)
 
 
 def _towards(n: int, first: int, last: int) -> Mask:

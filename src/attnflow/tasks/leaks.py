@@ -12,10 +12,12 @@ from attnflow._core.checks import IntArray, integer, preview
 from attnflow._core.errors import LeakFound
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.masks.intervals import BoolArray
+from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.tasks.density import holds
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
 
+_CHUNK: Final = 1 << 22  # (label, carrier) pairs that are looked at at a time
 _SHOWN: Final = 8  # leaks and positions that a text names before it counts the rest
 
 
@@ -150,7 +152,8 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
         task: any task, dense or not; or what `merge` gave.
         layers: number of layers of the model; by default the closure, which holds for every depth.
 
-    Cost: one row of the closure per labelled position, and a search per leak for its path.
+    Cost: of a dense task, as merged ones are, O(log intervals) for each pair of a label and an input that is made of
+    its token; else one row of the closure per labelled position. A search per leak for its path.
 
     >>> import attnflow as af
     >>> tokens = [af.tasks.Token(id, i) for i, id in enumerate([5, 6, 7])]
@@ -170,49 +173,89 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
         )
     if layers is not None:
         layers = integer("layers", layers)
-    carried = np.array(
-        [(index, place) for place, token in enumerate(task.inputs) for index in sorted(token.provenance)],
-        dtype=np.int64,
-    ).reshape(-1, 2)
-    carried = carried[np.argsort(carried[:, 0], kind="stable")]
-    supervised = {label.data_index for label in task.labels} - {None}
+    data, carrier = task.sequence.carriers()
+    asked = task.targets.column("data_index")
     alive = np.zeros(task.size, dtype=np.bool_)
-    leaks: list[Leak] = []
-    for labels, row in _labelled_rows(task, layers):
-        alive |= row
-        for label in labels:
-            index = -1 if label.data_index is None else label.data_index
-            first, last = np.searchsorted(carried[:, 0], [index, index + 1])
-            carriers = carried[first:last, 1]
-            leaks += [_leak(task, label, place, layers) for place in carriers[row[carriers]].tolist()]
+    pairs = [np.zeros((2, 0), dtype=np.int64)]
+    for part in _readable(task, layers):
+        alive |= part.any_reads(task.size)
+        pairs.append(part.leaks(asked, data, carrier))
+    leaks = [_leak(task, label, place, layers) for label, place in np.concatenate(pairs, axis=1).T.tolist()]
     return LeakReport(
         tuple(leaks),
         tuple(np.flatnonzero(~alive).tolist()),
-        tuple(sorted(set(carried[:, 0].tolist()) - supervised)),
-        task.flow.depth,
+        tuple(np.setdiff1d(data, asked).tolist()),
+        1 if task.is_dense else task.flow.depth,
         task.mask.density,
         task.size,
-        len(task.labels),
+        len(task.targets),
         layers,
     )
 
 
-def _labelled_rows(task: Task, layers: int | None) -> Iterator[tuple[list[Label], BoolArray]]:
-    """(its labels, what it can read) for each labelled position, ascending."""
-    by_position: dict[int, list[Label]] = {}
-    for label in task.labels:
-        by_position.setdefault(label.position, []).append(label)
-    positions: IntArray = np.array(sorted(by_position), dtype=np.int64)
-    if not len(positions):
+@dataclass(frozen=True, eq=False)
+class _Readable:
+    """What some labelled positions can read, as interval rows over keys that `rank` numbers (None: by position)."""
+
+    rows: IntervalRows
+    rank: IntArray | None
+    labels: IntArray  # by position, then by number
+    row: IntArray  # of each label
+
+    def any_reads(self, size: int) -> BoolArray:
+        """Whether each position is read by one of them."""
+        edges = np.zeros(size + 1, dtype=np.int64)
+        np.add.at(edges, self.rows.starts, 1)
+        np.subtract.at(edges, self.rows.ends, 1)
+        read = np.cumsum(edges)[:-1] > 0
+        return read if self.rank is None else read[self.rank]
+
+    def leaks(self, asked: IntArray, data: IntArray, carrier: IntArray) -> IntArray:
+        """(label, carrier) for each label that its position can read there, int64[2, leaks].
+
+        Args:
+            asked: the data token of each label of the task.
+            data: data tokens, ascending.
+            carrier: for each of them a position that is made of it.
+        """
+        first, last = np.searchsorted(data, asked[self.labels]), np.searchsorted(data, asked[self.labels], "right")
+        parts = [np.zeros((2, 0), dtype=np.int64)]
+        total = np.cumsum(last - first)
+        cuts = np.searchsorted(total, np.arange(_CHUNK, int(total[-1]) if len(total) else 0, _CHUNK))
+        for part in np.split(np.arange(len(self.labels)), cuts):
+            count = last[part] - first[part]
+            owner = np.repeat(part, count)
+            place = carrier[np.arange(len(owner)) + np.repeat(first[part] - (np.cumsum(count) - count), count)]
+            key = place if self.rank is None else self.rank[place]
+            inside = holds(self.rows, self.row[owner], key, key + 1)
+            parts.append(np.stack([self.labels[owner[inside]], place[inside]]))
+        return np.concatenate(parts, axis=1)
+
+
+def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
+    """What the labelled positions can read after so many layers, in parts that fit into memory, by position."""
+    place = task.targets.column("position")
+    labels = np.argsort(place, kind="stable")
+    labelled, row = np.unique(place[labels], return_inverse=True)
+    if not len(labels):
         return
-    chunk = max(1, (1 << 23) // task.size)
-    for start, rows in task.flow.reachability(layers, chunk=chunk):
-        table = rows.numpy()
-        for position in positions[(positions >= start) & (positions < start + len(table))].tolist():
-            yield by_position[position], table[position - start]
+    if layers != 0 and task.is_dense:  # then the mask, with its diagonal, is all that can ever be read
+        rows, rank = task.mask.relabelled()
+        own = labelled if rank is None else rank[labelled]
+        yield _Readable(rows.with_diagonal().take(own), rank, labels, row)
+        return
+    for start, table in task.flow.reachability(layers, chunk=max(1, (1 << 23) // task.size)):
+        first, last = np.searchsorted(labelled, [start, start + len(table)])
+        part = slice(*np.searchsorted(row, [first, last]))
+        rows = IntervalRows.from_bool(table.numpy()[labelled[first:last] - start])
+        yield _Readable(rows, None, labels[part], row[part] - first)
 
 
-def _leak(task: Task, label: Label, carrier: int, layers: int | None) -> Leak:
-    witness = task.flow.path(carrier, label.position)
+def _leak(task: Task, number: int, carrier: int, layers: int | None) -> Leak:
+    label = task.labels[number]
+    if task.is_dense:
+        witness = [carrier, label.position][carrier == label.position :]
+    else:
+        witness = task.flow.path(carrier, label.position)
     assert 0 < len(witness) <= (task.size if layers is None else layers + 1)
     return Leak(label.position, label, carrier, tuple(witness))

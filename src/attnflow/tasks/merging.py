@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Int
@@ -15,48 +16,84 @@ from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
-from attnflow.tasks.equivalence import Inputs, repeats_below
+from attnflow.tasks.beginnings import Beginnings
+from attnflow.tasks.equivalence import repeats_below
 from attnflow.tasks.isomorphism import Work
+from attnflow.tasks.labels import Labels
+from attnflow.tasks.layout import Layout
 from attnflow.tasks.posets import Poset, amalgamate, isomorphism, typed
 from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Inputs, numbered
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class MergedTask:
     """The minimal merged task of a family (hasse, def. 3.6): one forward pass trains every subtask.
 
     Attributes:
         task: the merged task; its labels carry the number of their subtask.
-        nodes: the merged nodes, classes of mutually reachable positions, each as a tuple of merged positions.
-        node_of: `node_of[t][i]` is the index in `nodes` of the node that stands for position i of subtask t.
-        position_of: `position_of[t][i]` is the merged position that computes position i of subtask t.
+        positions: for each subtask, as int64 array, the merged position that computes each of its positions.
+        node: the merged node (class of mutually reachable positions) of each merged position, int64; nodes are
+            numbered in order of their first positions.
         lower_bound: number of nodes that any merged task of the family has at least.
         is_minimal: whether no merged task with fewer nodes exists. Proved for every family without repeated inputs
             in a down-set; with such repeats a search decides, and False says that it ended without a proof.
+        note: why less is shared than might be, in words; empty if there is nothing to say.
     """
 
     task: Task
-    nodes: tuple[tuple[int, ...], ...]
-    node_of: tuple[tuple[int, ...], ...]
-    position_of: tuple[tuple[int, ...], ...]
+    positions: tuple[IntArray, ...]
+    node: IntArray
     lower_bound: int
     is_minimal: bool
+    note: str = ""
 
     @property
     def position_ids(self) -> Int[Tensor, " n"]:
         """The position id of each merged position, int64."""
         return self.task.position_ids
 
+    @property
+    def num_nodes(self) -> int:
+        """Number of merged nodes."""
+        return int(self.node.max(initial=-1)) + 1
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The merged nodes, each as a tuple of merged positions."""
+        order = np.argsort(self.node, kind="stable")
+        cuts = np.flatnonzero(np.diff(self.node[order])) + 1
+        return tuple(tuple(members.tolist()) for members in np.split(order, cuts)) if len(order) else ()
+
+    @cached_property
+    def position_of(self) -> tuple[tuple[int, ...], ...]:
+        """`position_of[t][i]` is the merged position that computes position i of subtask t."""
+        return tuple(tuple(part.tolist()) for part in self.positions)
+
+    @cached_property
+    def node_of(self) -> tuple[tuple[int, ...], ...]:
+        """`node_of[t][i]` is the index in `nodes` of the node that stands for position i of subtask t."""
+        return tuple(tuple(self.node[part].tolist()) for part in self.positions)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same task with the same places for the same subtasks."""
+        if not isinstance(other, MergedTask):
+            return NotImplemented
+        return self.task == other.task and self.position_of == other.position_of
+
+    def __hash__(self) -> int:
+        return hash(self.task)
+
     def __repr__(self) -> str:
-        return f"MergedTask({plural(len(self.position_of), 'subtask')} in {self.task!r})"
+        return f"MergedTask({plural(len(self.positions), 'subtask')} in {self.task!r})"
 
     def __str__(self) -> str:
-        before = plural(sum(len(part) for part in self.position_of), "position")
+        before = plural(sum(len(part) for part in self.positions), "position")
         proof = "minimal" if self.is_minimal else f"not proved minimal: at least {self.lower_bound} are needed"
         return (
-            f"{plural(len(self.position_of), 'task')} with {before} in {self.task.size}: "
-            f"{plural(len(self.nodes), 'node')} ({proof}), {plural(self.task.mask.nnz, 'pair')}; "
-            "every down-set of every task is embedded (checked)"
+            f"{plural(len(self.positions), 'task')} with {before} in {self.task.size}: "
+            f"{plural(self.num_nodes, 'node')} ({proof}), {plural(self.task.mask.nnz, 'pair')}; "
+            "every down-set of every task is embedded (checked)" + (f"; {self.note}" if self.note else "")
         )
 
 
@@ -118,15 +155,18 @@ def merge(family: Sequence[Task]) -> MergedTask:
         family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
 
     Returns:
-        The merged task. Its positions are ordered as `attnflow.tasks.equivalence` says, its mask is dense.
+        The merged task. Its positions are ordered as `attnflow.tasks.layout` says, its mask is dense. Where tasks
+        share less than they could, because their tokens say that they are made of other data, `note` says so, with a
+        warning if they share nothing.
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
             (`task.densified()` makes both true); inputs repeat in so symmetric a pattern that telling nodes apart takes
             more than a fixed amount of work.
 
-    Cost: O(positions + intervals) of all subtasks where inputs do not repeat within a down-set: 1,000 subtasks of
-    1,000 tokens take a few seconds. Otherwise isomorphism and a search, bounded, for families of a few hundred nodes.
+    Cost: O(positions + intervals) where inputs do not repeat within a down-set; subtasks that are the beginning of
+    another count nothing. A tree of 65,000 positions takes about a second. Otherwise isomorphism and a search, bounded,
+    for families of a few hundred nodes.
 
     >>> import attnflow as af
     >>> merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7]))
@@ -134,26 +174,49 @@ def merge(family: Sequence[Task]) -> MergedTask:
     (True, [0, 1, 1, 2, 0, 1, 2])
     """
     tasks = _family(family)
-    inputs = Inputs(tasks)
-    repeats = any(repeats_below(task, numbers) for task, numbers in zip(tasks, inputs.of_task, strict=True))
-    quotient = _by_search(tasks, inputs) if repeats else _by_hash(tasks, inputs)
-    size = len(quotient.node)
-    labels = [
-        replace(label, position=int(positions[label.position]), task=number)
-        for number, (task, positions) in enumerate(zip(tasks, quotient.position, strict=True))
-        for label in task.labels
-    ]
-    labels.sort(key=lambda label: label.position)
+    beginnings = Beginnings.of_family(tasks)
+    for number in beginnings.longest:
+        _require_dense(number, tasks[number])
+    longest = [tasks[number] for number in beginnings.longest]
+    tokens, inputs = numbered([task.sequence for task in longest])
+    repeats = any(repeats_below(task, numbers) for task, numbers in zip(longest, inputs, strict=True))
+    layout = Layout(longest, inputs, beginnings.labelled(tasks), tokens)
+    quotient = _by_search(layout) if repeats else _by_hash(layout)
+    positions = [quotient.position[of][: task.size] for task, of in zip(tasks, beginnings.of, strict=True)]
     [node] = equivalence.renumber([quotient.node])
-    order = sorted(range(size), key=node.tolist().__getitem__)
-    return MergedTask(
-        Task([inputs.tokens[number] for number in quotient.inputs.tolist()], labels, quotient.mask),
-        tuple(tuple(members) for _, members in groupby(order, key=node.tolist().__getitem__)),
-        tuple(tuple(node[positions].tolist()) for positions in quotient.position),
-        tuple(tuple(positions.tolist()) for positions in quotient.position),
-        quotient.lower_bound,
-        quotient.is_minimal,
+    merged = Task(Inputs(tokens, quotient.inputs), _labels(tasks, positions), quotient.mask)
+    note = "" if repeats or len(longest) == 1 else _note(longest, len(node), sum(task.size for task in tasks))
+    return MergedTask(merged, tuple(positions), node, quotient.lower_bound, quotient.is_minimal, note)
+
+
+def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
+    """The labels of all tasks at their merged positions, in order of these."""
+    table = np.concatenate([task.targets.table for task in tasks])
+    counts = [len(task.targets) for task in tasks]
+    table["task"] = np.repeat(np.arange(len(tasks)), counts)
+    table["position"] = np.concatenate(
+        [part[task.targets.column("position")] for task, part in zip(tasks, positions, strict=True)]
     )
+    return Labels(table[np.argsort(table["position"], kind="stable")])
+
+
+def _note(tasks: Sequence[Task], size: int, total: int) -> str:
+    """What keeps tasks with `total` positions from sharing more than they do in a merged task of `size`, in words."""
+    _, inputs = numbered([task.sequence for task in tasks], provenance=False)
+    apart = 0
+    if not any(repeats_below(task, numbers) for task, numbers in zip(tasks, inputs, strict=True)):
+        keys, _ = equivalence.hashed(tasks, inputs, seed=0)
+        apart = size - len(np.unique(np.concatenate(keys)))
+    if apart > 0:
+        note = (
+            f"{plural(apart, 'position')} more could be shared: they agree with another in ids, position ids and all "
+            "that is below them, but not in provenance, the data tokens that they are made of. Number the data tokens "
+            "of equal prefixes alike, as af.tasks.rollouts does"
+        )
+        if size == total:
+            warnings.warn(f"merging these {len(tasks)} tasks shares nothing: {note}", stacklevel=3)
+        return note
+    return "nothing is shared: one merged pass costs what the tasks cost in one batch" if size == total else ""
 
 
 def embedded(task: Task, family: Sequence[Task]) -> Embedding:
@@ -174,10 +237,12 @@ def embedded(task: Task, family: Sequence[Task]) -> Embedding:
     [0, 1]
     """
     tasks = _family(family)
+    for number, each in enumerate(tasks):
+        _require_dense(number, each)
     every = [*tasks, task.densified()]
-    inputs = Inputs(every)
-    if any(repeats_below(each, numbers) for each, numbers in zip(every, inputs.of_task, strict=True)):
-        posets, _ = typed(every, inputs.of_task)
+    tokens, inputs = numbered([each.sequence for each in every])
+    if any(repeats_below(each, numbers) for each, numbers in zip(every, inputs, strict=True)):
+        posets, _ = typed(every, inputs)
         held = set(posets[-1].types)
         missing = [
             MissingNode(number, members)
@@ -186,10 +251,11 @@ def embedded(task: Task, family: Sequence[Task]) -> Embedding:
             if kind not in held
         ]
         return Embedding(sum(len(poset.members) for poset in posets[:-1]), tuple(missing))
-    classes = equivalence.classify(every, inputs)
+    unlabelled = [np.zeros(each.size, np.bool_) for each in every]
+    classes = equivalence.classify(every, inputs, Layout(every, inputs, unlabelled, tokens))
     nodes = [classes.node[position] for position in classes.position]
     held_nodes = set(nodes[-1].tolist())
-    own = [_own_nodes(task, node) for task, node in zip(tasks, nodes[:-1], strict=True)]
+    own = [_own_nodes(*each) for each in zip(tasks, inputs[:-1], nodes[:-1], strict=True)]
     missing = [
         MissingNode(number, tuple(positions.tolist()))
         for number, (parts, node) in enumerate(zip(own, nodes[:-1], strict=True))
@@ -199,57 +265,58 @@ def embedded(task: Task, family: Sequence[Task]) -> Embedding:
     return Embedding(sum(map(len, own)), tuple(missing))
 
 
-def _own_nodes(task: Task, node: IntArray) -> list[IntArray]:
+def _own_nodes(task: Task, inputs: IntArray, node: IntArray) -> list[IntArray]:
     """The positions of each node of a task, from the class of each position's node.
 
     Equivalent nodes of one task share a class; they are told apart only where tokens repeat, which takes longer.
     """
-    if len(set(task.inputs)) < task.size:
+    if len(np.unique(inputs)) < task.size:
         return [np.array(members) for members in task.flow.classes]
     order = np.argsort(node, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(node[order])) + 1) if task.size else []
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
-    """The tasks of a family, each dense and with every position attending to itself."""
+    """The tasks of a family."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task; pass [task]")
     tasks = list(family)
     if not tasks:
         raise ValueError("a family needs at least one task, got none")
-    for number, task in enumerate(tasks):
+    for task in tasks:
         if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"a family is a sequence of Task, got {type(task).__name__}")
-        if not task.is_dense:
-            raise ValueError(
-                f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "
-                "mask alone does not fix what a node computes. Merge [task.densified() for task in family] and make "
-                "the merged mask sparser afterwards with merged.task.flow.sparsify(...)"
-            )
-        if not task.attends_itself:
-            raise ValueError(
-                f"in task {number} some position does not attend to itself; the residual connection is not attention, "
-                "and a merged position must compute the same. Use task.densified(), or allow the diagonal in its mask"
-            )
     return tasks
 
 
-def _by_hash(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
-    classes = equivalence.classify(tasks, inputs)
+def _require_dense(number: int, task: Task) -> None:
+    if not task.is_dense:
+        raise ValueError(
+            f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "
+            "mask alone does not fix what a node computes. Merge [task.densified() for task in family] and make "
+            "the merged mask sparser afterwards with merged.task.flow.sparsify(...)"
+        )
+    if not task.attends_itself:
+        raise ValueError(
+            f"in task {number} some position does not attend to itself; the residual connection is not attention, "
+            "and a merged position must compute the same. Use task.densified(), or allow the diagonal in its mask"
+        )
+
+
+def _by_hash(layout: Layout) -> _Quotient:
+    classes = equivalence.classify(layout.tasks, layout.inputs, layout)
     rank = np.argsort(classes.place)
     rows = equivalence.union_of_rows(classes)
     mask = Mask(rows, "merged", {"n": classes.size}, query_rank=rank, key_rank=rank)
     if np.array_equal(rank, np.arange(classes.size)):
         mask = Mask(rows, "merged", {"n": classes.size})
     position = [classes.place[part] for part in classes.position]
-    tokens = np.full(classes.size, -1)
-    for part, numbers in zip(position, inputs.of_task, strict=True):
-        tokens[part] = numbers
-    return _Quotient(position, classes.node[rank], tokens, mask, len(np.unique(classes.node)), True)
+    numbers = equivalence.scattered(position, layout.inputs)
+    return _Quotient(position, classes.node[rank], numbers, mask, len(np.unique(classes.node)), True)
 
 
-def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
-    posets, types = typed(tasks, inputs.of_task)
+def _by_search(layout: Layout) -> _Quotient:
+    posets, types = typed(layout.tasks, layout.inputs)
     amalgam = amalgamate(types)
     kinds = [types.examples[kind] for kind in amalgam.types]
     numbers = [poset.inputs[node] for poset, node in kinds]
@@ -257,7 +324,7 @@ def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
     covers = [sorted(under.difference(*(amalgam.below[lower] for lower in under))) for under in amalgam.below]
     whole = Poset([], numbers, covers, amalgam.below, amalgam.types)
     position: list[IntArray] = []
-    for task, poset, own in zip(tasks, posets, inputs.of_task, strict=True):
+    for task, poset, own in zip(layout.tasks, posets, layout.inputs, strict=True):
         image = _node_images(poset, whole)
         place = np.full(task.size, -1)
         for node, members in enumerate(poset.members):
@@ -265,8 +332,7 @@ def _by_search(tasks: Sequence[Task], inputs: Inputs) -> _Quotient:
             place[ordered] = starts[image[node]] + np.arange(len(members))
         position.append(place)
     node_of = np.repeat(np.arange(len(numbers)), [len(each) for each in numbers])
-    items = equivalence.describe(tasks, position, [node_of[place] for place in position], len(node_of))
-    order = equivalence.arrange(position, replace(items, node=node_of))
+    order, _ = layout.arrange(position, node_of)
     allow = np.zeros((len(node_of), len(node_of)), dtype=np.bool_)
     for node, below in enumerate(amalgam.below):
         allow[np.ix_(node_of == node, np.isin(node_of, [*below, node]))] = True

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.checks import boolean
+from attnflow._core.checks import IntArray, boolean
 from attnflow._core.checks import number as finite
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.results import Result
@@ -21,6 +22,7 @@ from attnflow.models.loaded import Loaded, split
 from attnflow.tasks.embedding import additive, embed, id_table
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Inputs
 
 _FLOOR: Final = 1e-3  # of the largest gradient of the model: below it, a parameter's own gradient is rounding
 
@@ -130,7 +132,7 @@ def verify(
     for task in (*tasks, merged.task):
         if task.size and int(task.mask.row_counts().min()) == 0:
             raise ValueError("a position may attend to nothing: its softmax is undefined; allow it to attend to itself")
-    if not any(task.labels for task in tasks):
+    if not any(len(task.targets) for task in tasks):
         raise ValueError("verify compares labelled positions, but no task of the family has a label")
     require_runnable(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad] if gradients else []
@@ -146,17 +148,17 @@ def verify(
         merged_sums = _by_position(merged.task, merged_terms)
         details: list[TaskDifference] = []
         summed = [torch.zeros_like(parameter) for parameter in parameters]
-        for number, (task, place) in enumerate(zip(tasks, merged.position_of, strict=True)):
-            if not task.labels:
+        for number, (task, place) in enumerate(zip(tasks, merged.positions, strict=True)):
+            if not len(task.targets):
                 continue
             alone = run(model, task)
             terms = _terms(alone, task)
             task_loss = terms.sum()
             for total, gradient in zip(summed, _gradients(task_loss, parameters), strict=True):
                 total += gradient
-            labelled = sorted({label.position for label in task.labels})
-            difference = _relative(logits[[place[position] for position in labelled]], alone.detach()[labelled])
-            sums = {(number, place[label]): term for (_, label), term in _by_position(task, terms).items()}
+            labelled = np.unique(task.targets.column("position"))
+            difference = _relative(logits[place[labelled]], alone.detach()[labelled])
+            sums = {(number, int(place[label])): term for (_, label), term in _by_position(task, terms).items()}
             theirs = {key: term for key, term in merged_sums.items() if key[0] == number}
             details.append(TaskDifference(number, difference, float(task_loss.detach()), _apart(theirs, sums)))
     strangers = {key[0] for key in merged_sums} - {each.task for each in details}
@@ -174,7 +176,7 @@ def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
     """The logits of a model on a task: embeddings, position ids and a 4D additive mask; no cache."""
     embedding = _embedding(model)
     weight = next(embedding.parameters())
-    vectors = embed(id_table(task.inputs).to(weight.device), embedding)
+    vectors = embed(id_table(task).to(weight.device), embedding)
     arguments: dict[str, Any] = {
         "inputs_embeds": vectors[None],
         "attention_mask": additive(task.mask.dense(weight.device), vectors.dtype)[None, None],
@@ -192,9 +194,9 @@ def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
 
 
 def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
-    same = len(tasks) == len(merged.position_of) and all(
-        len(place) == task.size and [merged.task.inputs[p] for p in place] == list(task.inputs)
-        for task, place in zip(tasks, merged.position_of, strict=True)
+    same = len(tasks) == len(merged.positions) and all(
+        len(place) == task.size and _part(merged.task.sequence, place).equals(task.sequence)
+        for task, place in zip(tasks, merged.positions, strict=True)
     )
     if not same:
         raise ValueError("merged is not made of this family: pass merged = af.tasks.merge(family) of the same tasks")
@@ -219,6 +221,10 @@ def require_runnable(model: nn.Module) -> None:
         )
 
 
+def _part(sequence: Inputs, places: IntArray) -> Inputs:
+    return Inputs(sequence.table, sequence.index[places])
+
+
 def _embedding(model: nn.Module) -> nn.Module:
     get = getattr(model, "get_input_embeddings", None)
     if not callable(get):
@@ -228,13 +234,13 @@ def _embedding(model: nn.Module) -> nn.Module:
 
 def _terms(logits: Tensor, task: Task) -> Tensor:
     """The weighted cross-entropy of each label."""
-    if not task.labels:
+    if not len(task.targets):
         return logits.reshape(-1)[:1] * 0  # of a merged task that lost its labels: gradients differ, nothing fails
-    positions = [label.position for label in task.labels]
-    targets = torch.tensor([label.target_id for label in task.labels], device=logits.device)
+    positions, targets, weights = (
+        torch.tensor(task.targets.column(name), device=logits.device) for name in ("position", "target_id", "weight")
+    )
     if int(targets.max()) >= logits.shape[-1]:
         raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
-    weights = torch.tensor([label.weight for label in task.labels], device=logits.device)
     precise = logits[positions].to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, targets, reduction="none") * weights.to(precise.dtype)
 
@@ -242,8 +248,8 @@ def _terms(logits: Tensor, task: Task) -> Tensor:
 def _by_position(task: Task, terms: Tensor) -> dict[tuple[int, int], float]:
     """What the labels of each (subtask, position) add to the loss."""
     sums: dict[tuple[int, int], float] = {}
-    for label, term in zip(task.labels, terms.detach().tolist(), strict=False):
-        key = (label.task, label.position)
+    keys = zip(task.targets.column("task").tolist(), task.targets.column("position").tolist(), strict=True)
+    for key, term in zip(keys, terms.detach().tolist(), strict=False):
         sums[key] = sums.get(key, 0.0) + term
     return sums
 

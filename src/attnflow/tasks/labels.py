@@ -1,0 +1,153 @@
+"""`Label`: what one position must predict; and labels by the thousand as one table, which is how a task keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core.checks import IntArray, integer, number
+from attnflow._core.plain import as_integer, as_number, as_object, only_keys
+from attnflow.tasks.tokens import Token
+
+_OPTIONAL: Final = ("advantage", "old_logprob")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What one position must predict. A position may carry several labels (the paper's def. 3.4 allows one).
+
+    Attributes:
+        position: index into the task's inputs.
+        target: the token to predict: its `id` is the class, its provenance the data token that must not be visible.
+            A target from outside of the data (a class label) has an empty provenance and cannot leak.
+        task: the subtask that it belongs to; `merge` numbers them by their place in the family.
+        weight: its factor in the loss, finite; a negative one makes the target less likely.
+        advantage: how much better than expected the target was, for a policy gradient; None without one.
+        old_logprob: log-probability of the target, in nats, under the policy that sampled it; None without one.
+    """
+
+    position: int
+    target: Token
+    task: int = 0
+    weight: float | int = 1.0
+    advantage: float | None = None
+    old_logprob: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.target, Token):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"target must be a Token, got {type(self.target).__name__}; it knows its data index")
+        if isinstance(self.target.id, tuple) or len(self.target.provenance) > 1:
+            raise ValueError(f"a target is one vocabulary id of at most one data token, got {self.target}")
+        object.__setattr__(self, "position", integer("position of a label", self.position))
+        object.__setattr__(self, "task", integer("task of a label", self.task))
+        object.__setattr__(self, "weight", number("weight of a label", self.weight))
+        for name in _OPTIONAL:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else number(f"{name} of a label", value))
+
+    @property
+    def target_id(self) -> int:
+        """The vocabulary id to predict."""
+        return self.target.ids[0]
+
+    @property
+    def data_index(self) -> int | None:
+        """The data token to predict; None for a target that is no token of the data."""
+        return next(iter(self.target.provenance), None)
+
+    def to_dict(self) -> dict[str, object]:
+        """The label as plain data; advantage and old log-probability only where there are any."""
+        optional = {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
+        target = self.target.to_dict()
+        return {"position": self.position, "target": target, "task": self.task, "weight": self.weight, **optional}
+
+    @classmethod
+    def from_dict(cls, spec: object, where: str = "label") -> Label:
+        """The label of plain data; without `task` and `weight` they are 0 and 1."""
+        values = as_object(spec, where)
+        only_keys(values, where, ("position", "target"), ("task", "weight", *_OPTIONAL))
+        return cls(
+            as_integer(values["position"], f"{where}.position"),
+            Token.from_dict(values["target"], f"{where}.target"),
+            as_integer(values.get("task", 0), f"{where}.task"),
+            as_number(values.get("weight", 1.0), f"{where}.weight"),
+            *(None if values.get(name) is None else as_number(values[name], f"{where}.{name}") for name in _OPTIONAL),
+        )
+
+
+_ROW: Final = np.dtype(
+    [
+        ("position", np.int64),
+        ("target_id", np.int64),
+        ("target_position", np.int64),
+        ("data_index", np.int64),  # -1 without one
+        ("task", np.int64),
+        ("weight", np.float64),
+        ("advantage", np.float64),  # NaN without one, as is
+        ("old_logprob", np.float64),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Labels:
+    """Labels as one structured array; its fields are those of `_ROW`."""
+
+    table: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, labels: Iterable[Label | tuple[int, Token, int, float]]) -> Labels:
+        """From labels, or from their tuples (position, target token, task, weight)."""
+        if isinstance(labels, Labels):
+            return labels
+        listed = [Label(*label) if isinstance(label, tuple) else label for label in labels]
+        for label in listed:
+            if not isinstance(label, Label):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"expected a Label, got {label!r} of type {type(label).__name__}")
+        return cls(np.array([_row(label) for label in listed], dtype=_ROW))
+
+    @classmethod
+    def columns(
+        cls, position: object, target_id: IntArray, target_position: object, data_index: object, **others: object
+    ) -> Labels:
+        """From columns, each broadcast to the targets; task and weight are by default 0 and 1."""
+        table = np.empty(len(target_id), dtype=_ROW)
+        values = {"task": 0, "weight": 1.0, "advantage": np.nan, "old_logprob": np.nan, **others}
+        values |= {"position": position, "target_id": target_id}
+        values |= {"target_position": target_position, "data_index": data_index}
+        for name, column in values.items():
+            table[name] = column
+        return cls(table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Label]:
+        for position, id, place, index, task, weight, *optional in cast(list[tuple[Any, ...]], self.table.tolist()):
+            target = Token(id, place, () if index < 0 else (index,))
+            yield Label(position, target, task, weight, *(None if value != value else value for value in optional))
+
+    def part(self, first: int, last: int) -> Labels:
+        """Those from the first to before the last, as a view."""
+        return Labels(self.table[first:last])
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """One field of all labels."""
+        return self.table[name]
+
+    def equals(self, other: Labels) -> bool:
+        """Whether both are the same labels in the same order."""
+        return len(self) == len(other) and all(
+            np.array_equal(self.table[name], other.table[name], equal_nan=name in _OPTIONAL)
+            for name in _ROW.names or ()
+        )
+
+
+def _row(label: Label) -> tuple[object, ...]:
+    index = -1 if label.data_index is None else label.data_index
+    optional = (np.nan if value is None else value for value in (label.advantage, label.old_logprob))
+    return (label.position, label.target_id, label.target.position, index, label.task, label.weight, *optional)

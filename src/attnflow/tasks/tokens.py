@@ -1,0 +1,283 @@
+"""`Token`: what one input vector is made of; and tokens by the thousand as arrays, which is how a task keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, SupportsIndex, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core.checks import IntArray, integer
+from attnflow._core.plain import as_integer, as_list, as_object, only_keys
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Token:
+    """An input vector: which embedding, at which position, made of which data tokens.
+
+    Two tokens are the same input iff all three agree. Equal vocabulary ids at different places of the data are
+    therefore different tokens: their positions differ, and so does their provenance.
+
+    Attributes:
+        id: a vocabulary id, or a sorted tuple of ids: the mean of their *token* embeddings, to which the encoding of
+            `position` is applied afterwards (hasse, eq. 46; averaging positions in, as the paper does, would make
+            the first and last averaged token equal to a data token, see order.md). A tuple of one id is that id.
+        position: the position id that the model encodes, counted from 0.
+        provenance: indices of the data tokens that this input was made of. A label whose data token is among them
+            can be read off this input; a [MASK] token carries none.
+    """
+
+    id: int | tuple[int, ...]
+    position: int
+    provenance: frozenset[int]
+
+    def __init__(
+        self,
+        id: SupportsIndex | Iterable[SupportsIndex],
+        position: SupportsIndex,
+        provenance: Iterable[SupportsIndex] | None = None,
+    ) -> None:
+        """A token of one vocabulary id, or of the mean of several.
+
+        `provenance` is by default the token's own position, which is right for a data token at its own place, and errs
+        on the side of finding a leak elsewhere. Pass `()` for [MASK].
+
+        >>> Token(7, position=2).provenance
+        frozenset({2})
+        >>> Token((9, 5), position=1, provenance=(0, 2)).id
+        (5, 9)
+        """
+        object.__setattr__(self, "id", _token_id(id))
+        object.__setattr__(self, "position", integer("position", position))
+        chosen = cast(object, (self.position,) if provenance is None else provenance)
+        if isinstance(chosen, str | bytes) or not isinstance(chosen, Iterable) or getattr(chosen, "ndim", 1) == 0:
+            raise TypeError(f"provenance must be a collection of data indices, such as (2,), got {chosen!r}")
+        object.__setattr__(
+            self, "provenance", frozenset(integer("provenance", index) for index in cast(Iterable[object], chosen))
+        )
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The vocabulary ids whose embeddings are averaged; one for an ordinary token."""
+        return self.id if isinstance(self.id, tuple) else (self.id,)
+
+    def to_dict(self) -> dict[str, object]:
+        """The token as plain data."""
+        identity = list(self.id) if isinstance(self.id, tuple) else self.id
+        return {"id": identity, "position": self.position, "provenance": sorted(self.provenance)}
+
+    @classmethod
+    def from_dict(cls, spec: object, where: str = "token") -> Token:
+        """The token of plain data; without `provenance` it is the token's own position."""
+        values = as_object(spec, where)
+        only_keys(values, where, ("id", "position"), ("provenance",))
+        identity, provenance = values["id"], values.get("provenance")
+        is_one = not isinstance(identity, list | tuple)
+        ids = [as_integer(each, f"{where}.id") for each in ([identity] if is_one else as_list(identity, where))]
+        places = None if provenance is None else as_list(provenance, f"{where}.provenance")
+        return cls(
+            ids,
+            as_integer(values["position"], f"{where}.position"),
+            None if places is None else [as_integer(each, f"{where}.provenance") for each in places],
+        )
+
+
+def _token_id(value: object) -> int | tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        return integer("id", value)
+    ids = sorted(integer("id", item) for item in cast(Iterable[object], value))
+    if not ids:
+        raise ValueError("id must be a vocabulary id or at least one of them to average, got an empty sequence")
+    return ids[0] if len(ids) == 1 else tuple(ids)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ragged:
+    """Rows of integers of different lengths: row r is `values[indptr[r]:indptr[r + 1]]`."""
+
+    indptr: IntArray
+    values: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """From sequences."""
+        indptr = np.cumsum([0, *map(len, rows)])
+        return cls(indptr, np.fromiter((value for row in rows for value in row), np.int64, int(indptr[-1])))
+
+    @classmethod
+    def single(cls, values: IntArray) -> Ragged:
+        """Rows of one number each."""
+        return cls(np.arange(len(values) + 1), values)
+
+    @classmethod
+    def empty(cls, rows: int) -> Ragged:
+        """Rows of no number."""
+        return cls(np.zeros(rows + 1, np.int64), np.zeros(0, np.int64))
+
+    @classmethod
+    def stack(cls, parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one below the other."""
+        lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
+        return cls(np.cumsum(np.concatenate(lengths)), np.concatenate([part.values for part in parts]))
+
+    @property
+    def lengths(self) -> IntArray:
+        """Of the rows."""
+        return np.diff(self.indptr)
+
+    def take(self, rows: IntArray) -> Ragged:
+        """The rows chosen, repeats allowed."""
+        lengths = self.lengths[rows]
+        indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        source = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], lengths)
+        return Ragged(indptr, self.values[source])
+
+    def lists(self) -> list[list[int]]:
+        """The rows as lists."""
+        values, cuts = self.values.tolist(), self.indptr.tolist()
+        return [values[first:last] for first, last in pairwise(cuts)]
+
+    def padded(self, fill: int) -> IntArray:
+        """Rows side by side, [rows, longest row], at least one column wide."""
+        lengths = self.lengths
+        table = np.full((len(lengths), max(1, int(lengths.max(initial=0)))), fill, dtype=np.int64)
+        table[np.arange(table.shape[1]) < lengths[:, None]] = self.values
+        return table
+
+    def numbers(self) -> IntArray:
+        """A number for each row, equal iff the rows are; values must not be negative."""
+        lengths = self.lengths
+        numbers = np.full(len(lengths), -1)
+        numbers[lengths == 1] = self.values[self.indptr[:-1][lengths == 1]]
+        several = np.flatnonzero(lengths > 1)
+        number: dict[tuple[int, ...], int] = {}
+        for row, values in zip(several.tolist(), self.take(several).lists(), strict=True):
+            numbers[row] = -2 - number.setdefault(tuple(values), len(number))
+        return numbers
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenTable:
+    """Tokens by columns: ids and provenance (ascending in each row), and position."""
+
+    ids: Ragged
+    position: IntArray
+    provenance: Ragged
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token]) -> TokenTable:
+        """From tokens."""
+        return cls(
+            Ragged.of([token.ids for token in tokens]),
+            np.fromiter((token.position for token in tokens), np.int64, len(tokens)),
+            Ragged.of([sorted(token.provenance) for token in tokens]),
+        )
+
+    @classmethod
+    def data(cls, ids: IntArray, position: IntArray | None = None) -> TokenTable:
+        """Data tokens numbered 0, 1, ...; each stands at its own place, or at `position`."""
+        own = np.arange(len(ids))
+        return cls(Ragged.single(ids), own if position is None else position, Ragged.single(own))
+
+    @classmethod
+    def stack(cls, parts: Sequence[TokenTable]) -> TokenTable:
+        """The tokens of all parts, one after the other."""
+        return cls(
+            Ragged.stack([part.ids for part in parts]),
+            np.concatenate([part.position for part in parts]),
+            Ragged.stack([part.provenance for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def take(self, rows: IntArray) -> TokenTable:
+        """The tokens chosen, repeats allowed."""
+        return TokenTable(self.ids.take(rows), self.position[rows], self.provenance.take(rows))
+
+    def tokens(self) -> list[Token]:
+        """As objects."""
+        rows = zip(self.ids.lists(), self.position.tolist(), self.provenance.lists(), strict=True)
+        return [Token(ids, position, provenance) for ids, position, provenance in rows]
+
+    def numbers(self, provenance: bool = True) -> IntArray:
+        """A number for each token, equal iff the tokens are (in ids and position alone, without `provenance`)."""
+        columns = [self.ids.numbers(), self.position, *[self.provenance.numbers()] * provenance]
+        number = np.zeros(len(self), dtype=np.int64)
+        for column in columns:
+            values, inverse = np.unique(column, return_inverse=True)
+            number = np.unique(number * len(values) + inverse, return_inverse=True)[1]
+        return number
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Inputs:
+    """A sequence of tokens as arrays: input i is token `index[i]` of a table, which tasks of a family share."""
+
+    table: TokenTable
+    index: IntArray
+
+    @classmethod
+    def of(cls, tokens: Iterable[Token]) -> Inputs:
+        """From tokens."""
+        if isinstance(tokens, Inputs):
+            return tokens
+        listed = list(tokens)
+        for token in listed:
+            if not isinstance(token, Token):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"expected a Token, got {token!r} of type {type(token).__name__}")
+        return cls(TokenTable.of(listed), np.arange(len(listed)))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __iter__(self) -> Iterator[Token]:
+        used, place = np.unique(self.index, return_inverse=True)
+        tokens = self.table.take(used).tokens()
+        return (tokens[i] for i in place.tolist())
+
+    def equals(self, other: Inputs) -> bool:
+        """Whether both are the same tokens in the same order."""
+        if len(self) != len(other):
+            return False
+        if self.table is other.table and np.array_equal(self.index, other.index):
+            return True
+        _, (mine, others) = numbered([self, other])
+        return np.array_equal(mine, others)
+
+    @property
+    def position(self) -> IntArray:
+        """The position id of each input."""
+        return self.table.position[self.index]
+
+    def carriers(self) -> tuple[IntArray, IntArray]:
+        """(data index, input made of it) of each such pair, by data index, then by input."""
+        rows = self.table.provenance.take(self.index)
+        owner = np.repeat(np.arange(len(self)), rows.lengths)
+        order = np.argsort(rows.values, kind="stable")
+        return rows.values[order], owner[order]
+
+
+def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[TokenTable, list[IntArray]]:
+    """The distinct tokens of several sequences, and for each sequence the number of each input among them.
+
+    Without `provenance`, tokens that differ in it alone count as one. Cost: that of the tables, each looked at once.
+    """
+    tables = {id(inputs.table): inputs.table for inputs in sequences}
+    whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])
+    _, first, number = np.unique(whole.numbers(provenance), return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))  # in order of first appearance
+    cuts = np.cumsum([len(table) for table in tables.values()])[:-1]
+    of_table = dict(zip(tables, np.split(rank[number], cuts), strict=True)) if tables else {}
+    return whole.take(np.sort(first)), [of_table[id(inputs.table)][inputs.index] for inputs in sequences]
+
+
+def is_beginning(short: npt.NDArray[Any], long: npt.NDArray[Any]) -> bool:
+    """Whether an array begins with another; views of one array are told by their address."""
+    if short.ctypes.data == long.ctypes.data and short.strides == long.strides and len(short) <= len(long):
+        return True
+    return np.array_equal(short, long[: len(short)])
