@@ -182,7 +182,7 @@ ADVISED = {
     ("value", "advice"),
     [
         (ADVISED["function"], "from_mask_mod(function, num_queries)"),
-        (ADVISED["block_mask"], "from_mask_mod(block_mask.mask_mod, *block_mask.shape[-2:])"),
+        (ADVISED["block_mask"], "from_block_mask(block_mask)"),
         (ADVISED["array"], "from_dense(torch.from_numpy(array))"),
         (ADVISED["rows"], "from_dense(torch.tensor(rows))"),
         (ADVISED["tensor"], "from_dense(tensor)"),
@@ -205,14 +205,14 @@ def test_the_advice_of_an_error_makes_the_mask(value, advice):
     [
         (masks.from_dense, WINDOW, "got a Mask, which needs no wrapping"),
         (masks.from_dense, ADVISED["rows"], r"got list; pass torch\.tensor\(rows\)"),
-        (masks.from_dense, ADVISED["block_mask"], r"from_mask_mod\(block_mask.mask_mod"),
+        (masks.from_dense, ADVISED["block_mask"], r"from_block_mask"),
         (masks.from_dense, ADVISED["function"], r"from_mask_mod\(function, num_queries"),
         (masks.from_dense, ADVISED["array"], r"from_dense\(torch.from_numpy\(array\)\)"),
         (lambda value: unchecked(masks.from_mask_mod)(value, 3), TABLE, r"from_dense\(tensor\)"),
         (
             lambda value: unchecked(masks.from_mask_mod)(value, 3),
             ADVISED["block_mask"],
-            r"from_mask_mod\(block_mask.mask_mod",
+            r"from_block_mask",
         ),
         (WINDOW.difference, masks.causal, "call causal with its arguments first"),
         (WINDOW.difference, "causal", r"the catalogue, such as af.masks.causal\(n\)"),

@@ -4,17 +4,20 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
 
 import attnflow as af
 from attnflow._core.plain import read_json
-from attnflow.masks.spec import mask_from_dict, mask_to_dict, named_masks
+from attnflow.masks.spec import mask_from_dict, named_masks
 from tests.catalogue_cases import MASKS
+from tests.strategies import mask_pairs
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_round_trip_of_the_catalogue(mask: af.masks.Mask) -> None:
-    spec = json.loads(json.dumps(mask_to_dict(mask)))
+    spec = json.loads(mask.to_json())
     assert spec["name"] == mask.name
     assert mask_from_dict(spec) == mask
 
@@ -56,7 +59,7 @@ def test_bad_text_settings(name: str, settings: dict[str, str], message: str) ->
 
 def test_a_mask_without_a_name_is_written_by_its_intervals() -> None:
     mask = af.masks.full(2, 3) & af.masks.from_dense(af.masks.full(2, 3).dense())
-    spec = mask_to_dict(mask)
+    spec = mask.to_dict()
     assert spec == {"intervals": [[[0, 3]], [[0, 3]]], "num_keys": 3}
     assert mask_from_dict(spec) == mask
 
@@ -82,7 +85,7 @@ def test_mask_specs() -> None:
     ("spec", "message"),
     [
         ([], "expected a JSON object, got a list"),
-        ({}, "a mask has one of name, intervals, dense, edges, and, or, not; got nothing"),
+        ({}, "a mask has one of name, intervals, dense, edges, and, or, not, attnflow; got nothing"),
         ({"nmae": "causal"}, "got nmae"),
         ({"name": "causal", "dense": []}, "got name and dense"),
         ({"name": 3}, "name must be text, got 3"),
@@ -150,3 +153,43 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('{"dense": ["1"]}'))
     assert mask_from_dict(read_json("-")) == af.masks.causal(1)
+
+
+def test_a_mask_numbered_anew_is_written_with_its_numbers() -> None:
+    order = np.random.default_rng(0).permutation(200)
+    mask = af.masks.sliding_window(200, 20).permute(order)
+    spec = mask.to_dict()
+    assert set(spec) == {"intervals", "query_rank", "key_rank"}
+    assert af.masks.from_json(mask.to_json()) == mask
+    shuffled = mask.permute(np.arange(200), order)
+    assert af.masks.from_json(shuffled.to_json()) == shuffled
+
+
+@given(mask_pairs())
+def test_json_of_any_mask(pair: tuple[af.masks.Mask, af.masks.Mask]) -> None:
+    for mask in (*pair, pair[0] & pair[1], ~pair[0]):
+        assert af.masks.from_json(mask.to_json()) == mask
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the JSON of a mask is not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"intervals": [], "intervals": []}', "stands twice"),
+        ('{"intervals": [[[0, 1]]], "query_rank": [1]}', "order must be a permutation"),
+        ('{"attnflow": "FlashMsk"}', "did you mean FlashMask"),
+        ('{"attnflow": "FlashMask", "version": 2}', "expected version 1"),
+        ('{"attnflow": "FlashMask", "version": 1}', "a saved FlashMask is damaged"),
+    ],
+)
+def test_json_that_is_no_mask(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        af.masks.from_json(text)
+
+
+def test_what_was_exported_is_read() -> None:
+    mask = af.masks.document([3, 2])
+    for make in af.masks.export.FORMATS.values():
+        if make is not af.masks.export.vllm:
+            assert af.masks.from_json(make(mask).to_json()) == mask

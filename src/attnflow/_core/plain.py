@@ -20,16 +20,26 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, where: str) -> dict[str, object]:
+    """The JSON object in a text; `where` names the text in messages.
+
+    Raises:
+        ValueError: as `read_json`.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
+        raise ValueError(f"{where} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
-    return as_object(value, str(path))
+        raise ValueError(f"{where} is nested too deeply") from error
+    return as_object(value, where)
 
 
 def as_object(value: object, where: str) -> dict[str, object]:

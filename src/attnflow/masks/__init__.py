@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
+from attnflow.masks import export
+from attnflow.masks.blocks import from_block_mask
 from attnflow.masks.build import from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import (
     attention_sink,
@@ -19,6 +21,7 @@ from attnflow.masks.catalogue import (
     tree,
 )
 from attnflow.masks.mask import Mask
+from attnflow.masks.spec import from_json
 from attnflow.masks.streams import (
     block_diffusion,
     block_two_stream,
@@ -42,9 +45,12 @@ __all__ = [
     "causal",
     "dilated_window",
     "document",
+    "export",
+    "from_block_mask",
     "from_dense",
     "from_edges",
     "from_intervals",
+    "from_json",
     "from_mask_mod",
     "full",
     "global_tokens",

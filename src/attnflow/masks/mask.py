@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, cast
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
+NAMED: Final[dict[str, Callable[..., Mask]]] = {}  # the catalogue by name, which `spec` fills: it needs this file
 
 
 class Mask:
@@ -293,6 +295,36 @@ class Mask:
         """Allowed pairs in each block, int64[query blocks, key blocks]."""
         return flex.block_counts(self.rows_in_query_order(), self._key_rank, *flex.block_sizes(block_size))
 
+    def to_dict(self) -> dict[str, object]:
+        """The mask as plain data that `masks.from_json` and JSON files of the command line read.
+
+        By its catalogue name where that gives it back, by row intervals otherwise; where these would be many more than
+        in the numbering that it has, by that numbering and the intervals in it.
+        """
+        maker = NAMED.get(self.name)
+        if maker is not None:
+            parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in self.parameters.items()}
+            if maker(**parameters) == self:
+                return {"name": self.name, "parameters": parameters}
+        numbered = self.pieces(limit=2 * (self.num_queries + len(self._rows.starts))) is None
+        rows = self._rows if numbered else self.intervals()
+        content: dict[str, object] = {
+            "intervals": [[list(pair) for pair in rows.row(row)] for row in range(self.num_queries)]
+        }
+        if self.num_queries != self.num_keys:
+            content["num_keys"] = self.num_keys
+        ranks = {"query_rank": self._query_rank, "key_rank": self._key_rank}
+        return content | {name: rank.tolist() for name, rank in ranks.items() if numbered and rank is not None}
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON; `masks.from_json` is its inverse.
+
+        >>> from attnflow import masks
+        >>> masks.causal(3).to_json()
+        '{"name": "causal", "parameters": {"n": 3}}'
+        """
+        return json.dumps(self.to_dict())
+
     def __repr__(self) -> str:
         text = self.name
         if self.parameters:
@@ -332,7 +364,7 @@ def _how_to_make_one(value: object) -> str:
             table = f"{table} == 0" if value.is_floating_point() else f"{table}.bool()"
         return f"make one with {make}from_dense({table})"
     if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
-        return f"make one with {make}from_mask_mod(block_mask.mask_mod, *block_mask.shape[-2:])"
+        return f"make one with {make}from_block_mask(block_mask)"
     if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
         return f"call {getattr(value, '__name__', 'it')} with its arguments first"
     if callable(value):

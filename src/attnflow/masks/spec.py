@@ -2,7 +2,9 @@
 
 One of `{"name": "sliding_window", "parameters": {"n": 8, "window": 3}}` (a mask of the catalogue),
 `{"intervals": [[[0, 2]], ...]}` (per query, half-open), `{"dense": [[1, 0], [1, 1]]}` (or rows of text, "10"),
-`{"edges": [[q, k], ...], "num_queries": n}`; combined by `{"and": [...]}`, `{"or": [...]}`, `{"not": ...}`.
+`{"edges": [[q, k], ...], "num_queries": n}`; combined by `{"and": [...]}`, `{"or": [...]}`, `{"not": ...}`; or what
+`masks.export` made, such as `{"attnflow": "FlashMask", ...}`. Intervals may have positions numbered by `query_rank`
+and `key_rank`: query q is row query_rank[q], and key k lies in it where the interval holds key_rank[k].
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Final
 import torch
 
 from attnflow._core.parameters import Named, find, named
-from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys
-from attnflow.masks import catalogue, streams
+from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys, parse_json
+from attnflow.masks import catalogue, export, streams
 from attnflow.masks.build import from_dense, from_edges, from_intervals
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import NAMED, Mask
 
-_FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not")
+_FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not", "attnflow")
 _DEEPEST: Final = 100  # expressions that people write have a handful
 _MASKS: Final = (
     catalogue.attention_sink,
@@ -42,23 +44,27 @@ _MASKS: Final = (
 )
 
 
+NAMED.update({function.__name__: function for function in _MASKS})
+
+
 @cache
 def named_masks() -> Mapping[str, Named[Mask]]:
     """The masks of the catalogue by name, with their parameters."""
     return {function.__name__: named(function) for function in _MASKS}
 
 
-def mask_to_dict(mask: Mask) -> dict[str, object]:
-    """The mask by its catalogue name where that gives it back, by row intervals otherwise."""
-    maker = named_masks().get(mask.name)
-    if maker is not None:
-        parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in mask.parameters.items()}
-        if maker.function(**parameters) == mask:
-            return {"name": mask.name, "parameters": parameters}
-    rows = mask.intervals()
-    intervals = [[list(pair) for pair in rows.row(query)] for query in range(mask.num_queries)]
-    square = mask.num_queries == mask.num_keys
-    return {"intervals": intervals} if square else {"intervals": intervals, "num_keys": mask.num_keys}
+def from_json(text: str) -> Mask:
+    """The mask of a JSON text: what `mask.to_json` wrote, what `masks.export` made, or what a person writes.
+
+    The forms are those of JSON files that the command line takes.
+
+    Raises:
+        ValueError: no JSON, or as the forms say; the message says where.
+
+    >>> from_json('{"dense": ["10", "11"]}') == catalogue.causal(2)
+    True
+    """
+    return mask_from_dict(parse_json(text, "the JSON of a mask"))
 
 
 def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
@@ -89,6 +95,7 @@ def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
         "intervals": _intervals,
         "dense": _dense,
         "edges": _edges,
+        "attnflow": _exported,
     }
     return builders[forms[0]](values, where) if forms[0] in builders else _combined(values, where, depth + 1)
 
@@ -104,13 +111,33 @@ def _named(spec: dict[str, object], where: str) -> Mask:
     return _call(where, entry.function, entry.check(spec.get("parameters", {}), where))
 
 
+def _exported(spec: dict[str, object], where: str) -> Mask:
+    kinds = {kind.__name__: kind for kind in export.FORMS}
+    if not isinstance(spec["attnflow"], str):
+        raise ValueError(f"{where}: attnflow must be text, got {kind_of(spec['attnflow'])}")
+    try:
+        return find(spec["attnflow"], kinds, "form of a mask").from_dict(spec).to_mask()
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
 def _intervals(spec: dict[str, object], where: str) -> Mask:
-    only_keys(spec, where, ("intervals",), ("num_keys",))
+    only_keys(spec, where, ("intervals",), ("num_keys", "query_rank", "key_rank"))
     rows = [
         [_pair(pair, f"{where}.intervals[{q}]") for pair in as_list(row, f"{where}.intervals[{q}]")]
         for q, row in enumerate(as_list(spec["intervals"], f"{where}.intervals"))
     ]
-    return _call(where, from_intervals, {"rows": rows, **_sizes(spec, where, "num_keys")})
+    mask = _call(where, from_intervals, {"rows": rows, **_sizes(spec, where, "num_keys")})
+    if not {"query_rank", "key_rank"} & set(spec):
+        return mask
+    # Position i of the mask is number rank[i] of the rows: what `permute` does with its order.
+    ranks = [
+        [as_integer(number, f"{where}.{name}") for number in as_list(spec[name], f"{where}.{name}")]
+        if name in spec
+        else list(range(size))
+        for name, size in zip(("query_rank", "key_rank"), mask.shape, strict=True)
+    ]
+    return _call(where, mask.permute, {"order": ranks[0], "keys": ranks[1]})
 
 
 def _edges(spec: dict[str, object], where: str) -> Mask:

@@ -21,7 +21,7 @@ from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.numbering import invert
-from attnflow.masks.spec import mask_from_dict, mask_to_dict
+from attnflow.masks.spec import mask_from_dict
 from attnflow.order import bits, composition, walk
 from attnflow.order.closure import Order, close, renumbered
 from attnflow.order.difference import OrderDifference, difference_of
@@ -128,7 +128,7 @@ class Flow(Result):
             "is_dense": self.is_dense,
             "num_classes": len(self.classes),
             "num_edges": len(self.hasse.edges),
-            "masks": [mask_to_dict(mask) for mask in self.masks],
+            "masks": [mask.to_dict() for mask in self.masks],
         }
 
     @classmethod

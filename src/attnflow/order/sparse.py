@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attnflow._core.plain import as_integer
 from attnflow._core.results import Result
 from attnflow.masks.mask import Mask
-from attnflow.masks.spec import mask_from_dict, mask_to_dict
+from attnflow.masks.spec import mask_from_dict
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Sparse(Result):
 
     def to_dict(self) -> dict[str, object]:
         """The mask as `attnflow.masks.spec` writes it, and the depth."""
-        return {"attnflow": "Sparse", "version": self.version, "mask": mask_to_dict(self.mask), "depth": self.depth}
+        return {"attnflow": "Sparse", "version": self.version, "mask": self.mask.to_dict(), "depth": self.depth}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Sparse:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
-from attnflow.masks.spec import mask_from_dict, mask_to_dict
+from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
 from attnflow.tasks.density import holds_diagonal, is_transitive
 from attnflow.tasks.labels import Label, Labels
@@ -140,7 +140,7 @@ class Task:
             "version": _VERSION,
             "inputs": [token.to_dict() for token in self.inputs],
             "labels": [label.to_dict() for label in self.labels],
-            "mask": mask_to_dict(self.mask),
+            "mask": self.mask.to_dict(),
         }
 
     @classmethod

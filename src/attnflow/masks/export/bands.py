@@ -1,0 +1,152 @@
+"""Packed documents with one window: the masks that flash-attn, xFormers, splash and cuDNN have words for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnflow._core import checks
+from attnflow._core.checks import IntArray
+from attnflow.masks.export.form import NotExpressible
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Query i of a document of Q queries and K keys attends to the keys from i + K - Q - left to i + K - Q + right.
+
+    The diagonal is that of the bottom right corner, as everywhere in flash-attn. Keys of other documents are not seen.
+
+    Attributes:
+        queries: number of queries of each document.
+        keys: number of keys of each document.
+        left: keys before the diagonal; None for all of the document.
+        right: keys after it; None for all.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        """Whether nothing after the diagonal is seen."""
+        return self.right == 0
+
+    @property
+    def square(self) -> bool:
+        """Whether each document has as many queries as keys."""
+        return self.queries == self.keys
+
+    def bounds(self) -> tuple[IntArray, IntArray]:
+        """(first key, last key + 1) of each query."""
+        queries, keys = np.array(self.queries, np.int64), np.array(self.keys, np.int64)
+        ends = np.cumsum(keys)
+        low, high = np.repeat(ends - keys, queries), np.repeat(ends, queries)
+        place = np.arange(queries.sum()) + np.repeat(ends - np.cumsum(queries), queries)
+        first = low if self.left is None else np.maximum(low, place - self.left)
+        last = high if self.right is None else np.minimum(high, place + self.right + 1)
+        return first, np.maximum(first, last)
+
+    def to_mask(self, name: str) -> Mask:
+        """The relation."""
+        for side, lengths in (("queries", self.queries), ("keys", self.keys)):
+            checks.size(f"the number of {side}", sum(lengths))
+        first, last = self.bounds()
+        return Mask(IntervalRows.build(np.arange(len(first)), first, last, len(first), sum(self.keys)), name)
+
+
+def bands_of(mask: Mask, format: str) -> Bands:
+    """The documents and the window of a mask: the fewest documents that suffice, one if it can be.
+
+    A square mask is cut into documents of as many queries as keys. Any other mask is one document.
+
+    Raises:
+        NotExpressible: there are none. The search is complete: if any cut into such documents and any window gives the
+            mask, so does the cut at every place that no pair crosses, with the farthest reach of a query as the window.
+
+    Cost: O(intervals).
+    """
+    rows = mask.intervals()
+    first, last = _one_interval(mask, rows, format)
+    if mask.num_queries != mask.num_keys:
+        bands = _with_window((mask.num_queries,), (mask.num_keys,), first, last)
+        _compare(mask, bands, first, last, format)
+        return bands
+    n = mask.num_queries
+    outside = np.flatnonzero((first > np.arange(n)) | (last <= np.arange(n)))
+    if len(outside):
+        query = int(outside[0])
+        raise NotExpressible(format, mask, (query, query), "every query of a packed document attends to its own key")
+    whole = _with_window((n,) if n else (), (n,) if n else (), first, last)
+    if _differing(whole, first, last) is None:
+        return whole
+    free = (np.maximum.accumulate(last)[:-1] <= np.arange(1, n)) & (
+        np.minimum.accumulate(first[::-1])[::-1][1:] >= np.arange(1, n)
+    )
+    cuts = np.concatenate([[0], 1 + np.flatnonzero(free), [n]])
+    lengths = tuple(np.diff(cuts).tolist())
+    bands = _with_window(lengths, lengths, first, last)
+    _compare(mask, bands, first, last, format)
+    return bands
+
+
+def _one_interval(mask: Mask, rows: IntervalRows, format: str) -> tuple[IntArray, IntArray]:
+    """(first key, last key + 1) of each query, (0, 0) for a query without keys."""
+    count = np.diff(rows.indptr)
+    torn = np.flatnonzero(count > 1)
+    if len(torn):
+        query = int(torn[0])
+        key = rows.row(query)[0][1]
+        raise NotExpressible(
+            format, mask, (query, key), "the keys of a query are one stretch, and it allows both sides"
+        )
+    first, last = np.zeros(mask.num_queries, np.int64), np.zeros(mask.num_queries, np.int64)
+    first[count == 1], last[count == 1] = rows.starts, rows.ends
+    return first, last
+
+
+def _with_window(queries: tuple[int, ...], keys: tuple[int, ...], first: IntArray, last: IntArray) -> Bands:
+    """The window with the farthest reach of any query; sides that no query needs to be cut are left open."""
+    low, high = Bands(queries, keys, None, None).bounds()
+    sizes = np.array(queries, np.int64)
+    place = np.arange(len(first)) + np.repeat(np.cumsum(np.array(keys, np.int64)) - np.cumsum(sizes), sizes)
+    some = first < last
+    left = right = None
+    if (some & (first > low)).any():
+        left = max(0, int((place - first)[some].max(initial=0)))
+    reach = max(0, int((last - 1 - place)[some].max(initial=0)))
+    if reach == 0 or (last < high).any():
+        right = reach
+    if left is None and right is None and not some.all() and len(some):
+        right = reach
+    return Bands(queries, keys, left, right)
+
+
+def _differing(bands: Bands, first: IntArray, last: IntArray) -> int | None:
+    """The first query whose keys are others than the bands say."""
+    low, high = bands.bounds()
+    same = ((low == first) & (high == last)) | ((low >= high) & (first >= last))
+    return None if same.all() else int(np.argmin(same))
+
+
+def _compare(mask: Mask, bands: Bands, first: IntArray, last: IntArray, format: str) -> None:
+    query = _differing(bands, first, last)
+    if query is None:
+        return
+    low, high = (int(bound[query]) for bound in bands.bounds())
+    have = (int(first[query]), int(last[query]))
+    window = "without a window" if bands.left is bands.right is None else f"of one window {bands.left, bands.right}"
+    if have[0] >= have[1]:
+        key = low
+    elif low >= high:
+        key = have[0]
+    else:
+        key = min(low, have[0]) if low != have[0] else min(high, have[1])
+    documents = f"{len(bands.queries)} documents" if len(bands.queries) != 1 else "one document"
+    raise NotExpressible(
+        format, mask, (query, key), f"the pairs of the other queries make it {documents} {window}, which says otherwise"
+    )

@@ -1,0 +1,168 @@
+"""Dense forms: FlashInfer's packed bits, and the presets and tables of cuDNN and Transformer Engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int32, UInt8
+from torch import Tensor
+
+from attnflow._core.results import Result
+from attnflow.masks.build import from_dense
+from attnflow.masks.export.bands import Bands, bands_of
+from attnflow.masks.export.form import NotExpressible, checked
+from attnflow.masks.export.packed import _cumulative, _lengths
+from attnflow.masks.mask import Mask
+
+PresetType = Literal["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"]
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInferMask(Result):
+    """A mask as FlashInfer's prefill wrappers take it; the fields have the names of arguments of `plan`.
+
+    Attributes:
+        packed_custom_mask: uint8[bytes], rows end to end, the lowest bit first; each request begins a byte of its own.
+        qo_lengths: queries of each request.
+        kv_lengths: keys of each request.
+    """
+
+    packed_custom_mask: UInt8[Tensor, "bytes"]
+    qo_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+
+    @property
+    def custom_mask(self) -> Bool[Tensor, "pairs"]:
+        """The same, one bool per pair: rows of all requests end to end, True where attention is allowed."""
+        return torch.cat([torch.zeros(0, dtype=torch.bool), *(table.flatten() for table in self._tables())])
+
+    @property
+    def qo_indptr(self) -> Int32[Tensor, "requests_and_1"]:
+        """The first query of each request and the end."""
+        return _cumulative(self.qo_lengths)
+
+    @property
+    def kv_indptr(self) -> Int32[Tensor, "requests_and_1"]:
+        """The first key of each request and the end."""
+        return _cumulative(self.kv_lengths)
+
+    def to_mask(self) -> Mask:
+        """The relation of the only request.
+
+        Raises:
+            ValueError: there are several, or the bytes are not as many as they need.
+        """
+        if len(self.qo_lengths) != 1:
+            raise ValueError(f"a mask is one request, got {len(self.qo_lengths)}")
+        return from_dense(next(iter(self._tables())), "flashinfer")
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row a request."""
+        return [{"queries": q, "keys": k} for q, k in zip(self.qo_lengths, self.kv_lengths, strict=True)]
+
+    def _tables(self) -> list[Tensor]:
+        tables: list[Tensor] = []
+        place = 0
+        for queries, keys in zip(self.qo_lengths, self.kv_lengths, strict=True):
+            size = -(-queries * keys // 8)
+            part = self.packed_custom_mask[place : place + size].numpy()
+            if len(part) != size:
+                raise ValueError(f"expected {size} bytes for {queries} x {keys} pairs, got {len(part)}")
+            bits = np.unpackbits(part, count=queries * keys, bitorder="little")
+            tables.append(torch.from_numpy(bits.astype(np.bool_).reshape(queries, keys)))
+            place += size
+        return tables
+
+    def __str__(self) -> str:
+        return f"FlashInferMask: {len(self.qo_lengths)} requests, {len(self.packed_custom_mask):,} bytes"
+
+    __repr__ = __str__
+
+
+def flashinfer(mask: Mask) -> FlashInferMask:
+    """The `packed_custom_mask` of FlashInfer's prefill wrappers; any mask can be said.
+
+    Cost: one byte per pair while it is packed, one bit per pair after that.
+
+    >>> from attnflow import masks
+    >>> form = flashinfer(masks.causal(3))
+    >>> form.custom_mask.int().tolist(), form.packed_custom_mask.tolist()
+    ([1, 0, 0, 1, 1, 0, 1, 1, 1], [217, 1])
+    """
+    bits = np.packbits(checked(mask).dense().numpy(), axis=None, bitorder="little")
+    return FlashInferMask(torch.from_numpy(bits), (mask.num_queries,), (mask.num_keys,))
+
+
+@dataclass(frozen=True, eq=False)
+class EngineMask(Result):
+    """A mask as Transformer Engine's `DotProductAttention` takes it, which hands presets to cuDNN.
+
+    Attributes:
+        attn_mask_type: a preset, or "arbitrary" with a table. "padding..." is for packed documents, in "thd".
+        window_size: keys (before, after) the diagonal; -1 for all.
+        attention_mask: bool[1, 1, queries, keys], **True where attention is forbidden**; None with a preset.
+        cu_seqlens_q: int32[documents + 1], the first query of each document and the end; None but for "padding...".
+        cu_seqlens_kv: int32[documents + 1], the same of its keys.
+        num_queries: rows of the mask.
+        num_keys: columns of the mask.
+    """
+
+    attn_mask_type: PresetType
+    window_size: tuple[int, int]
+    attention_mask: Bool[Tensor, "1 1 queries keys"] | None
+    cu_seqlens_q: Int32[Tensor, "documents_and_1"] | None
+    cu_seqlens_kv: Int32[Tensor, "documents_and_1"] | None
+    num_queries: int
+    num_keys: int
+
+    def to_mask(self) -> Mask:
+        """The relation that the engine computes."""
+        if self.attention_mask is not None:
+            return from_dense(~self.attention_mask[0, 0], "te")
+        queries, keys = (self.num_queries,), (self.num_keys,)
+        if self.cu_seqlens_q is not None and self.cu_seqlens_kv is not None:
+            queries, keys = _lengths("cu_seqlens_q", self.cu_seqlens_q), _lengths("cu_seqlens_kv", self.cu_seqlens_kv)
+        left, right = (None if side == -1 else side for side in self.window_size)
+        return Bands(queries, keys, left, 0 if "causal" in self.attn_mask_type else right).to_mask("te")
+
+    def __str__(self) -> str:
+        return f"EngineMask: {self.attn_mask_type}, window_size {self.window_size}"
+
+    __repr__ = __str__
+
+
+def te(mask: Mask) -> EngineMask:
+    """The arguments of Transformer Engine's `DotProductAttention`; what is no preset is a table, True = forbidden.
+
+    Cost: O(intervals) for a preset, one byte per pair for a table.
+
+    >>> from attnflow import masks
+    >>> te(masks.causal(3)).attn_mask_type
+    'causal'
+    >>> te(masks.butterfly(2)).attention_mask[0, 0].int().tolist()[0]
+    [0, 1, 1, 1]
+    """
+    try:
+        bands = bands_of(checked(mask), "te")
+    except NotExpressible:
+        bands = None
+    kind = None if bands is None else _preset(bands)
+    if bands is None or kind is None:
+        return EngineMask("arbitrary", (-1, -1), ~mask.dense()[None, None], None, None, *mask.shape)
+    left, right = (-1 if side is None else side for side in (bands.left, bands.right))
+    packed = kind.startswith("padding")
+    lengths = (_cumulative(bands.queries), _cumulative(bands.keys)) if packed else (None, None)
+    return EngineMask(kind, (left, right), None, *lengths, *mask.shape)
+
+
+def _preset(bands: Bands) -> PresetType | None:
+    if len(bands.queries) != 1:
+        return "padding_causal" if bands.causal else "padding"
+    if bands.square:
+        return "causal" if bands.causal else "no_mask"
+    if bands.causal:
+        return "causal_bottom_right"
+    return "no_mask" if bands.left is bands.right is None else None  # a window's diagonal is another one there

@@ -1,0 +1,274 @@
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnflow import masks
+from attnflow.masks import export
+from attnflow.masks.export import NotExpressible
+from attnflow.masks.export.columns import transposed
+from tests.catalogue_cases import MASKS
+from tests.masks.export import decoders
+from tests.refused import refused
+from tests.strategies import dense_masks, mask_pairs, relations, square_masks
+
+ODD = [masks.causal(127), masks.document([63, 1, 64]), masks.longformer(129, 5, [0, 64]), masks.block_diffusion(5, 7)]
+EVERY = [*MASKS, *ODD]
+FIXTURES = json.loads(Path(__file__).with_name("fixtures.json").read_text())["masks"]
+
+
+def decoded(form, mask):
+    """The table of a form, by its published definition."""
+    match form:
+        case export.Varlen():
+            lengths = form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist()
+            assert form.max_seqlen_q == np.diff(lengths[0]).max(initial=0)
+            assert form.max_seqlen_k == np.diff(lengths[1]).max(initial=0)
+            return decoders.varlen(*lengths, form.causal, form.window_size)
+        case export.MagiRanges():
+            tables = form.q_ranges.tolist(), form.k_ranges.tolist(), form.attn_type_map.tolist()
+            return decoders.magi(*tables, mask.shape)
+        case export.FlashMask():
+            return decoders.flashmask(form.startend_row_indices[0, 0].tolist(), form.causal, form.num_queries)
+        case export.FlashInferMask():
+            flat = form.custom_mask.numpy()
+            assert np.array_equal(np.packbits(flat, bitorder="little"), form.packed_custom_mask.numpy())
+            return flat.reshape(mask.shape)
+        case export.DraftTree():
+            table = decoders.vllm(list(form.paths))
+            back = np.argsort(form.order)
+            return table[np.ix_(back, back)]
+        case export.EngineMask() if form.attention_mask is not None:
+            return ~form.attention_mask[0, 0].numpy()
+        case export.EngineMask():
+            one = ([0, form.num_queries], [0, form.num_keys])
+            lengths = one if form.cu_seqlens_q is None else (form.cu_seqlens_q.tolist(), form.cu_seqlens_kv.tolist())
+            return decoders.varlen(*lengths, "causal" in form.attn_mask_type, form.window_size)
+    return None  # xFormers and splash: by the fixtures that their packages made
+
+
+def made(mask, name):
+    try:
+        return export.FORMATS[name](mask), None
+    except NotExpressible as error:
+        return None, error
+
+
+def check(mask, name):
+    """Export, decode by the definition, read back, through JSON too; or a refusal that names a pair of the mask."""
+    form, error = made(mask, name)
+    if error is not None:
+        assert error.format == name
+        assert error.allowed == mask.allows(*error.pair)
+        assert f"query {error.pair[0]}, key {error.pair[1]}" in str(error)
+        return None
+    table = decoded(form, mask)
+    assert table is None or np.array_equal(table, mask.dense().numpy())
+    assert form.to_mask() == mask
+    assert type(form).from_json(form.to_json()).to_mask() == mask
+    return form
+
+
+def names(mask):
+    rootless = 0 in mask.shape
+    return [name for name in export.FORMATS if not (name == "vllm" and rootless)]
+
+
+@pytest.mark.parametrize("name", sorted(export.FORMATS))
+def test_the_whole_catalogue(name):
+    said = [check(mask, name) is not None for mask in EVERY if name in names(mask)]
+    if name in ("flashinfer", "magi", "splash", "te"):
+        assert all(said)
+
+
+@settings(max_examples=60)
+@given(square_masks(9))
+def test_random_square_masks(mask):
+    for name in names(mask):
+        check(mask, name)
+
+
+@settings(max_examples=60)
+@given(dense_masks(9))
+def test_random_masks_of_any_shape(mask):
+    for name in names(mask):
+        check(mask, name)
+
+
+@settings(max_examples=40)
+@given(mask_pairs())
+def test_combinations(pair):
+    a, b = pair
+    for mask in (a & b, a | b, ~a):
+        for name in names(mask):
+            check(mask, name)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 5), st.booleans())
+def test_documents_with_windows_are_said(lengths, window, causal):
+    n = sum(lengths)
+    mask = masks.document(lengths, "full") & masks.sliding_window(n, window, causal=causal)
+    assert check(mask, "varlen") is not None
+    assert check(masks.document(lengths), "xformers") is not None
+
+
+def every_table(n):
+    for bits in product((False, True), repeat=n * n):
+        yield np.array(bits).reshape(n, n)
+
+
+def said_by(name, table):
+    return made(masks.from_dense(torch.from_numpy(table)), name)[0] is not None
+
+
+def sides(n):
+    return [(left, right) for left in range(-1, n) for right in range(-1, n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_nothing_is_refused_that_can_be_said(n):
+    """Every relation of n positions against every setting of the format."""
+    cuts = [np.cumsum([0, *lengths]).tolist() for lengths in decoders.compositions(n)]
+    bands = {(cut := tuple(c), w): decoders.varlen(cut, cut, False, w).tobytes() for c in cuts for w in sides(n)}
+    varlen = set(bands.values())
+    causal_or_open = {t for (cut, (left, right)), t in bands.items() if right == 0 or left == right == -1}
+    one = {t for (cut, _), t in bands.items() if len(cut) == 2}
+    trees = set()
+    for parents in product(range(-1, n), repeat=n):
+        if parents.count(-1) == 1:
+            order = sorted(range(n), key=lambda node: parents[node] != -1)
+            place = {node: number for number, node in enumerate(order)}
+            try:
+                mask = masks.tree([-1, *(place[parents[node]] for node in order[1:])])
+            except ValueError:  # a cycle
+                continue
+            trees.add(mask.permute(np.argsort(order)).dense().numpy().tobytes())
+    for table in every_table(n):
+        assert said_by("varlen", table) == (table.tobytes() in varlen)
+        assert said_by("xformers", table) == (table.tobytes() in causal_or_open | one)
+        assert said_by("vllm", table) == (table.tobytes() in trees)
+
+
+@given(relations(7))
+def test_flashmask_refuses_what_has_three_stretches(table):
+    forbidden = np.pad(~table, ((1, 1), (0, 0))).astype(np.int8)
+    stretches = (np.diff(forbidden, axis=0) == 1).sum(axis=0).max(initial=0)
+    assert said_by("flashmask", table) == (stretches <= 2)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("keys", [1, 3, 4])
+def test_rectangles_of_one_document_are_said(queries, keys):
+    for left, right in sides(5):
+        table = decoders.varlen([0, queries], [0, keys], False, (left, right))
+        mask = masks.from_dense(torch.from_numpy(table))
+        if queries != keys:
+            assert export.varlen(mask).to_mask() == mask
+
+
+@pytest.mark.parametrize("entry", FIXTURES, ids=[f"{i}-{e['form']['kind']}" for i, e in enumerate(FIXTURES)])
+def test_as_the_packages_compute_it(entry):
+    kind = getattr(export, entry["form"]["attnflow"])
+    size = entry["shape"][0] * entry["shape"][1]
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(entry["allowed"]), np.uint8), count=size)
+    mask = masks.from_dense(torch.from_numpy(bits.astype(np.bool_).reshape(entry["shape"])))
+    form = kind.from_dict(entry["form"])
+    assert form.to_mask() == mask
+    make = export.xformers if kind is export.XFormersBias else export.splash
+    assert make(mask).to_json() == form.to_json()
+
+
+@given(relations(8))
+def test_transposition(table):
+    rows = masks.from_dense(torch.from_numpy(table)).intervals()
+    assert np.array_equal(transposed(rows).to_bool(), table.T)
+    assert transposed(transposed(rows)).equals(rows)
+
+
+def test_few_slices_and_bounds_for_regular_masks():
+    slices = {
+        masks.causal(65): 1,
+        masks.full(7, 9): 1,
+        masks.sliding_window(65, 9): 2,
+        masks.document([5, 9, 3]): 3,
+        masks.prefix_lm(33, 8): 2,
+        masks.block_causal(32, 8): 4,
+    }
+    for mask, count in slices.items():
+        assert len(export.magi(mask).attn_type_map) == count
+    bounds = {
+        masks.causal(9): (1, True),
+        masks.document([5, 9]): (1, True),
+        masks.sliding_window(9, 3): (1, True),
+        masks.attention_sink(9, 2, 3): (1, True),
+        masks.prefix_lm(9, 4): (2, False),
+        masks.document([3, 4], "full"): (2, False),
+        masks.block_two_stream(4, 2): (4, False),
+        masks.longformer(9, 2): (4, False),
+    }
+    for mask, (width, causal) in bounds.items():
+        form = export.flashmask(mask)
+        assert (form.startend_row_indices.shape[-1], form.causal) == (width, causal), mask
+
+
+def test_what_cannot_be_said_is_named():
+    with pytest.raises(NotExpressible, match=r"flashmask cannot say butterfly\(n=6\): it forbids query \d+, key \d+"):
+        export.flashmask(masks.butterfly(6))
+    with pytest.raises(NotExpressible, match="forbids query 2, key 2, but every query") as caught:
+        export.varlen(masks.from_edges([(0, 0), (1, 1)], 3))
+    assert caught.value.pair == (2, 2)
+    with pytest.raises(NotExpressible, match="they share their ancestors"):
+        export.vllm(masks.causal(3) & ~masks.from_edges([(2, 0)], 3))
+    with pytest.raises(NotExpressible, match="windows only where they are causal"):
+        export.xformers(masks.document([4, 3], "full") & masks.sliding_window(7, 2, causal=False))
+
+
+def test_what_is_no_mask_is_told_how_to_become_one():
+    for make in export.FORMATS.values():
+        with pytest.raises(Exception, match=r"from_dense|Mask"):
+            make(torch.ones(2, 2, dtype=torch.bool))
+
+
+def test_forms_that_say_something_else_are_refused():
+    with pytest.raises(ValueError, match="overlap"):
+        export.MagiRanges(
+            torch.tensor([[0, 2], [1, 2]]).int(), torch.tensor([[0, 2]] * 2).int(), torch.zeros(2).int(), 2, 2
+        ).to_mask()
+    with pytest.raises(ValueError, match="0, 1, 2 or 3"):
+        export.MagiRanges(
+            torch.tensor([[0, 2]]).int(), torch.tensor([[0, 2]]).int(), torch.tensor([4]).int(), 2, 2
+        ).to_mask()
+    with pytest.raises(ValueError, match="start at 0"):
+        export.Varlen(torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int(), 1, 2, True, (-1, -1)).to_mask()
+    with refused(ValueError, "as many documents"):
+        export.Varlen(torch.tensor([0, 2]).int(), torch.tensor([0, 1, 2]).int(), 2, 1, True, (-1, -1)).to_mask()
+    with pytest.raises(ValueError, match="no parent"):
+        export.DraftTree(((0,), (1, 0)), (0, 1, 2)).to_mask()
+    with pytest.raises(ValueError, match="sorted"):
+        export.DraftTree(((1,), (0,)), (0, 1, 2)).to_mask()
+    with pytest.raises(ValueError, match="takes 1 or 2 bounds"):
+        export.FlashMask(torch.zeros(1, 1, 3, 4).int(), True, 3).to_mask()
+    with pytest.raises(ValueError, match="bytes for 3 x 3 pairs, got 1"):
+        export.FlashInferMask(torch.zeros(1, dtype=torch.uint8), (3,), (3,)).to_mask()
+    with pytest.raises(ValueError, match="at most 4,096"):
+        export.vllm(masks.causal(5000))
+
+
+@pytest.mark.parametrize("name", ["xformers", "splash"])
+def test_a_package_that_is_missing_is_named(name, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jax" if name == "splash" else name, None)
+    with pytest.raises(ImportError, match="pip install"):
+        export.FORMATS[name](masks.causal(3)).build()
+
+
+def test_long_masks_take_intervals_only():
+    n = 8192
+    for mask in (masks.longformer(n, 512), masks.sliding_window(n, 512), masks.document([1024] * 8)):
+        assert export.flashmask(mask).to_mask() == mask
+        assert export.magi(mask).to_mask() == mask
