@@ -43,6 +43,7 @@ TABLES = {
     "OrderDifference",
     "QueryBias",
     "Reembedded",
+    "SharingReport",
     "Sparse",
     "SplashMask",
     "StoreCheck",

@@ -77,7 +77,7 @@ class _Float64(TorchFunctionMode):
         named = dict(kwargs or {})
         if func is Tensor.float:
             return args[0].double()
-        if func is Tensor.to:
+        if func is Tensor.to or func is Tensor.type:
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if args and isinstance(args[0], Tensor) and named.get("dtype") is torch.float32:
             named["dtype"] = torch.float64

@@ -21,7 +21,7 @@ from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
 if TYPE_CHECKING:
-    from attnflow.tasks.hf import generate_blocks, infill
+    from attnflow.tasks.hf import generate_blocks, infill, share_prefixes
 
 __all__ = [
     "Collator",
@@ -46,6 +46,7 @@ __all__ = [
     "merge",
     "multi_token_prediction",
     "permutation_lm",
+    "share_prefixes",
     "verify",
 ]
 

@@ -8,7 +8,7 @@ the earliest sequence goes through), so that a node's ancestors are at most log2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,6 +71,21 @@ class Trie:
     def size(self) -> int:
         """Number of nodes."""
         return len(self.parent)
+
+    def with_copies(self, nodes: IntArray) -> Trie:
+        """With a further leaf for each of `nodes`, repeats allowed: the same ancestors and itself, not the node.
+
+        Nothing else changes: descendants stay those of the node, and `end` does not count copies.
+        """
+        leaves = np.arange(self.size, self.size + len(nodes))
+        return replace(
+            self,
+            source=np.concatenate([self.source, self.source[nodes]]),
+            parent=np.concatenate([self.parent, self.parent[nodes]]),
+            depth=np.concatenate([self.depth, self.depth[nodes]]),
+            end=np.concatenate([self.end, leaves + 1]),
+            head=np.concatenate([self.head, leaves]),
+        )
 
     def ancestors(self, columns: IntArray | None = None, window: int | None = None) -> IntervalRows:
         """Row v: node v and its ancestors; with a `window`, only those `u` with `columns[v] - columns[u] < window`.

@@ -9,5 +9,6 @@ if find_spec("transformers") is None:
 
 from attnflow.tasks.hf.decoding import generate_blocks
 from attnflow.tasks.hf.infill import infill
+from attnflow.tasks.hf.sharing import share_prefixes
 
-__all__ = ["generate_blocks", "infill"]
+__all__ = ["generate_blocks", "infill", "share_prefixes"]

@@ -1,0 +1,222 @@
+"""`share_prefixes`: rows that begin alike run once, in any trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.handles import Handle
+from attnflow._core.results import Result
+from attnflow.models.evaluation import REFUSALS, evaluating, refusal
+from attnflow.models.loaded import Loaded, split
+from attnflow.tasks.hf.prefix_check import Backbone, compare
+from attnflow.tasks.hf.shared_calls import Calls, Counts
+
+_log: Final = logging.getLogger("attnflow.tasks")
+
+
+@dataclass(frozen=True)
+class SharingReport(Result):
+    """What was shared in the calls of a model so far.
+
+    Attributes:
+        calls: calls whose rows could have been shared; calls with a cache are not counted here.
+        shared: calls that ran on trees.
+        tokens_before: real tokens of all these calls, padding not counted.
+        tokens_after: tokens that were run for them; those of calls that ran as they came count in full.
+        last_before: the same of the last call.
+        last_after: the same of the last call.
+        stock: reason -> number of calls that ran as they came for it.
+    """
+
+    calls: int
+    shared: int
+    tokens_before: int
+    tokens_after: int
+    last_before: int
+    last_after: int
+    stock: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
+
+    @property
+    def share(self) -> float:
+        """Tokens run, as a share of tokens in the rows; 1.0 before the first call."""
+        return self.tokens_after / self.tokens_before if self.tokens_before else 1.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tokens_before:,} tokens -> {self.tokens_after:,} in {self.calls:,} calls, {self.shared:,} of them "
+            f"shared; the last {self.last_before:,} -> {self.last_after:,}"
+        ]
+        lines += [f"{number:,} calls as they came: {reason}" for reason, number in self.stock.items()]
+        return "\n".join(lines)
+
+
+class SharedPrefixes(Handle):
+    """A model that runs the common beginnings of its rows once; `report` says what that saved.
+
+    Attributes:
+        model: the model.
+        no_copies: why calls with labels run their head for every token of the rows; "" if once for a token.
+    """
+
+    def __init__(self, model: nn.Module, calls: Calls, no_copies: str, hooks: list[RemovableHandle]) -> None:
+        super().__init__(model)
+        self.no_copies = no_copies
+        self._calls = calls
+        self._hooks = hooks
+
+    @property
+    def report(self) -> SharingReport:
+        """What was shared so far."""
+        counts = self._calls.counts
+        return SharingReport(counts.calls, counts.shared, counts.before, counts.after, *counts.last, dict(counts.stock))
+
+    def _restore(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _summary(self) -> str:
+        head = f" (its head for each of them: {self.no_copies})" if self.no_copies else ""
+        return f"{type(self.model).__name__} runs common beginnings of rows once{head}: {self.report}"
+
+
+def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
+    """Let a causal model run the common beginnings of the rows of a batch once: same outputs, same gradients.
+
+    The rows [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions in
+    place of G x P + sum of completions), which run under the mask of ancestors at the positions that the rows have; the
+    states are read back to [B, S, hidden], and their gradients add up. Callers see no difference, so that trl's
+    trainers (GRPO, RLOO, DPO, KTO, SFT), `Trainer`, or a loop of your own stay as they are; share the model that they
+    call: `share_prefixes(trainer.model)`.
+
+    - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
+      a token that predicts c labels takes c slots. `loss` (and the fields of trl's fused head) come out of the same
+      code of the model; no label is dropped, not even the first of a completion.
+    - Positions are those of the call; if it gives none, the numbers of the columns, as in transformers. Equal tokens in
+      different columns are different, then: rows padded on the left share where their prompts are equally long.
+    - Outputs at pads are 0.
+    - A call runs as it came if a cache is used (generation), if its rows do not begin alike, if that is less work, or
+      if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D, packed
+      rows); `handle.report` counts these by reason, and the log names each once.
+
+    Args:
+        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, or what `load_model` returns.
+
+    Returns:
+        A handle: `.report` has the tokens before and after, `.remove()` restores the model.
+
+    Raises:
+        UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
+            whose attention is not causal or in chunks, or whose states came out different when both forms were run.
+        ValueError: at a call, while dropout is active: rows would share it.
+
+    Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa and
+    eager a dense mask, width x width bytes a row; for flex_attention blocks, never dense.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> rows = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11, 12], [5, 6, 7, 8, 13, 14]])
+    >>> stock = model(rows, use_cache=False).logits
+    >>> with share_prefixes(model) as handle:
+    ...     shared = model(rows, use_cache=False).logits
+    >>> handle.report.last_before, handle.report.last_after, bool(torch.allclose(stock, shared, atol=1e-5))
+    (18, 10, True)
+    """
+    model, _ = split(model)
+    outer = _unwrapped(model)
+    backbone = Backbone.of(outer)
+    head = None if outer is backbone.module else _head(outer)
+    calls = Calls(backbone.windows(), backbone.cost(head), backbone.long_positions, with_labels=head is not None)
+    no_copies = _checked(outer, backbone, calls)
+    calls.with_labels = not no_copies
+    handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls))
+    _log.info("%s", str(handle))
+    return handle
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    return cast("nn.Module | None", getter()) if callable(getter) else None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model in the wrappers of `torch.compile` and of data parallelism."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
+            return _unwrapped(inner)
+    return model
+
+
+def _checked(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
+    """Run both forms and compare; returns why calls with labels cannot be replaced as a whole, else "".
+
+    Raises:
+        UnsupportedArchitecture: the states of the backbone differ, or its layers do not get the masks meant for them.
+    """
+    ids, real = backbone.probe()
+    labels = ids.masked_fill((real * real.roll(1, dims=1)) == 0, -100)
+    labels[:, 0] = -100
+    rows = {"input_ids": ids, "attention_mask": real, "use_cache": False}
+
+    def states() -> Tensor:
+        with _looking(model):
+            return cast(Any, backbone.module)(**rows).last_hidden_state
+
+    def labelled() -> tuple[Tensor, Tensor] | str:
+        with _looking(model):
+            try:
+                output = cast(Any, model)(**rows, labels=labels)
+                return cast(Tensor, output.loss).reshape(1, 1), cast(Tensor, output.logits)
+            except REFUSALS as error:
+                return f"it does not take labels [batch, tokens] ({refusal(error)})"
+
+    stock, stock_labelled = states(), labelled() if calls.with_labels else "it has no head"
+    hooks = _hooked(model, backbone.module, calls)
+    calls.always = True
+    try:
+        backbone.intercepted(lambda call, proceed: backbone.masked_as_meant(call, proceed, calls.masks), states)
+        compare(stock, states(), real, type(backbone.module).__name__)
+        if isinstance(stock_labelled, str):
+            return stock_labelled
+        shared = labelled()
+        if isinstance(shared, str):
+            return shared
+        try:
+            compare(stock_labelled[0], shared[0], torch.ones(1, 1), "its loss")
+            compare(stock_labelled[1], shared[1], real, "its head")
+        except UnsupportedArchitecture as error:
+            return str(error)
+        return ""
+    finally:
+        for hook in hooks:
+            hook.remove()
+        calls.always, calls.counts = False, Counts()
+
+
+@contextmanager
+def _looking(model: nn.Module) -> Generator[None]:
+    with evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
+        yield
+
+
+def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[RemovableHandle]:
+    hooks = [
+        backbone.register_forward_pre_hook(calls.before_backbone, with_kwargs=True),
+        backbone.register_forward_hook(calls.after_backbone, always_call=True),
+    ]
+    prompted = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    if model is not backbone and not prompted:
+        hooks.append(model.register_forward_pre_hook(calls.before_model, with_kwargs=True))
+        hooks.append(model.register_forward_hook(calls.after_model, always_call=True))
+    return hooks

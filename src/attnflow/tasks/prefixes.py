@@ -1,0 +1,242 @@
+"""Rows of a batch that begin alike, as the prefix trees that a causal model runs in their place.
+
+A token's state depends on the tokens before it in its row alone, so equal beginnings have equal states. Their tree
+holds each once, runs under the mask of ancestors, and its states are read back to the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core.checks import IntArray
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+from attnflow.tasks.embedding import NO_ID
+from attnflow.tasks.trie import Trie
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The work of a pass, in any one unit: of a token, of a query with a key, of a token whose logits are made."""
+
+    token: float
+    pair: float
+    head: float
+
+    def rows(self, number: int, length: int) -> float:
+        """Of a batch [number, length] without its logits; every pair is computed, as dense attention does."""
+        return number * length * (self.token + self.pair * length)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of a causal model as arrays.
+
+    Attributes:
+        ids: int64[batch, length].
+        real: bool[batch, length], False at pads.
+        positions: int64[batch, length], what the model takes for positions.
+        labels: int64[batch, length], as transformers takes them: predicted one place before, -100 where there is none.
+        by_column: whether the number of the column counts beside the position, as it does for sliding windows.
+    """
+
+    ids: IntArray
+    real: BoolArray
+    positions: IntArray
+    labels: IntArray | None = None
+    by_column: bool = False
+
+    def keys(self) -> IntArray:
+        """int64[real tokens], row after row: what makes a token what it is, apart from those before it.
+
+        Raises:
+            ValueError: ids, positions and columns do not fit into 64 bits.
+        """
+        columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)[self.real]
+        parts = [self.ids[self.real], self.positions[self.real], *([columns] if self.by_column else [])]
+        low = [int(part.min(initial=0)) for part in parts]
+        spans = [int(part.max(initial=0)) - least + 1 for part, least in zip(parts, low, strict=True)]
+        if np.prod([float(span) for span in spans]) >= 2**62:
+            raise ValueError(f"token ids and positions span {' x '.join(map(str, spans))} values, more than 64 bits")
+        key = np.zeros(len(columns), np.int64)
+        for part, least, span in zip(parts, low, spans, strict=True):
+            key = key * span + (part - least)
+        return key
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What runs in place of a batch: prefix trees, one in each row.
+
+    Attributes:
+        ids: int64[rows, width].
+        positions: int64[rows, width].
+        trees: the tree of each row; slots behind it are padding.
+        columns: int64[nodes] of each tree, the column of the batch that a node lies in.
+        place: int64[batch, length], the slot of each token in the flattened rows; -1 at pads.
+        tokens: real tokens of the batch.
+        labels: int64[rows, width], as in `Batch`: every label of the batch once. None if it has none.
+        label_place: int64[batch, length - 1], the place of each prediction in the flattened [rows, width - 1].
+    """
+
+    ids: IntArray
+    positions: IntArray
+    trees: tuple[Trie, ...]
+    columns: tuple[IntArray, ...]
+    place: IntArray
+    tokens: int
+    labels: IntArray | None = None
+    label_place: IntArray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, width)."""
+        return self.ids.shape[0], self.ids.shape[1]
+
+    @property
+    def nodes(self) -> int:
+        """Tokens that are run, copies of them counted and padding not."""
+        return sum(tree.size for tree in self.trees)
+
+    def cost(self, cost: Cost) -> float:
+        """The work of the plan, with the logits of every slot (labels) or of every token of the batch (none)."""
+        slots = self.ids.size if self.labels is not None else self.place.size
+        return cost.rows(*self.shape) + cost.head * slots
+
+    def allowed(self, window: int | None = None) -> BoolArray:
+        """bool[rows, width, width], `allow[row, query, key]`; padding attends to itself alone."""
+        rows, width = self.shape
+        table = np.zeros((rows, width, width), np.bool_)
+        table[:, np.arange(width), np.arange(width)] = True
+        for row, (tree, columns) in enumerate(zip(self.trees, self.columns, strict=True)):
+            table[row, : tree.size, : tree.size] = tree.ancestors(columns, window).to_bool()
+        return table
+
+    def mask(self, window: int | None = None) -> Mask:
+        """The same of a plan of one row, as a mask, which is never dense."""
+        ((tree,), (columns,)), width = (self.trees, self.columns), self.shape[1]
+        pads = np.arange(tree.size, width)
+        padding = IntervalRows.build(pads - tree.size, pads, pads + 1, len(pads), width)
+        return Mask(IntervalRows.stack([tree.ancestors(columns, window), padding], width), "prefix_tree")
+
+    @property
+    def shares(self) -> bool:
+        """Whether any token is run once for several rows."""
+        return any(len(tree.node_of) > int(tree.node_of.max(initial=-1)) + 1 for tree in self.trees)
+
+
+def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
+    """The prefix trees of a batch, with its labels if it has some; None if no row has a token.
+
+    Sequences are put into one row as long as that is less work than a row of their own, since dense attention also
+    computes the pairs that a mask forbids.
+
+    Args:
+        batch: the rows. Each label must be predicted by a real token.
+        cost: what decides.
+        one_row: whether all trees go into one row, for kernels that skip what a mask forbids.
+
+    A token that predicts c labels takes c slots: itself and c - 1 copies with its position and ancestors, so that one
+    label to a slot suffices. With labels each row ends with a slot of padding, since the label of a slot stands in the
+    next one.
+
+    Cost: O(tokens) memory and a sort of the sequences.
+    """
+    numbers = batch.real.sum(axis=1)
+    if not numbers.any():
+        return None
+    offsets = np.concatenate([[0], np.cumsum(numbers)])
+    keys, rows = batch.keys(), np.flatnonzero(numbers)
+    whole = Trie.of(keys, offsets)
+    groups = [rows] if one_row else _groups(whole, rows, cost)
+    trees: list[Trie] = []
+    sources: list[IntArray] = []  # of each tree, the flat token of the batch that lies on each node
+    slot, predicts = np.empty(len(keys), np.int64), _predicts(batch)
+    prediction = np.full(len(keys), -1)
+    for group in groups:
+        items = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in group.tolist()])
+        tree = whole if len(groups) == 1 else Trie.of(keys[items], np.concatenate([[0], np.cumsum(numbers[group])]))
+        slot[items] = tree.node_of
+        if predicts is not None:
+            tree = _with_labels(tree, items, predicts, prediction)
+        trees.append(tree)
+        sources.append(items[tree.source])
+    width = max(tree.size for tree in trees) + (predicts is not None)
+    starts, row_of = np.arange(len(groups)) * width, np.empty(len(numbers), np.int64)
+    for number, group in enumerate(groups):
+        row_of[group] = number
+    token_row = np.repeat(row_of, numbers)
+    place = np.full(batch.ids.shape, -1)
+    place[batch.real] = slot + starts[token_row]
+    flat_ids, flat_positions = batch.ids[batch.real], batch.positions[batch.real]
+    column = np.broadcast_to(np.arange(batch.ids.shape[1]), batch.ids.shape)[batch.real]
+    ids, positions = np.full((len(groups), width), flat_ids[0]), np.zeros((len(groups), width), np.int64)
+    for row, source in enumerate(sources):
+        ids[row, : len(source)], positions[row, : len(source)] = flat_ids[source], flat_positions[source]
+    columns = tuple(column[source] for source in sources)
+    if predicts is None:
+        return Plan(ids, positions, tuple(trees), columns, place, len(keys))
+    labels, label_place = np.full(ids.shape, NO_ID), np.full((len(numbers), batch.ids.shape[1] - 1), -1)
+    at = np.flatnonzero(prediction >= 0)
+    labels[token_row[at], prediction[at] + 1] = predicts[at]
+    row, source_column = np.nonzero(batch.real)
+    label_place[row[at], source_column[at]] = prediction[at] + token_row[at] * (width - 1)
+    return Plan(ids, positions, tuple(trees), columns, place, len(keys), labels, label_place)
+
+
+def labels_of_pads(real: BoolArray, labels: IntArray) -> bool:
+    """Whether a label is predicted by a pad, as the first token of a row that is padded on the left."""
+    return bool((~real[:, :-1] & (labels[:, 1:] != NO_ID)).any())
+
+
+def _predicts(batch: Batch) -> IntArray | None:
+    """int64[real tokens]: the label that each predicts, -100 for none."""
+    if batch.labels is None:
+        return None
+    after = np.full(batch.ids.shape, NO_ID)
+    after[:, :-1] = batch.labels[:, 1:]
+    return after[batch.real]
+
+
+def _with_labels(tree: Trie, items: IntArray, predicts: IntArray, prediction: IntArray) -> Trie:
+    """The tree with copies for all labels but the first of each node; writes the slot of each into `prediction`."""
+    at = np.flatnonzero(predicts[items] != NO_ID)
+    node = tree.node_of[at]
+    order = np.argsort(node, kind="stable")
+    first = np.ones(len(order), np.bool_)
+    first[1:] = node[order][1:] != node[order][:-1]
+    copied = node[order][~first]
+    slot = np.empty(len(at), np.int64)
+    slot[order[first]] = node[order][first]
+    slot[order[~first]] = tree.size + np.arange(len(copied))
+    prediction[items[at]] = slot
+    return tree.with_copies(copied)
+
+
+def _groups(tree: Trie, rows: IntArray, cost: Cost) -> list[IntArray]:
+    """Sequences that share a row, in the order of their leaves: one joins if that is less work than its own row."""
+    offsets, node_of = tree.offsets, tree.node_of
+    order = rows[np.argsort(node_of[offsets[rows + 1] - 1], kind="stable")].tolist()
+    groups: list[list[int]] = []
+    size = 0
+    for before, row in zip([-1, *order], order, strict=False):
+        length = int(offsets[row + 1] - offsets[row])
+        own = length if before < 0 else length - _shared(tree, before, row)
+        if groups and cost.rows(1, size + own) - cost.rows(1, size) <= cost.rows(1, length):
+            groups[-1].append(row)
+            size += own
+        else:
+            groups.append([row])
+            size = length
+    return [np.array(sorted(group)) for group in groups]
+
+
+def _shared(tree: Trie, a: int, b: int) -> int:
+    first, second = (tree.node_of[tree.offsets[row] : tree.offsets[row + 1]] for row in (a, b))
+    length = min(len(first), len(second))
+    return int((first[:length] == second[:length]).sum())  # paths in a tree never meet again

@@ -1,0 +1,415 @@
+"""Rows that begin alike, run once: the same outputs and gradients as one by one."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnflow as af
+from attnflow.models.evaluation import precision
+from attnflow.tasks.hf.shared_calls import NOTHING
+from tests.models import CAUSAL, WINDOW, ZOO
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of transformers and peft, about their own names
+    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),  # transformers' own
+]
+PAD = 3
+REFUSED = {"OPT"}  # counts positions by the padding
+
+
+@pytest.fixture(autouse=True)
+def same_weights():
+    torch.manual_seed(0)
+
+
+def rows(sequences: list[list[int]], left: bool = False) -> dict[str, Tensor]:
+    width = max(map(len, sequences))
+    ids, real = [], []
+    for one in sequences:
+        pads = [PAD] * (width - len(one))
+        ids.append([*pads, *one] if left else [*one, *pads])
+        real.append([0] * len(pads) + [1] * len(one) if left else [1] * len(one) + [0] * len(pads))
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real)}
+
+
+PROMPT = [7, 9, 11, 13, 15, 17, 19, 21]
+GROUP = [[*PROMPT, 4, 5, 6], [*PROMPT, 4, 8], [*PROMPT, 10, 5, 6], [*PROMPT, 4, 5, 6], [*PROMPT], [*PROMPT, 4, 8, 12]]
+AGENTS = [[*PROMPT, 4], [*PROMPT, 5, 6, 7, 30], [*PROMPT, 5, 6, 7, 31, 32], [*PROMPT, 5, 33], [40, 41, 42], [40, 41]]
+BATCHES = {
+    "a group": rows(GROUP),
+    "padded on the left": rows([*GROUP, GROUP[0]], left=True),
+    "an agent's tree and another": rows(AGENTS),
+    "both sides": {
+        "input_ids": torch.tensor(
+            [[PAD, 7, 8, 9, 10, 11, PAD], [PAD, 7, 8, 9, 10, 12, 13], [7, 8, 9, 10, 11, PAD, PAD]]
+        ),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]),
+    },
+    "no padding": {"input_ids": torch.tensor([[*PROMPT, 4, 5], [*PROMPT, 4, 6], [*PROMPT, 7, 8]])},
+}
+
+
+def labelled(batch: dict[str, Tensor], whole: bool = False) -> dict[str, Tensor]:
+    """With the label of every token after the prompt, or (whole) of every token that has one before it."""
+    ids = batch["input_ids"]
+    real = batch.get("attention_mask", torch.ones_like(ids))
+    labels = ids.masked_fill(real * real.roll(1, 1) == 0, -100)
+    labels[:, : 1 if whole else ids.shape[1] // 2 + 1] = -100
+    return {**batch, "labels": labels}
+
+
+def run(model: nn.Module, batch: dict[str, Tensor], **more: object):
+    """(loss, logits at real tokens, gradients by name)."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    model.zero_grad()
+    output = model(**batch, use_cache=False, **more)
+    loss = output.loss
+    if loss is None:
+        weight = torch.linspace(-1, 1, output.logits[real].numel(), dtype=output.logits.dtype)
+        loss = (output.logits[real].flatten() * weight).sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), output.logits.detach()[real], gradients
+
+
+def assert_same(stock, shared, relative: float) -> None:
+    for a, b in zip(stock[:2], shared[:2], strict=True):
+        assert float((a - b).abs().max()) <= relative * float(a.abs().max())
+    assert stock[2].keys() == shared[2].keys()
+    largest = max(float(g.abs().max()) for g in stock[2].values())
+    for name, gradient in stock[2].items():
+        assert float((gradient - shared[2][name]).abs().max()) <= relative * largest, name
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", sorted(set(CAUSAL) - REFUSED))
+def test_every_architecture_in_float64(name, implementation):
+    model = ZOO[name].build()
+    try:
+        model.set_attn_implementation(implementation)
+    except ValueError:
+        pytest.skip(f"{name} does not run with {implementation}")
+    batch = labelled(BATCHES["a group"])
+    with precision(model, torch.float64):
+        stock = run(model, batch)
+        with af.tasks.share_prefixes(model) as handle:
+            shared = run(model, batch)
+            assert handle.no_copies == ""
+        assert (handle.report.shared, handle.report.stock) == (1, {})
+        assert handle.report.tokens_after < handle.report.tokens_before
+    assert_same(stock, shared, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["no labels", "labels", "labels everywhere"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_batch_in_float64(batch, kind):
+    model = ZOO["Llama"].build()
+    given = BATCHES[batch] if kind == "no labels" else labelled(BATCHES[batch], kind == "labels everywhere")
+    with precision(model, torch.float64):
+        stock = run(model, given)
+        with af.tasks.share_prefixes(model) as handle:
+            shared = run(model, given)
+    assert handle.report.shared == 1
+    assert_same(stock, shared, 1e-9)
+
+
+def in_float32(model: nn.Module, given: dict[str, Tensor], **more: object):
+    """Both forms, and how far the gradients of a float32 model are from its float64 ones."""
+    with precision(model, torch.float64):
+        exact = run(model, given, **more)
+    stock = run(model, given, **more)
+    largest = max(float(g.abs().max()) for g in exact[2].values())
+    error = max(float((g.double() - stock[2][name]).abs().max()) for name, g in exact[2].items()) / largest
+    return stock, 10 * error + 1e-6
+
+
+def test_gradient_checkpointing_and_training_mode():
+    model = ZOO["Llama"].make().train()
+    given = labelled(BATCHES["a group"])
+    stock, tolerance = in_float32(model, given)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with af.tasks.share_prefixes(model) as handle:
+        assert model.training
+        shared = run(model, given)
+    assert handle.report.shared == 1
+    assert_same(stock, shared, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
+def test_checkpointing_that_enters_again():
+    model = ZOO["Mistral"].make().train()
+    given = labelled(BATCHES["a group"])
+    stock, tolerance = in_float32(model, given)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with af.tasks.share_prefixes(model):
+        assert_same(stock, run(model, given), tolerance)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_lora(labels):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(ZOO["Llama"].make(), config)
+    given = labelled(BATCHES["a group"]) if labels else BATCHES["a group"]
+    stock, tolerance = in_float32(model, given)
+    with af.tasks.share_prefixes(model) as handle:
+        shared = run(model, given)
+    assert handle.report.last_after < handle.report.last_before
+    assert all("lora" in name for name in shared[2])
+    assert_same(stock, shared, tolerance)
+
+
+def test_lora_dropout_is_refused_while_it_trains():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(ZOO["Llama"].make(), config).train()
+    with af.tasks.share_prefixes(model):
+        with pytest.raises(ValueError, match=r"needs a model without dropout, but .*lora_dropout.* has p = 0\.1"):
+            model(**BATCHES["a group"], use_cache=False)
+        model.eval()
+        model(**BATCHES["a group"], use_cache=False)
+
+
+def test_attention_dropout_is_refused_while_it_trains():
+    model = ZOO["Llama"].make(attention_dropout=0.2)
+    with af.tasks.share_prefixes(model):
+        model(**BATCHES["a group"], use_cache=False)
+        model.train()
+        with pytest.raises(ValueError, match=r"self_attn has attention_dropout = 0\.2"):
+            model(**BATCHES["a group"], use_cache=False)
+
+
+def test_generation_runs_as_it_came():
+    model = ZOO["Llama"].make()
+    given = BATCHES["padded on the left"]
+    stock = model.generate(**given, max_new_tokens=5, do_sample=False)
+    with af.tasks.share_prefixes(model) as handle:
+        assert torch.equal(model.generate(**given, max_new_tokens=5, do_sample=False), stock)
+        model(**given)  # a cache by default
+    assert handle.report.calls == 0
+    assert list(handle.report.stock) == ["a cache was in use, or asked for (pass use_cache=False)"]
+
+
+def test_hidden_states_are_read_back_and_the_backbone_alone_too():
+    model = ZOO["Gemma3"].make()
+    given = BATCHES["a group"]
+    real = given["attention_mask"].bool()
+    for part, more in ((model, {}), (model.model, {}), (model, {"labels": labelled(given)["labels"]})):
+        stock = part(**given, **more, use_cache=False, output_hidden_states=True).hidden_states
+        with af.tasks.share_prefixes(model) as handle:
+            shared = part(**given, **more, use_cache=False, output_hidden_states=True).hidden_states
+        assert handle.report.shared == 1
+        assert len(stock) == len(shared) == 3
+        for a, b in zip(stock, shared, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a[real], b[real])
+            assert not b[~real].any()
+
+
+STOCK = {
+    "attention weights": ({"output_attentions": True}, "output_attentions was asked for"),
+    "packed rows": (
+        {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]])},
+        "its position_ids start again, so that its rows are packed sequences",
+    ),
+    "a dense mask": (
+        {"attention_mask": torch.ones(6, 1, 11, 11, dtype=torch.bool).tril()},
+        "it was given an attention_mask that is not [batch, tokens]",
+    ),
+    "nothing alike": (
+        {"input_ids": (torch.arange(66).reshape(6, 11) + 7) % 50},
+        NOTHING,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_what_cannot_be_shared_runs_as_it_came_and_is_counted(kind, caplog):
+    model = ZOO["Llama"].make()
+    changes, reason = STOCK[kind]
+    given = {**BATCHES["a group"], "use_cache": False, **changes}
+    stock = model(**given)
+    with af.tasks.share_prefixes(model) as handle:
+        shared = model(**given)
+        model(**given)
+    assert torch.equal(stock[0], shared[0])
+    assert dict(handle.report.stock) == {reason: 2}
+    assert handle.report.tokens_before == handle.report.tokens_after > 0
+    assert [record.message for record in caplog.records if reason in record.message] == [
+        f"share_prefixes: a call of the model was run as it came: {reason}"
+    ]
+    assert f"2 calls as they came: {reason}" in str(handle.report)
+
+
+def test_tuples_are_shared_and_those_of_the_backbone_run_as_they_came():
+    model = ZOO["Llama"].make()
+    given = {"input_ids": BATCHES["no padding"]["input_ids"], "use_cache": False, "return_dict": False}
+    stock = model(**given)[0]
+    with af.tasks.share_prefixes(model) as handle:
+        torch.testing.assert_close(model(**given)[0], stock)
+        assert handle.report.shared == 1
+        model.model(**given)
+    assert handle.report.stock == {"a tuple was asked for (return_dict=False)": 1}
+
+
+def test_embeddings_run_as_they_came():
+    model = ZOO["Llama"].make()
+    embedded = model.get_input_embeddings()(BATCHES["a group"]["input_ids"])
+    with af.tasks.share_prefixes(model) as handle:
+        model(inputs_embeds=embedded, use_cache=False)
+    assert handle.report.stock == {"it was given no input_ids [batch, tokens]": 1}
+
+
+def test_one_short_common_beginning_is_not_worth_a_row():
+    model = ZOO["Llama"].make()
+    ids = torch.cat([torch.full((6, 1), 9), torch.randint(10, 50, (6, 400), generator=torch.manual_seed(0))], dim=1)
+    stock = model(ids, use_cache=False).logits
+    with af.tasks.share_prefixes(model) as handle:
+        assert torch.equal(model(ids, use_cache=False).logits, stock)
+    assert handle.report.stock == {NOTHING: 1}
+
+
+def test_groups_of_several_prompts_are_rows_of_their_own():
+    model = ZOO["Llama"].make()
+    generator = torch.manual_seed(0)
+    prompts = torch.randint(4, 50, (3, 1, 40), generator=generator).expand(3, 4, 40)
+    ids = torch.cat([prompts, torch.randint(4, 50, (3, 4, 8), generator=generator)], dim=-1).reshape(12, 48)
+    stock = model(ids, use_cache=False).logits
+    seen = []
+    with af.tasks.share_prefixes(model) as handle:
+        hook = model.model.embed_tokens.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+        shared = model(ids, use_cache=False).logits
+        hook.remove()
+    torch.testing.assert_close(stock, shared)
+    assert handle.report.last_after == 3 * (40 + 4 * 8)
+    assert seen == [(3, 72)]
+
+
+def test_a_window_is_counted_in_columns():
+    """Positions that a caller gives turn the rotary embedding alone: transformers counts windows in columns."""
+    model = ZOO["Mistral"].make()
+    ids = torch.cat([torch.arange(4, 24).expand(3, 20), torch.arange(30, 36).reshape(3, 2)], dim=1)
+    real = torch.ones_like(ids)
+    real[:, 8:10] = 0  # a hole
+    positions = torch.arange(0, 44, 2).expand(3, 22)
+    assert WINDOW < 8
+    given = {"input_ids": ids, "attention_mask": real, "position_ids": positions}
+    stock = run(model, given)
+    with af.tasks.share_prefixes(model) as handle:
+        shared = run(model, given)
+    assert handle.report.shared == 1
+    assert_same(stock, shared, 1e-5)
+
+
+def test_a_label_that_a_pad_predicts_runs_as_it_came():
+    model = ZOO["Llama"].make()
+    given = dict(BATCHES["padded on the left"])
+    given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    stock = model(**given, use_cache=False)
+    with af.tasks.share_prefixes(model) as handle:
+        shared = model(**given, use_cache=False)
+    assert torch.equal(stock.loss, shared.loss)
+    assert [reason[:31] for reason in handle.report.stock] == ["a label is predicted by a pad ("]
+
+
+def test_empty_rows_and_empty_completions():
+    model = ZOO["Llama"].make()
+    given = rows([[*PROMPT, 4], [*PROMPT], [], [*PROMPT, 5]])
+    stock = run(model, given)
+    with af.tasks.share_prefixes(model):
+        assert_same(stock, run(model, given), 1e-5)
+        nothing = {"input_ids": torch.full((2, 3), PAD), "attention_mask": torch.zeros(2, 3, dtype=torch.int64)}
+        torch.testing.assert_close(model(**nothing, use_cache=False).logits.isnan().any(), torch.tensor(False))
+
+
+@pytest.mark.parametrize("name", ["Jamba", "Bert", "T5", "OPT"])
+def test_models_that_are_refused_are_as_before(name):
+    model = ZOO[name].make()
+    with pytest.raises(af.UnsupportedArchitecture):
+        af.tasks.share_prefixes(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_chunked_attention_is_refused():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    small = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
+    config = Llama4TextConfig(
+        **small, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, num_local_experts=2, pad_token_id=0
+    )
+    with pytest.raises(af.UnsupportedArchitecture, match="attends in chunks"):
+        af.tasks.share_prefixes(Llama4ForCausalLM(config))
+
+
+def test_router_logits_run_as_they_came():
+    model = ZOO["Mixtral"].make()
+    with af.tasks.share_prefixes(model) as handle:
+        model(**BATCHES["a group"], use_cache=False, output_router_logits=True)
+    assert handle.report.stock == {"output_router_logits was asked for": 1}
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, at compilation
+def test_flex_without_gradients():
+    model = ZOO["Llama"].make(hidden_size=64)
+    model.set_attn_implementation("flex_attention")
+    generator = torch.manual_seed(0)
+    ids = torch.cat(
+        [torch.randint(4, 50, (1, 130), generator=generator).expand(3, 130), torch.randint(4, 50, (3, 9))], dim=1
+    )
+    with torch.no_grad():
+        stock = model(ids, use_cache=False, labels=ids).logits
+        with af.tasks.share_prefixes(model) as handle:
+            shared = model(ids, use_cache=False, labels=ids).logits
+    assert handle.report.last_after == 130 + 3 * 9
+    torch.testing.assert_close(stock, shared, atol=1e-4, rtol=1e-4)
+
+
+def test_removed_the_model_is_as_before_and_copies_share_on_their_own():
+    model = ZOO["Llama"].make()
+    given = BATCHES["a group"]
+    before = model(**given, use_cache=False).logits
+    handle = af.tasks.share_prefixes(model)
+    twin = copy.deepcopy(model)
+    twin(**given, use_cache=False)
+    assert handle.report.calls == 0
+    model(**given, use_cache=False)
+    assert (handle.report.calls, handle.report.shared) == (1, 1)
+    handle.remove()
+    assert torch.equal(model(**given, use_cache=False).logits, before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert str(handle).endswith("(removed)")
+
+
+def test_an_error_in_the_model_leaves_no_plan_behind():
+    model = ZOO["Llama"].make()
+    given = labelled(BATCHES["a group"])
+    stock = model(**given, use_cache=False).loss
+    with af.tasks.share_prefixes(model):
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(**given, use_cache=False)
+        hook.remove()
+        torch.testing.assert_close(model(**given, use_cache=False).loss, stock)
+        outputs = model.model(input_ids=given["input_ids"], use_cache=False).last_hidden_state
+        assert outputs.shape[:2] == given["input_ids"].shape
+
+
+def test_gradients_of_rows_add_up_in_float32():
+    from attnflow.tasks.hf.shared_calls import _to_rows
+    from attnflow.tasks.prefixes import Batch, Cost, plan
+
+    ids = torch.ones(257, 3, dtype=torch.int64).numpy()
+    chosen = plan(Batch(ids, ids > 0, ids * [0, 1, 2]), Cost(1.0, 0.0, 0.0))
+    assert chosen is not None
+    states = torch.zeros(1, 3, 2, dtype=torch.bfloat16, requires_grad=True)
+    _to_rows(states, chosen).backward(torch.ones(257, 3, 2, dtype=torch.bfloat16) * 1.5)
+    assert states.grad.unique().item() == torch.tensor(257 * 1.5).bfloat16().item()
