@@ -33,6 +33,7 @@ TABLES = {
     "EngineMask",
     "FlashInferMask",
     "FlashMask",
+    "GreedyComparison",
     "Inspection",
     "LayerMap",
     "LayerQuery",

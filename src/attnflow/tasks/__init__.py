@@ -17,11 +17,12 @@ from attnflow.tasks.families import (
 )
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.merging import embedded, merge
+from attnflow.tasks.scores import log_probs
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
 if TYPE_CHECKING:
-    from attnflow.tasks.hf import generate_blocks, infill, share_prefixes
+    from attnflow.tasks.hf import generate_blocks, infill, lookahead, share_prefixes
 
 __all__ = [
     "Collator",
@@ -41,6 +42,8 @@ __all__ = [
     "embedded",
     "generate_blocks",
     "infill",
+    "log_probs",
+    "lookahead",
     "loss",
     "masked_lm",
     "merge",

@@ -1,4 +1,4 @@
-"""`Decoded`: what a decoder wrote, and in how many passes."""
+"""`Decoded`: what a decoder wrote, and in how many passes; `GreedyComparison`: whether it is the model's own text."""
 
 from __future__ import annotations
 
@@ -41,3 +41,40 @@ class Decoded(Result):
         written = sum(map(len, self.tokens))
         drafts = f", {self.accepted} of {self.drafted} drafts accepted" if self.drafted else ""
         return f"{written} new tokens in {self.passes} passes: {self.tokens_per_pass:.2f} a pass{drafts}"
+
+
+@dataclass(frozen=True)
+class GreedyComparison(Result):
+    """Greedy text of a lossless decoder against that of the model itself.
+
+    Attributes:
+        length: new tokens of the model itself.
+        passes: that the lossless decoder took.
+        divergence: number of the first new token that differs; None if none does.
+        margin: there, by how much the logit of the model's best token exceeds the second; None without a divergence.
+        scale: there, the largest absolute logit.
+        tolerance: the relative difference that rounding may make: the square root of the precision's unit.
+    """
+
+    length: int
+    passes: int
+    divergence: int | None
+    margin: float | None
+    scale: float | None
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether texts are equal, or part where the two best tokens are equal but for rounding."""
+        if self.divergence is None or self.margin is None or self.scale is None:
+            return self.divergence is None
+        return self.margin <= self.tolerance * self.scale
+
+    def __str__(self) -> str:
+        if self.divergence is None:
+            return f"{self.length} tokens in {self.passes} passes, all as the model's own"
+        cause = "rounding" if self.ok else "more than rounding"
+        return (
+            f"the texts part at new token {self.divergence} of {self.length}, where the two best logits are "
+            f"{self.margin:.2g} apart ({cause}: the largest is {self.scale:.3g}, the tolerance {self.tolerance:.1e})"
+        )
