@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import attnflow as af
+from attnflow.masks.batch_rows import allowed_of_rows, is_row_intervals
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.collator import _tokens
 from attnflow.tasks.embedding import embed
@@ -61,8 +62,11 @@ class TrainingWatch:
     def collated(self, collator: Collator, features: Any, batch: dict[str, Tensor]) -> None:
         """Prove the tasks of a collated batch, and remember what may flow in it."""
         for feature in features[:4]:
-            af.tasks.check(af.tasks.merge(collator.family_fn(_tokens(feature)))).raise_if_leaks()
-        self.order = af.masks.from_dense(batch["attention_mask"][0, 0] == 0)
+            made = collator.family_fn(_tokens(feature))
+            af.tasks.check(made if isinstance(made, Task) else af.tasks.merge(made)).raise_if_leaks()
+        mask = batch["attention_mask"][:1]
+        allow = allowed_of_rows(mask, mask.shape[-1]) if is_row_intervals(mask) else mask == 0
+        self.order = af.masks.from_dense(allow[0, 0])
 
 
 def labelled_task(model: nn.Module, call: dict[str, Any], labels: Tensor) -> Task:

@@ -423,3 +423,48 @@ def test_drawn_places_are_drawn_for_each_sample():
     assert len(shown) > 1
     assert tasks.Collator(partial(tasks.block_diffusion, block=4)).by_length
     assert tasks.Collator(partial(tasks.butterfly, block=4, masked=[1])).by_length
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_row_intervals_train_what_dense_masks_train(name, backend):
+    """Loss and gradients in float64, with sequences of unequal length and fewer heads of keys than of queries."""
+    some = samples([6, 12, 2 if name == "causal" else 4])
+    results = []
+    for form in ("dense", "intervals"):
+        llama = model(attn_implementation=backend).double()
+        tasks.average_embeddings(llama)
+        batch = Collator(FAMILIES[name], dtype=DOUBLE, masks=form, pad_to_multiple_of=5)(some)
+        with af.masks.attach(llama, "batch"):
+            loss = tasks.loss(logits(llama, batch), batch)
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in llama.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)
+    assert batch["attention_mask"].dtype == torch.int32
+    assert batch["attention_mask"].shape[-1] % 5 == 0
+
+
+def windowed(tokens: list[int]) -> Task:
+    """One task whose mask is not dense: two layers see farther than one."""
+    inputs = [Token(id, i) for i, id in enumerate(tokens)]
+    labels = [Label(i, inputs[i + 1]) for i in range(len(inputs) - 1)]
+    return Task(inputs, labels, af.masks.sliding_window(len(inputs), 3))
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_single_task_is_taken_as_it_is(by_length):
+    """Merging needs dense tasks; windows, and layouts made elsewhere, need no merge."""
+    batch = Collator(windowed, by_length=by_length)([[5, 6, 7, 8, 9], [4, 3]])
+    allow = batch["attention_mask"][:, 0] == 0
+    assert torch.equal(allow, af.masks.batch([af.masks.sliding_window(5, 3), af.masks.causal(2)]).dense()[:, 0])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
+    assert unpack_labels(batch["labels"])[0][0, :, 0].tolist() == [6, 7, 8, 9, -100]
+
+
+def test_room_for_intervals():
+    assert Collator(windowed, masks="intervals")([[5, 6, 7]])["attention_mask"].shape == (1, 1, 2, 3)
+    assert Collator(windowed, masks="intervals", min_width=3)([[5, 6, 7]])["attention_mask"].shape == (1, 1, 8, 3)
+    with pytest.raises(ValueError, match="min_width must be at least 1"):
+        Collator(windowed, min_width=0)
+    with refused(ValueError, "masks must be one of 'dense', 'intervals', got 'rows'"):
+        Collator(windowed, masks="rows")

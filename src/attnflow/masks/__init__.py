@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.masks import export
+from attnflow.masks.batches import batch, per_head
 from attnflow.masks.blocks import from_block_mask
 from attnflow.masks.build import from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import (
@@ -37,6 +38,7 @@ __all__ = [
     "Mask",
     "attach",
     "attention_sink",
+    "batch",
     "big_bird",
     "block_causal",
     "block_diffusion",
@@ -56,6 +58,7 @@ __all__ = [
     "global_tokens",
     "longformer",
     "multi_token_prediction",
+    "per_head",
     "permutation_lm",
     "prefix_lm",
     "sliding_window",

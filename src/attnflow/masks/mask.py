@@ -168,6 +168,10 @@ class Mask:
         """Row q for query q, as intervals of internal key numbers. Cost: O(intervals)."""
         return self._numbered.in_query_order()
 
+    def numbered_keys(self) -> tuple[IntervalRows, IntArray | None]:
+        """(row q for query q, the number that key k goes by in the rows; None where that is k). Cost: O(intervals)."""
+        return self.rows_in_query_order(), self._key_rank
+
     def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
         """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.
 
@@ -216,11 +220,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both allow."""
-        return self._combined(other, "&")
+        return NotImplemented if _holds_masks(other) else self._combined(other, "&")
 
     def __or__(self, other: Mask) -> Mask:
         """Pairs that either allows."""
-        return self._combined(other, "|")
+        return NotImplemented if _holds_masks(other) else self._combined(other, "|")
 
     def __invert__(self) -> Mask:
         """Pairs that this mask forbids."""
@@ -347,6 +351,11 @@ class Mask:
     @property
     def _numbered(self) -> Numbered:
         return Numbered(self._rows, self._query_rank, self._key_rank)
+
+
+def _holds_masks(value: object) -> bool:
+    """Whether it is masks by sequence and head, whose operators take a single mask."""
+    return bool(getattr(type(value), "holds_masks", False))
 
 
 def not_a_mask(value: object) -> TypeError:

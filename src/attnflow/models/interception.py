@@ -65,8 +65,8 @@ class AttentionCall:
     request: MaskRequest | None  # what the model asked for when it made that mask; None if it made its own
     implementation: str  # "sdpa", "eager" or "flex_attention"
     kwargs: Mapping[str, Any]  # other keywords of the attention function
-    # bool[batch or 1, queries], queries that may attend to nothing: the mask lets them attend to everything, since a
-    # softmax over nothing is NaN, and their output is set to zero afterwards.
+    # bool[batch or 1, heads or 1, queries], queries that may attend to nothing: the mask lets them attend to all, since
+    # a softmax over nothing is NaN, and their output is set to zero afterwards.
     empty: Tensor | None = None
 
     def replace(self, **changes: Any) -> AttentionCall:
@@ -129,11 +129,16 @@ _claims: Final[WeakSet[_Claim]] = WeakSet()
 
 
 class Interception:
-    """Interceptors in force; `remove()` takes them away, in any order with others."""
+    """Interceptors in force; `remove()` takes them away, in any order with others.
+
+    Attributes:
+        num_modules: how many modules it stands around.
+    """
 
     def __init__(self, claim: _Claim, modules: Sequence[nn.Module]) -> None:
         self._claim = claim
         self._modules = list(modules)
+        self.num_modules = len(self._modules)
 
     @property
     def active(self) -> bool:

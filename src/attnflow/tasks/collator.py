@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, Literal, NoReturn, cast, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core.checks import IntArray, boolean, index_array, integer
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone
@@ -32,7 +34,9 @@ from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
 
-FamilyFunction = Callable[[list[int]], Sequence[Task]]
+Tasks = Task | Sequence[Task]
+FamilyFunction = Callable[[list[int]], Tasks]
+MaskForm = Literal["dense", "intervals"]
 
 
 class _Symbol(int):
@@ -92,7 +96,10 @@ class Collator:
     A batch holds
     - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width] filled with -100: call
       `af.tasks.average_embeddings(model)` once, so that the model takes their mean (and trains the embedding);
-    - `attention_mask` [batch, 1, n, n], additive, of `dtype`; `position_ids` int64 [batch, n];
+    - `attention_mask`, by `masks`: "dense" [batch, 1, n, n], additive, of `dtype`, which any model takes; "intervals"
+      int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`: a model under `af.masks.attach(model, "batch")`
+      takes them with any backend (O(n) memory on the way and under FlexAttention; other models fail on them);
+    - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
     Sequences of unequal length are padded at the end: padding attends to itself alone and nothing attends to it, so a
@@ -102,8 +109,11 @@ class Collator:
         Trainer(model, args, train_dataset=samples, data_collator=af.tasks.Collator(af.tasks.butterfly),
                 compute_loss_func=af.tasks.loss)
 
+    All of them are plain tensors with the batch in front, which worker processes, pinning and `accelerate` handle.
+
     Args:
-        family_fn: from the token ids of a sample to its tasks. `functools.partial` binds further arguments:
+        family_fn: from the token ids of a sample to its tasks, which are merged; or to one task, which is taken as it
+            is, whatever its mask (windows, sparse layouts). `functools.partial` binds further arguments:
             `Collator(partial(af.tasks.block_two_stream, block=4, mask_token=tokenizer.mask_token_id))`.
         by_length: whether the structure of the tasks depends on the number of tokens alone, so that one merge serves
             all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False,
@@ -112,27 +122,35 @@ class Collator:
             first sample of each length must be the ones that the shared structure gives.
         dtype: of the mask; must be the model's.
         pad_token: id at padded positions; any valid id, nothing reads it.
-        pad_to_multiple_of: pad the merged length up to a multiple.
+        pad_to_multiple_of: pad the merged length up to a multiple: batches of one length share a compiled model.
+        masks: the form of `attention_mask`.
+        min_width: with "intervals", those per query that there is room for at least; the room is a power of two.
     """
 
     def __init__(
         self,
-        family_fn: FamilyFunction | partial[Sequence[Task]],
+        family_fn: FamilyFunction | partial[Tasks],
         by_length: bool | None = None,
         dtype: torch.dtype = torch.float32,
         pad_token: int = 0,
         pad_to_multiple_of: int = 1,
+        masks: MaskForm = "dense",
+        min_width: int = 1,
     ) -> None:
         if not callable(family_fn):
             raise TypeError(f"family_fn must be a function of token ids, got {type(family_fn).__name__}")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype must be the model's floating-point type, got {dtype}")
+        if masks not in get_args(MaskForm):
+            raise ValueError(f"masks must be one of {', '.join(map(repr, get_args(MaskForm)))}, got {masks!r}")
         library = of_length_alone(family_fn)
         self.family_fn = family_fn
         self.by_length = library if by_length is None else boolean("by_length", by_length)
         self.dtype = dtype
         self.pad_token = integer("pad_token", pad_token)
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1)
+        self.masks = masks
+        self.min_width = integer("min_width", min_width, 1)
         self._test_first = not library
         self._templates: dict[int, _Template] = {}
 
@@ -158,14 +176,14 @@ class Collator:
 
     def _template(self, tokens: list[int]) -> _Template:
         if not self.by_length:
-            return _Template.of(merge(self.family_fn(tokens)).task)
+            return _Template.of(_one_task(self.family_fn(tokens)))
         if len(tokens) not in self._templates:
             family = self.family_fn([_Symbol(_SYMBOL + index) for index in range(len(tokens))])
-            if self._test_first and [_with_tokens(task, tokens) for task in family] != list(self.family_fn(tokens)):
+            if self._test_first and _with_data(family, tokens) != _with_data(self.family_fn(tokens), []):
                 raise ValueError(
                     "family_fn gives other tasks for these tokens than for its length alone: use by_length=False"
                 )
-            self._templates[len(tokens)] = _Template.of(merge(family).task)
+            self._templates[len(tokens)] = _Template.of(_one_task(family))
         return self._templates[len(tokens)]
 
     def _padded(self, samples: list[tuple[_Template, Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -180,20 +198,26 @@ class Collator:
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
         all_targets = torch.full((batch, n, labels), NO_ID, dtype=torch.int64)
         all_weights = torch.zeros(all_targets.shape, dtype=torch.float64)
-        allow = torch.eye(n, dtype=torch.bool).repeat(batch, 1, 1)  # padding attends to itself
+        grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
         for row, (template, ids, targets) in enumerate(samples):
             size = template.size
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
             all_targets[row, :size, : targets.shape[1]] = targets
             all_weights[row, :size, : targets.shape[1]] = template.weights
-            allow[row, :size, :size] = template.mask.dense()
         return {
             "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
-            "attention_mask": additive(allow, self.dtype)[:, None],
+            "attention_mask": self._attention_mask(grid),
             "position_ids": position_ids,
             "labels": pack_labels(all_targets, all_weights),
         }
+
+    def _attention_mask(self, grid: MaskGrid) -> Tensor:
+        return additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
+
+
+def _one_task(tasks: Tasks) -> Task:
+    return tasks if isinstance(tasks, Task) else merge(tasks).task
 
 
 def _tokens(feature: object) -> list[int]:
@@ -209,6 +233,11 @@ def _tokens(feature: object) -> list[int]:
     if len(real) != len(tokens):
         raise ValueError(f"input_ids and attention_mask differ in length: {len(tokens)} and {len(real)}")
     return tokens[real != 0].tolist()
+
+
+def _with_data(tasks: Tasks, tokens: list[int]) -> list[Task]:
+    """Tasks with the data tokens of a sample put in for symbols, if they have any."""
+    return [_with_tokens(task, tokens) for task in ([tasks] if isinstance(tasks, Task) else tasks)]
 
 
 def _with_tokens(task: Task, tokens: list[int]) -> Task:

@@ -252,7 +252,7 @@ def test_masks_of_size_one_and_zero(model):
     [
         (af.masks.full(LENGTH, 5), ValueError, r"square mask, got full\(n=8, num_keys=5\) of shape \(8, 5\)"),
         (CAUSAL.dense(), TypeError, r"got Tensor; make one with af\.masks\.from_dense\(tensor\)"),
-        ([CAUSAL, WINDOW], TypeError, r"got a list: one mask for each layer is per_layer=\[...\]; one for each seq"),
+        ([CAUSAL, WINDOW], TypeError, r"got a list: one mask for each layer is per_layer=\[...\], one for each seq"),
         ("causal", TypeError, "got str"),
         (None, TypeError, r"attach takes either one mask or per_layer="),
         ({"decoder": CAUSAL}, ValueError, "only an encoder-decoder model takes a dict"),

@@ -178,7 +178,7 @@ def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
         added = None if call.request is not None else Dense(mask.masked_fill(~allowed, 0.0))
         mask = allowed
     if call.empty is not None:
-        mask = mask & ~call.empty[:, None, :, None]
+        mask = mask & ~call.empty[..., None]
     return Allow.from_dense(mask), added
 
 

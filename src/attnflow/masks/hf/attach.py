@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from attnflow._core.checks import boolean, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
-from attnflow.masks.hf.attention import MaskedAttention
+from attnflow.masks.hf.attention import FlexOnCpu, MaskedAttention
+from attnflow.masks.hf.batched import BatchAttention
 from attnflow.masks.hf.forms import MaskForms
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.masks.mask import Mask, not_a_mask
@@ -21,7 +22,6 @@ from attnflow.models.interception import FLEX, Interception, base_implementation
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
 
-FlexOnCpu = Literal["forward", "sdpa"]
 OtherMixers = Literal["error", "keep"]
 
 _log: Final = logging.getLogger("attnflow.masks")
@@ -33,7 +33,7 @@ class MaskHandle(Handle):
     Attributes:
         model: the model.
         backend: the implementation that computes attention: "sdpa", "eager" or "flex_attention".
-        masks: path of each masked attention module -> its mask.
+        masks: path of each masked attention module -> its mask; empty where the masks come with each batch.
         unchecked: why it could not be seen by running the model that nothing but attention mixes positions, else "".
     """
 
@@ -61,8 +61,8 @@ class MaskHandle(Handle):
             )
 
     def _summary(self) -> str:
-        distinct = ", ".join(dict.fromkeys(map(repr, self.masks.values())))
-        number = len(self.masks)
+        distinct = ", ".join(dict.fromkeys(map(repr, self.masks.values()))) or "the masks of each batch"
+        number = self._interception.num_modules
         modules = f"{number} attention module{'' if number == 1 else 's'}"
         doubt = f"; other mixing of positions was not looked for: {self.unchecked}" if self.unchecked else ""
         return f"{distinct} on {modules} of {type(self.model).__name__}, computed by {self.backend}{doubt}"
@@ -70,7 +70,7 @@ class MaskHandle(Handle):
 
 def attach(
     model: nn.Module | Loaded,
-    mask: Mask | Mapping[str, Mask] | None = None,
+    mask: Mask | Mapping[str, Mask] | Literal["batch"] | None = None,
     *,
     per_layer: Sequence[Mask] | Mapping[str, Sequence[Mask]] | None = None,
     layers: Sequence[int] | None = None,
@@ -80,6 +80,11 @@ def attach(
     other_mixers: OtherMixers = "error",
 ) -> MaskHandle:
     """Run a transformers model under our mask, in place of its own, until the handle is removed.
+
+    With "batch" the masks come with each batch: where `attention_mask` is what `af.masks.batch([...]).row_intervals()`
+    or `af.tasks.Collator(..., masks="intervals")` gives, the model runs under those masks, and under its own in any
+    other call (such as `generate`). Masks are then made for the backend where the model is, and one compiled model
+    serves all batches of a shape.
 
     Position i of the mask is the i-th token of the sequence: with a key-value cache the i-th since the cache was
     empty, and in a padded batch the i-th after the row's *leading* pads, so that a padded batch gives each row what
@@ -94,8 +99,9 @@ def attach(
         model: any model whose attention goes through the attention interface of transformers, or a part of it that
             is a model itself (`model.get_decoder()`, the language model of a vision model), or what `load_model`
             returns.
-        mask: one mask for all layers; or, for an encoder-decoder model, a dict with any of "encoder", "decoder"
-            (square) and "cross" (decoder x encoder positions); parts that it leaves out keep the model's own mask.
+        mask: one mask for all layers; "batch" for those of each batch; or, for an encoder-decoder model, a dict with
+            any of "encoder", "decoder" (square) and "cross" (decoder x encoder positions); parts that it leaves out
+            keep the model's own mask.
         per_layer: in place of `mask`, one mask for each attention layer, in order; for an encoder-decoder model a dict
             of such lists.
         layers: numbers of the attention layers that `mask` is for; the others keep the model's own mask.
@@ -138,8 +144,9 @@ def attach(
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     sites = find_sites(model)
-    masks = _assign(sites, mask, per_layer, layers)
-    masked = [site for site in sites if site.module in masks]
+    by_batch = mask == "batch" and per_layer is None
+    masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
+    masked = _sites_of_batches(sites, layers) if by_batch else [site for site in sites if site.module in masks]
     owners = list({id(site.owner): site.owner for site in masked}.values())
     if other_mixers == "error":
         _refuse_mixers(model, [site for site in sites if any(site.owner is owner for owner in owners)])
@@ -151,13 +158,15 @@ def attach(
         for form in forms.values():
             form.prepare(devices - {torch.device("meta")})
     interceptors = {
-        site.module: MaskedAttention(site.name, forms[masks[site.module]], site.kind == "cross", crop, flex_on_cpu)
+        site.module: BatchAttention(site.name, flex_on_cpu)
+        if by_batch
+        else MaskedAttention(site.name, forms[masks[site.module]], site.kind == "cross", crop, flex_on_cpu)
         for site in masked
     }
     interception = intercept(
-        models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=True
+        models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=not by_batch
     )
-    masks_by_name = {site.name: masks[site.module] for site in masked}
+    masks_by_name = {site.name: masks[site.module] for site in masked if not by_batch}
     handle = MaskHandle(model, backend, masks_by_name, interception, unchecked)
     _log.info("%s", str(handle))
     return handle
@@ -194,12 +203,27 @@ def _checked_by_running(model: nn.Module, owner: PreTrainedModel, sites: Sequenc
     return check.unchecked
 
 
+def _sites_of_batches(sites: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
+    """The attention modules that read the masks of each batch: all of a model that reads one sequence."""
+    if layers is not None:
+        raise ValueError("layers= goes with a mask; the masks of a batch are for all layers")
+    if any(site.part for site in sites):
+        raise ValueError(
+            "the masks of a batch are for a model of one stack, whose attention_mask means one sequence; pass one half "
+            "of the encoder-decoder model, such as model.get_decoder()"
+        )
+    return list(sites)
+
+
 def _assign(
     sites: Sequence[Site], mask: object, per_layer: object, layers: Sequence[int] | None
 ) -> dict[nn.Module, Mask]:
     """The mask of each attention module that gets one."""
     if (mask is None) == (per_layer is None):
-        raise TypeError("attach takes either one mask or per_layer=[...], one mask for each attention layer")
+        raise TypeError(
+            'attach takes either one mask or per_layer=[...], one mask for each attention layer; "batch" in place of a '
+            "mask takes those of each batch"
+        )
     if layers is not None and (per_layer is not None or isinstance(mask, Mapping)):
         raise ValueError("layers= goes with one mask on one stack; per_layer= has a place for each layer")
     value = per_layer if mask is None else mask
@@ -260,8 +284,8 @@ def _checked(mask: object, part: str) -> Mask:
     if isinstance(mask, list | tuple):  # could mean one for each layer, or for each sequence of a batch
         by_name = f'{{"{part}": [...]}}' if part else "[...]"
         raise TypeError(
-            f"expected one Mask, got a {type(mask).__name__}: one mask for each layer is per_layer={by_name}; one for "
-            "each sequence of a batch is a 4D attention_mask for the model (af.tasks.Collator makes it), without attach"
+            f"expected one Mask, got a {type(mask).__name__}: one mask for each layer is per_layer={by_name}, one for "
+            "each sequence of a batch af.masks.batch([...]), one for each head af.masks.per_head([...])"
         )
     if not isinstance(mask, Mask):
         raise not_a_mask(mask)

@@ -13,6 +13,9 @@ from attnflow.masks.hf.forms import MaskForms, Span
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest
 
+FlexOnCpu = Literal["forward", "sdpa"]
+Native = tuple[AttentionMask, Tensor | None]  # a mask as a kernel takes it; queries that may attend to nothing, or None
+
 
 class Positions:
     """Offsets and padding of one forward pass, from which each layer takes its own mask."""
@@ -24,11 +27,11 @@ class Positions:
         self.padding, self.left = request.pads()
         # Only outside of a trace: the leading pads of each sequence as Python integers.
         self._lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
-        self._masks: dict[tuple[object, ...], tuple[AttentionMask, Tensor | None]] = {}
+        self._masks: dict[tuple[object, ...], Native] = {}
 
     def native(
         self, forms: MaskForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
-    ) -> tuple[AttentionMask, Tensor | None]:
+    ) -> Native:
         """(mask in the form that `implementation` takes, queries that may attend to nothing or None)."""
         key = (id(forms), implementation, str(device), dtype)
         if key not in self._masks:
@@ -37,7 +40,7 @@ class Positions:
 
     def _make(
         self, forms: MaskForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
-    ) -> tuple[AttentionMask, Tensor | None]:
+    ) -> Native:
         may_be_empty = forms.has_empty_rows or self.padding is not None
         if isinstance(self.first_query, int):
             span = self._span(cross)
@@ -52,16 +55,7 @@ class Positions:
         else:
             may_be_empty = True
         allowed = self._allowed(forms, cross, device)
-        empty = None
-        if may_be_empty:
-            # A softmax over nothing is NaN or uniform, by kernel. Such a query attends everywhere here, and its
-            # output is set to zero afterwards: the value that FlexAttention gives, with zero gradients.
-            empty = ~allowed.any(dim=-1)
-            allowed = allowed | empty[..., None]
-            empty = empty[:, 0]
-        if implementation == "eager":
-            return torch.where(allowed, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min), empty
-        return allowed, empty
+        return dense_form(allowed, may_be_empty, implementation, dtype)
 
     def _span(self, cross: bool) -> Span:
         _, queries, keys = self._shape
@@ -178,20 +172,15 @@ class MaskedAttention:
     forms: MaskForms
     cross: bool  # whether its keys are another sequence's
     crop: bool  # whether keys beyond the sequence may be dropped
-    flex_on_cpu: Literal["forward", "sdpa"]
+    flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
         """Attention under the mask, by whatever computes it."""
         positions = self._positions(call)
-        route = self._route(call, proceed)
+        route = route_of(self.name, self.flex_on_cpu, call, proceed)
         query = call.query
-        mask, empty = positions.native(self.forms, self.cross, self.crop, route, query.device, query.dtype)
-        output, weights = proceed(call.replace(mask=mask, empty=empty, implementation=route))
-        if empty is not None:
-            output = output.masked_fill(empty[:, :, None, None], 0.0)
-            if weights is not None and route == "eager":
-                weights = weights.masked_fill(empty[:, None, :, None], 0.0)
-        return output, weights
+        native = positions.native(self.forms, self.cross, self.crop, route, query.device, query.dtype)
+        return attend(call, proceed, route, native)
 
     def _positions(self, call: AttentionCall) -> Positions:
         """Where the call's tokens lie: shared by the layers that the model gave one mask."""
@@ -216,22 +205,48 @@ class MaskedAttention:
             request.derived["positions"] = Positions(request)
         return request.derived["positions"]
 
-    def _route(self, call: AttentionCall, proceed: Proceed) -> str:
-        """The implementation that computes this call; differs from the chosen one only as `flex_on_cpu` says."""
-        if call.implementation != FLEX or call.query.device.type != "cpu":
-            return call.implementation
-        if self.flex_on_cpu == "sdpa":
-            lost = [name for name in ("softcap", "s_aux") if call.kwargs.get(name) is not None]
-            if lost:
-                raise ValueError(
-                    f"{self.name} passes {' and '.join(lost)}, which sdpa cannot apply in place of flex_attention; "
-                    "use backend='eager'"
-                )
-            return "sdpa"
-        learns = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
-        if torch.is_grad_enabled() and learns and not proceed.following:
-            raise RuntimeError(
-                "FlexAttention computes no gradients on the CPU. Use backend='sdpa' (the same numbers), "
-                "or flex_on_cpu='sdpa' to let SDPA stand in on the CPU only; torch.no_grad() for inference"
+
+def route_of(name: str, flex_on_cpu: FlexOnCpu, call: AttentionCall, proceed: Proceed) -> str:
+    """The implementation that computes a call; differs from the chosen one only as `flex_on_cpu` says."""
+    if call.implementation != FLEX or call.query.device.type != "cpu":
+        return call.implementation
+    if flex_on_cpu == "sdpa":
+        lost = [name for name in ("softcap", "s_aux") if call.kwargs.get(name) is not None]
+        if lost:
+            raise ValueError(
+                f"{name} passes {' and '.join(lost)}, which sdpa cannot apply in place of flex_attention; "
+                "use backend='eager'"
             )
-        return FLEX
+        return "sdpa"
+    learns = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
+    if torch.is_grad_enabled() and learns and not proceed.following:
+        raise RuntimeError(
+            "FlexAttention computes no gradients on the CPU. Use backend='sdpa' (the same numbers), "
+            "or flex_on_cpu='sdpa' to let SDPA stand in on the CPU only; torch.no_grad() for inference"
+        )
+    return FLEX
+
+
+def dense_form(allowed: Tensor, may_be_empty: bool, implementation: str, dtype: torch.dtype) -> Native:
+    """What SDPA or eager attention takes for `allowed`, bool[batch or 1, heads or 1, queries, keys]."""
+    empty = None
+    if may_be_empty:
+        # A softmax over nothing is NaN or uniform, by kernel. Such a query attends everywhere here, and its
+        # output is set to zero afterwards: the value that FlexAttention gives, with zero gradients.
+        empty = ~allowed.any(dim=-1)
+        allowed = allowed | empty[..., None]
+    if implementation == "eager":  # which would add a bool mask
+        zero = torch.zeros((), dtype=dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(dtype).min), empty
+    return allowed, empty
+
+
+def attend(call: AttentionCall, proceed: Proceed, implementation: str, native: Native) -> Output:
+    """The call under a mask in the form that the implementation takes; queries that may attend to nothing give 0."""
+    mask, empty = native
+    output, weights = proceed(call.replace(mask=mask, empty=empty, implementation=implementation))
+    if empty is not None:
+        output = output.masked_fill(empty.transpose(1, 2)[..., None], 0.0)
+        if weights is not None and implementation == "eager":
+            weights = weights.masked_fill(empty[..., None], 0.0)
+    return output, weights

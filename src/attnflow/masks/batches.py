@@ -1,0 +1,313 @@
+"""Masks by sequence and by head: `batch` and `per_head`, in the algebra and for attention kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int32
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow._core.checks import IntArray
+from attnflow._core.markup import plural
+from attnflow.masks import flex
+from attnflow.masks.batch_rows import block_mask_of_rows, mask_mod_of_rows
+from attnflow.masks.flex import MaskMod
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask, not_a_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_NARROW: Final = 8  # intervals of a row up to which keys are not numbered anew
+_SHOWN: Final = 4
+
+
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class MaskGrid:
+    """A mask for each sequence of a batch, or for each head, or for both; made by `af.masks.batch` and `per_head`.
+
+    Sequences may differ in length. A shorter one is padded at its end: in `dense()` and for attention kernels a pad
+    attends to itself alone (to nothing, where queries and keys are different sequences), and nothing attends to it.
+    Padding is no part of the relation: `~`, `&`, `|` act on each sequence's own positions.
+
+    Attributes:
+        masks: the mask of each sequence and head, `masks[b][h]`; one row, or one column, stands for all.
+        num_queries: number of rows, padding included.
+        num_keys: number of columns, padding included.
+    """
+
+    masks: tuple[tuple[Mask, ...], ...]
+    num_queries: int
+    num_keys: int
+
+    holds_masks = True  # by which a Mask leaves `mask & grid` to the grid
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(sequences, heads, num_queries, num_keys), as of a `BlockMask`; a 1 stands for any number."""
+        return len(self.masks), len(self.masks[0]), self.num_queries, self.num_keys
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) of each sequence without its padding."""
+        return tuple(row[0].shape for row in self.masks)
+
+    def dense(self, device: torch.device | str | None = None) -> Bool[Tensor, "batch heads queries keys"]:
+        """The relation as a bool tensor with its padding, on `device` (default CPU). Cost: one byte per pair.
+
+        >>> import attnflow as af
+        >>> af.masks.batch([af.masks.causal(2), af.masks.full(1)]).dense().int().tolist()
+        [[[[1, 0], [1, 1]]], [[[1, 0], [0, 1]]]]
+        """
+        table = torch.empty(self.shape, dtype=torch.bool)
+        for b, row in enumerate(self._padded()):
+            for h, mask in enumerate(row):
+                for start, part in mask.dense_chunks():
+                    table[b, h, start : start + len(part)] = torch.from_numpy(part)
+        return table if device is None else table.to(device)
+
+    def row_intervals(
+        self, min_width: int = 1, device: torch.device | str | None = None
+    ) -> Int32[Tensor, "batch heads rows queries"]:
+        """The relation as one plain tensor, `attention_mask` of a model under `af.masks.attach(model, "batch")`.
+
+        Args:
+            min_width: intervals per query that there is room for, at least. The room is the next power of two, so
+                that batches of a bucket share one shape and with it one compiled model.
+            device: of the tensor, default CPU.
+
+        Returns:
+            int32 [sequences or 1, heads or 1, 2 x room, num_queries]: query q attends to the keys in
+            `[rows[..., 2 t, q], rows[..., 2 t + 1, q])`. One more row, at the end, says by what number each key goes
+            in them, where keys would lie too scattered otherwise.
+
+        Cost: O(queries x room).
+        """
+        relations, ranks = self._relations()
+        width = max((int(np.diff(rows.indptr).max(initial=0)) for rows in relations), default=1)
+        room = 1 << (max(width, checks.integer("min_width", min_width, 1)) - 1).bit_length()
+        if 2 * room + (ranks is not None) == self.num_queries:
+            room *= 2  # no kernel can take it for a mask of pairs
+        batch, heads, queries, _ = self.shape
+        table = np.zeros((batch * heads, 2 * room + (ranks is not None), queries), dtype=np.int32)
+        for one, rows in zip(table, relations, strict=True):
+            row = rows.row_index()
+            slot = 2 * (np.arange(len(row)) - rows.indptr[row])
+            one[slot, row], one[slot + 1, row] = rows.starts, rows.ends
+        if ranks is not None:
+            table[:, -1] = np.stack(ranks)
+        tensor = torch.from_numpy(table.reshape(batch, heads, *table.shape[1:]))
+        return tensor if device is None else tensor.to(device)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices."""
+        return self.mask_mod_on("cpu")
+
+    def mask_mod_on(self, device: torch.device | str) -> MaskMod:
+        """`mask_mod(b, h, q, k)` whose one captured tensor lives on `device`."""
+        return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
+
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The masks as one `BlockMask`, identical to `create_block_mask(grid.mask_mod, *grid.shape)`.
+
+        Cost: O(queries x intervals of a query + blocks); n x n is never built.
+
+        Raises:
+            ValueError: there are no queries, or no keys.
+        """
+        if 0 in self.shape:
+            raise ValueError(f"a BlockMask needs at least one query and one key, got shape {self.shape}")
+        return block_mask_of_rows(self.row_intervals(device=device), self.num_keys, flex.block_sizes(block_size))
+
+    def __getitem__(self, place: tuple[int, int]) -> Mask:
+        """The mask of a sequence and a head, without padding: `grid[b, h]`."""
+        b, h = place
+        batch, heads, _, _ = self.shape
+        b, h = (
+            0 if size == 1 else checks.integer(name, i, 0, size - 1)
+            for name, i, size in (("b", b, batch), ("h", h, heads))
+        )
+        return self.masks[b][h]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both allow the same pairs over the same lengths."""
+        if not isinstance(other, MaskGrid):
+            return NotImplemented
+        return (self.shape, self.lengths, self.masks) == (other.shape, other.lengths, other.masks)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.masks))
+
+    def __and__(self, other: object) -> MaskGrid:
+        """Pairs that both allow; a single mask counts for every sequence and head."""
+        return self._combined(other, Mask.__and__)
+
+    def __or__(self, other: object) -> MaskGrid:
+        """Pairs that either allows; a single mask counts for every sequence and head."""
+        return self._combined(other, Mask.__or__)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> MaskGrid:
+        """Pairs that are forbidden, padding apart."""
+        return MaskGrid(tuple(tuple(~mask for mask in row) for row in self.masks), self.num_queries, self.num_keys)
+
+    def __repr__(self) -> str:
+        batch, heads, queries, keys = self.shape
+        shown = [repr(mask) for row in self.masks for mask in row]
+        names = list(dict.fromkeys(shown))
+        text = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        size = f"{queries} positions" if queries == keys else f"{queries} queries x {keys} keys"
+        return f"<masks of {plural(batch, 'sequence')} x {plural(heads, 'head')}, {size}: {text}>"
+
+    def _combined(self, other: object, join: Callable[[Mask, Mask], Mask]) -> MaskGrid:
+        if isinstance(other, Mask):
+            other = MaskGrid(((other,),), *other.shape)
+        if not isinstance(other, MaskGrid):
+            raise not_a_mask(other)
+        sizes = (self.num_queries, self.num_keys), (other.num_queries, other.num_keys)
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"cannot combine masks of different sizes: {sizes[0]} and {sizes[1]} queries and keys")
+        cut = tuple(grid.lengths == (sizes[0],) for grid in (self, other))
+        batch, heads = (self._common(other, axis, name) for axis, name in ((0, "sequences"), (1, "heads")))
+        rows = [tuple(join(*_same_length(b, self[b, h], other[b, h], cut)) for h in range(heads)) for b in range(batch)]
+        return MaskGrid(tuple(rows), *sizes[0])
+
+    def _common(self, other: MaskGrid, axis: int, name: str) -> int:
+        a, b = self.shape[axis], other.shape[axis]
+        if 1 not in (a, b) and a != b:
+            raise ValueError(f"cannot combine masks for {a} {name} with masks for {b}")
+        return b if a == 1 else a
+
+    def _padded(self) -> Iterator[list[Mask]]:
+        size = self.num_queries, self.num_keys
+        for row in self.masks:
+            yield [mask if mask.shape == size else _padded(mask, *size) for mask in row]
+
+    def _relations(self) -> tuple[list[IntervalRows], list[IntArray] | None]:
+        """(rows of each sequence and head; the number that each key goes by in them, None where that is its own)."""
+        masks = [mask for row in self._padded() for mask in row]
+        plain = [_narrow(mask) for mask in masks]
+        if all(rows is not None for rows in plain):
+            return cast(list[IntervalRows], plain), None
+        if self.num_queries != self.num_keys:
+            return [mask.intervals() for mask in masks], None
+        numbered = [mask.numbered_keys() for mask in masks]
+        identity = np.arange(self.num_keys, dtype=np.int64)
+        return [rows for rows, _ in numbered], [identity if rank is None else rank for _, rank in numbered]
+
+
+def batch(masks: Iterable[Mask | MaskGrid], size: int | None = None) -> MaskGrid:
+    """One mask for each sequence of a batch; shorter ones are padded at their end.
+
+    Args:
+        masks: a `Mask` for each sequence, or `per_head([...])` where the heads of a sequence differ.
+        size: number of positions after padding, default those of the longest. For square masks.
+
+    Raises:
+        TypeError: something that is no mask.
+        ValueError: no masks; one that is longer than `size`; numbers of heads that differ; or a batch among the masks.
+
+    Cost: O(sequences). The masks stay what they are; sequences that share one share its memory.
+
+    >>> import attnflow as af
+    >>> packed = af.masks.batch([af.masks.document([3, 2]), af.masks.causal(4)])
+    >>> packed.shape
+    (2, 1, 5, 5)
+    >>> packed == packed & af.masks.causal(5)
+    True
+    """
+    rows = [_row(mask, number) for number, mask in enumerate(masks)]
+    if not rows:
+        raise ValueError("a batch needs at least one mask, got none")
+    heads = max(len(row) for row in rows)
+    for number, row in enumerate(rows):
+        if len(row) not in (1, heads):
+            raise ValueError(f"sequence {number} has masks for {len(row)} heads, another has them for {heads}")
+    shapes = [row[0].shape for row in rows]
+    queries, keys = (max(shape[axis] for shape in shapes) for axis in (0, 1))
+    if size is not None:
+        size = checks.size("size", size)
+        if any(shape[0] != shape[1] for shape in shapes):
+            raise ValueError("size is for square masks; those of a batch with other ones are padded to the largest")
+        if queries > size:
+            number = next(i for i, shape in enumerate(shapes) if shape[0] > size)
+            raise ValueError(f"sequence {number} has {shapes[number][0]} positions, more than size={size}")
+        queries = keys = size
+    return MaskGrid(tuple(row * (heads // len(row)) for row in rows), queries, keys)
+
+
+def per_head(masks: Iterable[Mask]) -> MaskGrid:
+    """One mask for each attention head (of the queries, where keys have fewer heads), the same in every sequence.
+
+    Raises:
+        TypeError: something that is no `Mask`.
+        ValueError: no masks, or masks of different shapes.
+
+    >>> import attnflow as af
+    >>> heads = af.masks.per_head([af.masks.causal(4), af.masks.sliding_window(4, 2)])
+    >>> heads.shape, heads.dense()[0, :, 3].int().tolist()
+    ((1, 2, 4, 4), [[1, 1, 1, 1], [0, 0, 1, 1]])
+    """
+    row = list(masks)
+    if not row:
+        raise ValueError("per_head needs at least one mask, got none")
+    for number, mask in enumerate(row):
+        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise not_a_mask(mask)
+        if mask.shape != row[0].shape:
+            raise ValueError(f"heads see one sequence: mask {number} has shape {mask.shape}, mask 0 {row[0].shape}")
+    return MaskGrid((tuple(row),), *row[0].shape)
+
+
+def _row(mask: object, number: int) -> tuple[Mask, ...]:
+    """The masks of one sequence."""
+    if isinstance(mask, MaskGrid):
+        if mask.shape[0] > 1:
+            raise ValueError(f"expected the mask of one sequence, got those of {mask.shape[0]} as number {number}")
+        return mask.masks[0]
+    if not isinstance(mask, Mask):
+        raise not_a_mask(mask)
+    return (mask,)
+
+
+def _same_length(number: int, a: Mask, b: Mask, cut: tuple[bool, ...]) -> tuple[Mask, Mask]:
+    """Both masks over the positions of one sequence; of a mask for all sequences (`cut`), its leading part."""
+    if a.shape != b.shape:
+        if cut[0]:
+            a = a[: b.num_queries, : b.num_keys]
+        elif cut[1]:
+            b = b[: a.num_queries, : a.num_keys]
+        else:
+            raise ValueError(f"cannot combine masks over {a.shape} and {b.shape} positions for sequence {number}")
+    return a, b
+
+
+def _padded(mask: Mask, num_queries: int, num_keys: int) -> Mask:
+    """The mask with positions behind its own, which attend to themselves alone; to nothing if it is not square."""
+    rows, rank = mask.numbered_keys()
+    extra = np.arange(mask.num_queries, num_queries, dtype=np.int64)
+    at = np.arange(len(extra))
+    pads = (at, extra, extra + (mask.num_queries == mask.num_keys))
+    below = IntervalRows.of(len(extra), num_keys, pads)
+    if rank is not None:
+        rank = np.concatenate([rank, np.arange(mask.num_keys, num_keys)])
+    return Mask(IntervalRows.stack([rows, below], num_keys), f"{mask!r} padded", key_rank=rank)
+
+
+def _narrow(mask: Mask) -> IntervalRows | None:
+    """The rows of a mask by its own keys, None where they are wide for their number of keys."""
+    rows, rank = mask.numbered_keys()
+    if rank is None:
+        return rows
+    pieces = mask.pieces(limit=_NARROW * max(1, mask.num_queries))
+    if pieces is None:
+        return None
+    rows = IntervalRows.build(*pieces, *mask.shape)
+    return rows if int(np.diff(rows.indptr).max(initial=0)) <= _NARROW else None

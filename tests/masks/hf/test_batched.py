@@ -1,0 +1,172 @@
+"""Masks that come with each batch: values and gradients of each sequence alone, on every backend; and bad input."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import attnflow as af
+from tests.models import outputs, tiny, tokens
+
+masks = af.masks
+CASES = {
+    "odd lengths": masks.batch([masks.sliding_window(63, 5), masks.causal(1), masks.document([3, 8, 20])]),
+    "numbered anew": masks.batch(
+        [masks.permutation_lm([4, 0, 3, 1, 2, 5]), masks.butterfly(4), masks.tree([-1, 0, 0, 1])]
+    ),
+    "by head": masks.batch(
+        [
+            masks.per_head([masks.causal(9), masks.full(9), masks.sliding_window(9, 2), masks.prefix_lm(9, 4)]),
+            masks.per_head([masks.causal(7) if head % 2 else masks.attention_sink(7, 1, 2) for head in range(4)]),
+        ]
+    ),
+    "heads of all sequences": masks.per_head([masks.sliding_window(8, 1 + head) for head in range(4)]),
+    "one for all": masks.batch([masks.block_two_stream(3, 2)]),
+}
+
+
+def batch_of(grid, sequences=3):
+    sequences = sequences if grid.shape[0] == 1 else grid.shape[0]
+    return tokens(sequences, grid.num_queries), torch.arange(grid.num_queries).expand(sequences, -1)
+
+
+def gradients(model, ids, **inputs):
+    model.zero_grad()
+    logits = outputs(model, input_ids=ids, use_cache=False, **inputs)
+    loss = cross_entropy(logits.flatten(0, 1), ids.flatten() % logits.shape[-1])
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_values_and_gradients_are_those_of_dense_masks(case, backend, name):
+    model, grid = tiny(name), CASES[case]
+    ids, positions = batch_of(grid)
+    oracle = copy.deepcopy(model)
+    # GPT-2 computes eager attention in float64 throughout; Llama takes the softmax in float32.
+    oracle.set_attn_implementation("sdpa" if name == "Llama" else "eager")
+    dense = torch.zeros(grid.shape, dtype=torch.float64).masked_fill(~grid.dense(), -torch.inf)
+    heads = model.config.num_attention_heads
+    dense = dense.expand(len(ids), heads if grid.shape[1] > 1 else 1, -1, -1)
+    expected = gradients(oracle, ids, position_ids=positions, attention_mask=dense)
+    with masks.attach(model, "batch", backend=backend):
+        ours = gradients(model, ids, position_ids=positions, attention_mask=grid.row_intervals())
+    tolerance = 1e-5 if (name, backend) == ("Llama", "eager") else 1e-11
+    torch.testing.assert_close(ours[0], expected[0], rtol=tolerance, atol=tolerance)
+    for key, gradient in expected[1].items():
+        torch.testing.assert_close(
+            ours[1][key], gradient, rtol=tolerance, atol=tolerance * max(1, gradient.abs().max())
+        )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_sequence_does_not_depend_on_its_batch(backend):
+    model, grid = tiny("Llama"), CASES["odd lengths"]
+    ids, positions = batch_of(grid)
+    with torch.no_grad():
+        with masks.attach(model, "batch", backend=backend):
+            together = outputs(model, input_ids=ids, position_ids=positions, attention_mask=grid.row_intervals())
+        for b, (length, _) in enumerate(grid.lengths):
+            with masks.attach(model, grid[b, 0], backend=backend):
+                alone = outputs(model, input_ids=ids[b : b + 1, :length])
+            torch.testing.assert_close(together[b, :length], alone[0], rtol=1e-6, atol=1e-7)  # float32 norms
+
+
+def test_queries_that_may_attend_to_nothing_give_zero_as_alone():
+    model = tiny("Llama")
+    empty = masks.from_intervals([[(0, 1)], [], [(1, 3)]], 3)
+    ids = tokens(2, 4)
+    for backend in ("sdpa", "eager"):
+        with torch.no_grad(), masks.attach(model, "batch", backend=backend):
+            rows = masks.batch([empty, masks.causal(4)]).row_intervals()
+            together = outputs(model, input_ids=ids, attention_mask=rows)
+        with torch.no_grad(), masks.attach(model, empty, backend=backend):
+            alone = outputs(model, input_ids=ids[:1, :3])
+        torch.testing.assert_close(together[0, :3], alone[0], rtol=1e-6, atol=1e-7)
+
+
+def test_other_calls_run_under_the_models_own_mask_to_the_bit():
+    model, ids = tiny("Llama", eos_token_id=None), tokens(2, 6)
+    real = torch.ones_like(ids)
+    real[1, :2] = 0
+    options = {"attention_mask": real, "max_new_tokens": 3, "do_sample": False}
+    expected = outputs(model, input_ids=ids, attention_mask=real), model.generate(ids, **options)
+    with masks.attach(model, "batch") as handle:
+        assert torch.equal(outputs(model, input_ids=ids, attention_mask=real), expected[0])
+        assert torch.equal(model.generate(ids, **options), expected[1])
+        assert handle.masks == {}
+        assert str(handle) == "the masks of each batch on 2 attention modules of LlamaForCausalLM, computed by sdpa"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing(reentrant):
+    model, grid = tiny("Llama"), CASES["by head"]
+    ids, positions = batch_of(grid)
+    inputs = {"position_ids": positions, "attention_mask": grid.row_intervals()}
+    with masks.attach(model, "batch"):
+        expected = gradients(model.train(), ids, **inputs)
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        ours = gradients(model, ids, **inputs)
+    for key, gradient in expected[1].items():
+        torch.testing.assert_close(ours[1][key], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_new_values_in_the_same_tensor_are_seen():
+    model, ids = tiny("Llama"), tokens(1, 6)
+    rows, others = (masks.batch([mask]).row_intervals() for mask in (masks.causal(6), masks.full(6)))
+    with torch.no_grad(), masks.attach(model, "batch"):
+        expected = outputs(model, input_ids=ids, attention_mask=others)
+        assert not torch.equal(outputs(model, input_ids=ids, attention_mask=rows), expected)
+        rows.copy_(others)
+        assert torch.equal(outputs(model, input_ids=ids, attention_mask=rows), expected)
+
+
+def test_new_queries_behind_a_cache():
+    """Masks over more keys than queries: what a decoder feeds after its cache."""
+    model, ids, whole = tiny("Llama"), tokens(2, 9), masks.attention_sink(9, 2, 3)
+    with torch.no_grad(), masks.attach(model, "batch"):
+        expected = outputs(model, input_ids=ids, attention_mask=masks.batch([whole]).row_intervals())
+        first = model(ids[:, :6], attention_mask=masks.batch([whole[:6, :6]]).row_intervals(), use_cache=True)
+        cache = first.past_key_values
+        rows = masks.batch([whole[6:, :]] * 2).row_intervals()
+        again = model(ids[:, 6:], attention_mask=rows, past_key_values=cache).logits
+        torch.testing.assert_close(again, expected[:, 6:], rtol=1e-6, atol=1e-7)
+        cache.crop(-4)
+        with pytest.raises(ValueError, match="from 3 queries to 8 keys, but its masks reach to key 8"):
+            model(ids[:, 6:], attention_mask=rows, past_key_values=cache)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_without_attach_a_model_fails_on_row_intervals(backend):
+    """It must never take them for a mask of pairs."""
+    model = tiny("Llama")
+    model.set_attn_implementation(backend)
+    for size in (1, 2, 4, 5, 8, 9):
+        rows = masks.batch([masks.causal(size)] * 2).row_intervals()
+        with pytest.raises(RuntimeError):
+            model(tokens(2, size), attention_mask=rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (masks.batch([masks.causal(9)]).row_intervals(), "masks over 9 positions for 6; pad masks as tokens are"),
+        (masks.batch([masks.causal(6)] * 3).row_intervals(), "masks of 3 sequences for 2 sequences"),
+        (masks.per_head([masks.causal(6)] * 2).row_intervals(), "masks for 2 heads, but its queries have 4"),
+        (torch.ones(2, 1, 6, 6, dtype=torch.int32), r"an int32 mask \[2, 1, 6, 6\]; make a mask of pairs bool"),
+    ],
+)
+def test_bad_row_intervals(rows, message):
+    model = tiny("Llama")
+    with masks.attach(model, "batch"), pytest.raises(ValueError, match=message):
+        model(tokens(2, 6), attention_mask=rows)
+
+
+def test_bad_calls():
+    with pytest.raises(ValueError, match="layers= goes with"):
+        masks.attach(tiny("Llama"), "batch", layers=[0])
+    with pytest.raises(ValueError, match="one half of the encoder-decoder model"):
+        masks.attach(tiny("T5"), "batch")

@@ -1,0 +1,197 @@
+"""Masks by sequence and by head, against their dense tables."""
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+from attnflow import masks
+from attnflow.masks.batch_rows import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
+from attnflow.masks.batches import MaskGrid
+from tests.strategies import square_masks
+
+TABLES = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"]
+
+
+@dataclass
+class Rows:
+    """One to three square masks of any lengths; made into a batch outside of the strategy, where beartype may draw."""
+
+    masks: list[masks.Mask]
+    heads: int
+    size: int | None
+
+    def grid(self) -> MaskGrid:
+        rows = [masks.per_head([mask, ~mask][: self.heads]) for mask in self.masks]
+        return masks.batch(rows, size=self.size)
+
+
+grids = st.builds(
+    Rows, st.lists(square_masks(9), min_size=1, max_size=3), st.sampled_from([1, 2]), st.sampled_from([None, 12])
+)
+
+
+def padded(grid: MaskGrid) -> torch.Tensor:
+    """The definition: each mask in its corner, the pads behind it on the diagonal."""
+    batch, heads, queries, _ = grid.shape
+    table = torch.zeros(grid.shape, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            mask = grid[b, h]
+            table[b, h, : mask.num_queries, : mask.num_keys] = mask.dense()
+            if mask.num_queries == mask.num_keys:
+                extra = torch.arange(mask.num_queries, queries)
+                table[b, h, extra, extra] = True
+    return table
+
+
+@given(grids)
+def test_every_form_is_the_same_relation(rows):
+    grid = rows.grid()
+    expected = padded(grid)
+    assert torch.equal(grid.dense(), expected)
+    table = grid.row_intervals()
+    assert table.dtype == torch.int32
+    assert table.shape[2] not in (1, grid.num_queries)
+    assert torch.equal(allowed_of_rows(table, grid.num_keys), expected)
+    if 0 not in grid.shape:
+        places = torch.meshgrid(*(torch.arange(size) for size in grid.shape), indexing="ij")
+        assert torch.equal(grid.mask_mod(*places), expected)
+
+
+@given(grids, st.sampled_from([(1, 1), (2, 3), (5, 4), (16, 16)]))
+def test_block_masks_are_those_of_torch(rows, blocks):
+    grid = rows.grid()
+    if 0 in grid.shape:
+        with pytest.raises(ValueError, match="at least one query and one key"):
+            grid.block_mask()
+        return
+    actual = grid.block_mask(blocks)
+    expected = create_block_mask(grid.mask_mod, *grid.shape, device="cpu", BLOCK_SIZE=blocks)
+    assert actual.shape == expected.shape
+    assert all(torch.equal(getattr(actual, name), getattr(expected, name)) for name in TABLES)
+
+
+@given(grids, st.integers(0, 9))
+def test_algebra_is_that_of_each_sequence(rows, seed):
+    grid = rows.grid()
+    single = masks.from_dense(torch.rand(grid.shape[2:], generator=torch.Generator().manual_seed(seed)) < 0.5)
+    table = single.dense()
+    real = torch.zeros(grid.shape, dtype=torch.bool)
+    for b, (queries, keys) in enumerate(grid.lengths):
+        real[b, :, :queries, :keys] = True
+    for actual, expected in (
+        (grid & single, grid.dense() & table),
+        (single & grid, grid.dense() & table),
+        (grid | single, grid.dense() | table),
+        (single | grid, grid.dense() | table),
+        (~grid, ~grid.dense()),
+    ):
+        assert torch.equal(actual.dense() & real, expected & real)
+        assert torch.equal(actual.dense() & ~real, grid.dense() & ~real)
+    assert ~~grid == grid == grid & grid == grid | grid
+    assert hash(~~grid) == hash(grid)
+    assert (grid == ~grid) == (not real.any())
+    assert pickle.loads(pickle.dumps(grid)) == grid
+
+
+def test_heads_and_sequences_broadcast():
+    heads = masks.per_head([masks.causal(5), masks.sliding_window(5, 2)])
+    batch = masks.batch([masks.full(5), masks.document([1, 2])])
+    both = batch & heads
+    assert both.shape == (2, 2, 5, 5)
+    assert both[0, 1] == masks.sliding_window(5, 2)
+    assert both[1, 0] == masks.document([1, 2]) & masks.causal(3)
+    assert both == heads & batch == masks.batch([heads & masks.full(5), masks.per_head([both[1, 0], both[1, 1]])])
+    assert (heads == batch) is False
+    assert heads != masks.causal(5)
+    assert repr(both).startswith("<masks of 2 sequences x 2 heads, 5 positions: (full(n=5, num_keys=5) & causal(n=5))")
+
+
+def test_rows_of_many_intervals_and_permuted_keys():
+    """Over 32 intervals a row the kernel looks up bits; a permuted mask keeps its few intervals."""
+    scattered = masks.from_edges([(q, k) for q in range(80) for k in range(q % 2, 80, 2)], 80)
+    grid = masks.batch([scattered, masks.causal(63)])
+    assert grid.row_intervals().shape == (2, 1, 128, 80)
+    permuted = masks.batch([masks.permutation_lm(np.random.default_rng(0).permutation(200)), masks.causal(127)])
+    assert permuted.row_intervals().shape == (2, 1, 5, 400)
+    for each in (grid, permuted):
+        places = torch.meshgrid(*(torch.arange(size) for size in each.shape), indexing="ij")
+        assert torch.equal(each.mask_mod(*places), padded(each))
+        expected = create_block_mask(each.mask_mod, *each.shape, device="cpu", BLOCK_SIZE=16)
+        assert all(torch.equal(getattr(each.block_mask(16), name), getattr(expected, name)) for name in TABLES)
+
+
+def test_room_for_intervals_comes_in_powers_of_two_and_is_never_the_number_of_queries():
+    assert masks.batch([masks.document([2, 3]), masks.causal(4)]).row_intervals().shape == (2, 1, 2, 5)
+    assert masks.batch([masks.causal(5)]).row_intervals(min_width=3).shape == (1, 1, 8, 5)
+    assert masks.batch([masks.causal(2)]).row_intervals().shape == (1, 1, 4, 2)
+    assert masks.batch([masks.block_two_stream(4, 2)]).row_intervals().shape == (1, 1, 4, 12)
+
+
+def test_masks_that_are_not_square():
+    """Cross-attention: a pad attends to nothing, and nothing attends to it."""
+    grid = masks.batch([masks.full(2)[:1, :], masks.from_edges([(1, 2), (0, 0)], 2, 3)])
+    assert grid.shape == (2, 1, 2, 3)
+    assert torch.equal(grid.dense(), padded(grid))
+    assert torch.equal(allowed_of_rows(grid.row_intervals(), 3), grid.dense())
+    permuted = masks.batch([grid[1, 0].permute([1, 0], keys=[2, 0, 1])])
+    assert torch.equal(allowed_of_rows(permuted.row_intervals(), 3), permuted.dense())
+
+
+def test_block_counts_at_length_take_no_table_of_pairs():
+    grid = masks.batch([masks.causal(32768), masks.document([1000] * 32), masks.sliding_window(30000, 500)])
+    counts = block_counts_of_rows(grid.row_intervals(), 32768)
+    for b in range(3):
+        assert counts[b, 0].sum() == grid[b, 0].nnz + 32768 - grid[b, 0].num_queries
+    assert block_mask_of_rows(grid.row_intervals(), 32768).kv_num_blocks[0, 0].tolist() == [1] * 256
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: masks.batch([]), ValueError, "at least one mask, got none"),
+        (lambda: masks.batch([torch.ones(2, 2)]), TypeError, "expected a Mask, got Tensor"),
+        (
+            lambda: masks.batch([masks.causal(3), masks.causal(9)], size=8),
+            ValueError,
+            "sequence 1 has 9 positions, more",
+        ),
+        (lambda: masks.batch([masks.full(3)[:1, :]], size=4), ValueError, "size is for square masks"),
+        (lambda: masks.batch([masks.batch([masks.full(1)] * 2)]), ValueError, "mask of one sequence, got those of 2"),
+        (
+            lambda: masks.batch([masks.per_head([masks.full(1)] * n) for n in (2, 3)]),
+            ValueError,
+            "sequence 0 has masks for 2 heads, another has them for 3",
+        ),
+        (lambda: masks.per_head([]), ValueError, "at least one mask, got none"),
+        (
+            lambda: masks.per_head([masks.full(2), masks.full(3)]),
+            ValueError,
+            r"mask 1 has shape \(3, 3\), mask 0 \(2, 2\)",
+        ),
+        (lambda: masks.per_head([masks.batch([masks.full(2)])]), TypeError, "expected a Mask, got MaskGrid"),
+        (lambda: masks.batch([masks.full(2)]) & masks.full(3), ValueError, r"different sizes: \(2, 2\) and \(3, 3\)"),
+        (
+            lambda: masks.batch([masks.full(2)] * 2) & masks.batch([masks.full(2)] * 3),
+            ValueError,
+            "masks for 2 sequences with masks for 3",
+        ),
+        (
+            lambda: masks.batch([masks.full(4), masks.full(2)]) | masks.batch([masks.full(4), masks.full(3)]),
+            ValueError,
+            r"over \(2, 2\) and \(3, 3\) positions for sequence 1",
+        ),
+        (lambda: masks.batch([masks.full(2)]) & torch.ones(2, 2), TypeError, "expected a Mask, got Tensor"),
+        (lambda: masks.batch([masks.full(2)] * 2)[2, 0], ValueError, "b must be at most 1"),
+        (lambda: masks.batch([masks.full(2)]).row_intervals(0), ValueError, "min_width must be at least 1"),
+    ],
+)
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
