@@ -27,6 +27,7 @@ TABLES = {
     "BatchReport",
     "Conditions",
     "Decoded",
+    "Diagnosis",
     "DraftTree",
     "Drift",
     "Duplicates",

@@ -22,6 +22,7 @@ from attnflow.cli import (
     geometry,
     knowledge_trace,
     mask,
+    mask_formats,
     report,
 )
 from attnflow.cli._output import BadUsage
@@ -59,11 +60,13 @@ def _group(name: str, about: str, *commands: Callable[..., None]) -> typer.Typer
 GROUPS: Final = {
     "mask": _group(
         "mask",
-        "Look at masks, check tasks, merge families of tasks.",
+        "Look at masks, check tasks, merge families of tasks, speak other kernels' formats.",
         mask.mask_list,
         mask.mask_show,
         mask.mask_check,
         mask.mask_merge,
+        mask_formats.mask_export,
+        mask_formats.mask_debug,
     ),
     "bias": _group("bias", "Look at what a learned bias does; train one.", bias.bias_show, bias.bias_train),
     "knowledge": knowledge,

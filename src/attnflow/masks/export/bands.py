@@ -8,7 +8,7 @@ import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow.masks.export.form import NotExpressible
+from attnflow.masks.export.refusal import NotExpressible
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 

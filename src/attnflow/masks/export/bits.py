@@ -13,8 +13,8 @@ from torch import Tensor
 from attnflow._core.results import Result
 from attnflow.masks.build import from_dense
 from attnflow.masks.export.bands import Bands, bands_of
-from attnflow.masks.export.form import NotExpressible, checked
 from attnflow.masks.export.packed import _cumulative, _lengths
+from attnflow.masks.export.refusal import NotExpressible, checked
 from attnflow.masks.mask import Mask
 
 PresetType = Literal["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
-from attnflow.masks.export.form import NotExpressible, checked
+from attnflow.masks.export.refusal import NotExpressible, checked
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnflow._core.results import Result
 from attnflow.masks.catalogue import tree
-from attnflow.masks.export.form import NotExpressible, checked
+from attnflow.masks.export.refusal import NotExpressible, checked
 from attnflow.masks.mask import Mask
 
 _LARGEST: Final = 4096  # paths are listed one by one

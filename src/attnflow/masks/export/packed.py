@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnflow._core.results import Result
 from attnflow.masks.export.bands import Bands, bands_of
-from attnflow.masks.export.form import NotExpressible, checked
+from attnflow.masks.export.refusal import NotExpressible, checked
 from attnflow.masks.mask import Mask
 
 _OPEN: Final = -1  # flash-attn's word for a side of the window without a limit

@@ -12,7 +12,7 @@ from attnflow._core import checks
 from attnflow._core.results import Result
 from attnflow.masks.build import from_dense
 from attnflow.masks.export.bands import Bands, bands_of
-from attnflow.masks.export.form import NotExpressible, checked
+from attnflow.masks.export.refusal import NotExpressible, checked
 from attnflow.masks.mask import Mask
 
 SplashClass = Literal["FullMask", "CausalMask", "LocalMask", "ChunkedCausalMask", "NumpyMask"]

@@ -1,8 +1,6 @@
-"""What every exported form shares: it reads itself back as a mask; what it cannot say is refused by a pair."""
+"""What a format cannot say is refused by a pair."""
 
 from __future__ import annotations
-
-from typing import Protocol, runtime_checkable
 
 from attnflow._core.errors import AttnflowError
 from attnflow.masks.mask import Mask, not_a_mask
@@ -24,19 +22,6 @@ class NotExpressible(AttnflowError, ValueError):
         self.format = format
         self.pair = pair
         self.allowed = verb == "allows"
-
-
-@runtime_checkable
-class Form(Protocol):
-    """A mask in the form that a kernel takes."""
-
-    def to_mask(self) -> Mask:
-        """The relation that the kernel computes from this form."""
-        ...
-
-    def to_json(self) -> str:
-        """The form as JSON, which `masks.from_json` reads again as a mask."""
-        ...
 
 
 def checked(mask: object) -> Mask:

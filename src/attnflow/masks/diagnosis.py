@@ -1,0 +1,294 @@
+"""What a mask that somebody brings says, and what looks wrong with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnflow._core.markup import plural
+from attnflow._core.plain import read_json
+from attnflow._core.results import Result
+from attnflow.masks import catalogue, export
+from attnflow.masks.build import from_dense
+from attnflow.masks.export.bands import bands_of
+from attnflow.masks.mask import Mask
+from attnflow.masks.spec import mask_from_dict
+
+SUFFIXES: Final = (".json", ".npy", ".pt", ".safetensors")
+_CLOSE: Final = 0.02  # share of all pairs up to which a mask is taken for another one with mistakes
+_MASKED: Final = -1e4  # additive values from here down forbid; what lies between them and 0 is a bias
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that looks wrong.
+
+    Attributes:
+        kind: "values", "sequences", "empty", "diagonal", "inverted", "transposed", "nearly" or "against".
+        message: what it is, and what it does.
+        pairs: the first pairs (query, key) that show it.
+    """
+
+    kind: str
+    message: str
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis(Result):
+    """A mask that somebody brings: what it is, what looks wrong, and which kernels can take it.
+
+    Attributes:
+        source: where it comes from.
+        num_queries: rows.
+        num_keys: columns.
+        allowed_pairs: number of pairs that are allowed.
+        same_as: the mask of the catalogue that it equals, or None.
+        findings: what looks wrong.
+        formats: names of `masks.export` that can say it.
+        refusals: why the others cannot, by name.
+    """
+
+    source: str
+    num_queries: int
+    num_keys: int
+    allowed_pairs: int
+    same_as: str | None
+    findings: tuple[Finding, ...]
+    formats: tuple[str, ...]
+    refusals: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing looks wrong."""
+        return not self.findings
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each finding."""
+        return [{"kind": each.kind, "message": each.message, "pairs": str(each.pairs)} for each in self.findings]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(label, text) pairs for a terminal."""
+        pairs = f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"
+        lines = [
+            ("queries x keys", f"{self.num_queries:,} x {self.num_keys:,}"),
+            ("allowed pairs", pairs),
+            ("is", self.same_as or "no mask of the catalogue"),
+            ("can be said by", ", ".join(self.formats) or "none"),
+        ]
+        return lines + [(each.kind, each.message) for each in self.findings]
+
+    def __str__(self) -> str:
+        head = f"{self.source}: {plural(len(self.findings), 'finding')}"
+        return "\n".join([head, *(f"{label:<16}{text}" for label, text in self.lines())])[:2000]
+
+    __repr__ = __str__
+
+
+def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> tuple[Mask, list[Finding]]:
+    """The mask of a file, and what is wrong with its values.
+
+    Args:
+        path: `.json` as of `masks.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], or
+            with one or two axes more before them, of bools or of 0 and 1 (true allows), or additive (0 allows).
+        masked_true: true, or 1, forbids.
+
+    Raises:
+        ValueError: the file cannot be read or holds no mask.
+    """
+    if str(path) == "-" or Path(path).suffix == ".json":
+        spec = read_json(path)
+        return mask_from_dict(spec.get("mask", spec), str(path)), []
+    tensor = _tensor(Path(path))
+    if not 2 <= tensor.ndim <= 4:
+        raise ValueError(f"{path}: expected a tensor [..., queries, keys] of 2 to 4 axes, got {tuple(tensor.shape)}")
+    tables, findings = _allowed(tensor, masked_true)
+    tables = tables.reshape(-1, *tables.shape[-2:])
+    if not len(tables):
+        raise ValueError(f"{path}: expected at least one sequence and head, got {tuple(tensor.shape)}")
+    first = from_dense(tables[0], Path(path).name)
+    for number, table in enumerate(tables[1:], 1):
+        if not torch.equal(table, tables[0]):
+            query, key = (int(i) for i in (table != tables[0]).nonzero()[0])
+            message = f"number {number} of {len(tables)} differs from the first, of which the rest is said"
+            findings.append(Finding("sequences", f"{message}, at query {query}, key {key}", ((query, key),)))
+            break
+    return first, findings
+
+
+def diagnose(
+    mask: Mask, source: str = "mask", findings: list[Finding] | None = None, against: Mask | None = None
+) -> Diagnosis:
+    """What a mask is, and what looks wrong with it.
+
+    Args:
+        mask: any mask.
+        source: where it comes from.
+        findings: what its file has shown to be wrong.
+        against: what it should be.
+
+    Cost: a few passes over the intervals; some formats take one byte per pair.
+    """
+    everything = (*(findings or ()), *_findings(mask, against))
+    formats: list[str] = []
+    refusals: dict[str, str] = {}
+    for name, make in export.FORMATS.items():
+        try:
+            make(mask)
+            formats.append(name)
+        except ValueError as error:
+            refusals[name] = str(error)
+    equal = equal_to(mask)
+    return Diagnosis(
+        source, *mask.shape, mask.nnz, None if equal is None else repr(equal), everything, tuple(formats), refusals
+    )
+
+
+def equal_to(mask: Mask) -> Mask | None:
+    """The mask of the catalogue, or documents with a window, that equals a mask."""
+    return next((candidate for candidate in _candidates(mask) if candidate == mask), None)
+
+
+def _findings(mask: Mask, against: Mask | None) -> Iterator[Finding]:
+    counts = mask.row_counts()
+    empty = np.flatnonzero(counts == 0)
+    if len(empty) and mask.num_keys:
+        which = _some(empty.tolist())
+        message = f"{which} may attend to nothing: softmax gives NaN, or the mean of all values"
+        yield Finding("empty", message, tuple((query, 0) for query in empty[:_SHOWN].tolist()))
+    if mask.num_queries == mask.num_keys:
+        blind = [int(q) for q in np.flatnonzero(counts) if not mask.allows(int(q), int(q))]
+        if blind:
+            message = f"{_some(blind)} may attend to other keys and not to the own one"
+            yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
+    if against is not None:
+        if against.shape != mask.shape:
+            yield Finding("against", f"expected {against.shape} queries and keys, got {mask.shape}")
+        elif pairs := mask.difference(against, limit=_SHOWN):
+            yield Finding("against", f"differs from {against!r}: {_said(mask, pairs)}", tuple(pairs))
+    elif equal_to(mask) is None:
+        yield from _mistaken(mask)
+
+
+def _mistaken(mask: Mask) -> Iterator[Finding]:
+    """What a mask that is none of the catalogue may have been meant to be."""
+    if (other := equal_to(~mask)) is not None and mask.nnz:
+        yield Finding("inverted", f"its complement is {other!r}: true seems to mean masked (`mask` and `~mask`)")
+        return
+    if max(mask.shape) <= 1 << 12 and (other := equal_to(from_dense(mask.dense().T))) is not None:
+        yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
+        return
+    size = mask.num_queries * mask.num_keys
+    close = ((_distance(mask, other), other) for other in _candidates(mask))
+    distance, other = min(close, key=lambda pair: pair[0], default=(size, mask))
+    if 0 < distance <= max(1, int(_CLOSE * size)) and distance < mask.nnz:
+        pairs = mask.difference(other, limit=_SHOWN)
+        message = f"{distance:,} pairs away from {other!r}: {_said(mask, pairs)}"
+        yield Finding("nearly", message, tuple(pairs))
+
+
+def _distance(mask: Mask, other: Mask) -> int:
+    return (mask & ~other).nnz + (other & ~mask).nnz
+
+
+def _candidates(mask: Mask) -> Iterator[Mask]:
+    """Masks of the catalogue whose parameters can be read off a mask."""
+    n, keys = mask.shape
+    if not n or not keys:
+        return
+    yield catalogue.full(n, keys)
+    try:
+        bands = bands_of(mask, "documents")
+    except export.NotExpressible:
+        bands = None
+    if bands is not None and not (bands.square and len(bands.queries) == 1):
+        if bands.square:
+            inner = catalogue.document(bands.queries, "causal" if bands.causal else "full")
+            if bands.left is bands.right is None or (bands.causal and bands.left is None):
+                yield inner
+            elif bands.left in (bands.right, None) or bands.causal:
+                reach = max(bands.left or 0, bands.right or 0) + 1
+                yield inner & catalogue.sliding_window(n, reach, causal=bands.causal)
+        return
+    if n != keys:
+        return
+    yield catalogue.causal(n)
+    counts = mask.row_counts()
+    middle = int(counts[n // 2])
+    yield catalogue.sliding_window(n, max(1, middle))
+    yield catalogue.sliding_window(n, max(1, (middle + 1) // 2), causal=False)
+    yield catalogue.prefix_lm(n, min(n, int(counts[0])))
+    if counts[0] and n % int(counts[0]) == 0:
+        yield catalogue.block_causal(n, int(counts[0]))
+    last = mask.intervals().row(n - 1)
+    if len(last) == 2 and last[0][0] == 0:
+        yield catalogue.attention_sink(n, last[0][1], n - last[1][0])
+
+
+def _tensor(path: Path) -> Tensor:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"cannot read {path}: the name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
+    try:
+        if path.suffix == ".npy":
+            return torch.from_numpy(np.load(path, allow_pickle=False))
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            held: object = load_file(path)
+        else:
+            held = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # each reader has errors of its own for what it cannot read
+        raise ValueError(f"cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    tensors = list(held.values()) if isinstance(held, dict) else [held]
+    if len(tensors) != 1 or not isinstance(tensors[0], Tensor):
+        raise ValueError(f"{path}: expected one tensor, got {len(tensors)} or something else")
+    return tensors[0]
+
+
+def _allowed(tensor: Tensor, masked_true: bool) -> tuple[Tensor, list[Finding]]:
+    """bool with True = allowed, and what is wrong with the values."""
+    findings: list[Finding] = []
+    if tensor.dtype == torch.bool:
+        return tensor ^ masked_true, findings
+    if not tensor.is_floating_point():
+        strange = (tensor != 0) & (tensor != 1)
+        if strange.any():
+            findings.append(_strange(tensor, strange, "neither 0 nor 1"))
+        return (tensor != 0) ^ masked_true, findings
+    if bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any()):
+        message = "floats of 0 and 1: a kernel that adds them masks nothing; true, or 1, is read as allowed"
+        findings.append(Finding("values", message))
+        return (tensor == 1) ^ masked_true, findings
+    strange = (tensor != 0) & ~(tensor <= _MASKED)
+    if strange.any():
+        findings.append(_strange(tensor, strange, f"neither 0 nor below {_MASKED:g}, so a bias and no mask; or NaN"))
+    return (tensor > _MASKED), findings
+
+
+def _strange(tensor: Tensor, strange: Tensor, what: str) -> Finding:
+    place = strange.nonzero()[0].tolist()
+    query, key = place[-2:]
+    value = tensor[tuple(place)].item()
+    count = int(strange.sum())
+    return Finding("values", f"{count:,} values are {what}: {value} at query {query}, key {key}", ((query, key),))
+
+
+def _some(queries: list[int]) -> str:
+    shown = ", ".join(map(str, queries[:_SHOWN]))
+    more = f" and {len(queries) - _SHOWN:,} more" if len(queries) > _SHOWN else ""
+    return f"{'query' if len(queries) == 1 else 'queries'} {shown}{more}"
+
+
+def _said(mask: Mask, pairs: list[tuple[int, int]]) -> str:
+    words = [f"{'allows' if mask.allows(q, k) else 'forbids'} query {q}, key {k}" for q, k in pairs]
+    return ", ".join(words) + (", ..." if len(pairs) == _SHOWN else "")

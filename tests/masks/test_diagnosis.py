@@ -1,0 +1,111 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import save_file
+
+from attnflow import masks
+from attnflow.masks.diagnosis import diagnose, equal_to, read_mask
+from tests.catalogue_cases import MASKS
+from tests.strategies import square_masks
+
+NAMED = ["full", "causal", "sliding_window", "prefix_lm", "document", "block_causal", "attention_sink"]
+
+
+def kinds(mask, **options):
+    return [finding.kind for finding in diagnose(mask, **options).findings]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_masks_are_recognised(name):
+    for mask in MASKS:
+        if mask.name == name and 0 not in mask.shape:
+            assert equal_to(masks.from_dense(mask.dense())) == mask
+
+
+def test_documents_with_a_window_are_recognised():
+    mask = masks.document([5, 7, 4]) & masks.sliding_window(16, 3)
+    assert diagnose(mask).same_as is not None
+    assert diagnose(mask).ok
+
+
+@settings(max_examples=30)
+@given(square_masks(7))
+def test_what_is_recognised_is_equal(mask):
+    other = equal_to(mask)
+    assert other is None or other == mask
+    result = diagnose(mask)
+    assert type(result).from_json(result.to_json()).to_json() == result.to_json()
+    assert set(result.formats) | set(result.refusals) == set(masks.export.FORMATS)
+
+
+def test_what_looks_wrong():
+    n = 64
+    causal = masks.causal(n)
+    assert kinds(causal) == []
+    assert "inverted" in kinds(~causal)
+    assert kinds(masks.from_dense(causal.dense().T)) == ["transposed"]
+    leaky = causal | masks.from_edges([(3, 9)], n)
+    [finding] = diagnose(leaky).findings
+    assert (finding.kind, finding.pairs) == ("nearly", ((3, 9),))
+    assert finding.message == "1 pairs away from causal(n=64): allows query 3, key 9"
+    assert kinds(causal & ~masks.from_edges([(5, k) for k in range(6)], n))[0] == "empty"
+    assert kinds(causal & ~masks.from_edges([(5, 5)], n)) == ["diagonal", "nearly"]
+    assert kinds(causal, against=masks.sliding_window(n, 5)) == ["against"]
+    assert kinds(causal, against=masks.causal(5)) == ["against"]
+    assert kinds(masks.longformer(n, 5)) == []
+
+
+def test_files(tmp_path):
+    table = masks.causal(6).dense()
+    additive = torch.zeros(6, 6).masked_fill(~table, -torch.inf)
+    np.save(tmp_path / "a.npy", table.numpy())
+    torch.save(table[None, None].int(), tmp_path / "b.pt")
+    torch.save(torch.zeros(2, 3, 6, 6).masked_fill(~table, torch.finfo(torch.float32).min), tmp_path / "c.pt")
+    save_file({"mask": additive.bfloat16()}, tmp_path / "d.safetensors")
+    (tmp_path / "e.json").write_text(masks.export.varlen(masks.causal(6)).to_json())
+    for name in ("a.npy", "b.pt", "c.pt", "d.safetensors", "e.json"):
+        mask, findings = read_mask(tmp_path / name)
+        assert mask == masks.causal(6), name
+        assert findings == []
+    torch.save(~table, tmp_path / "f.pt")
+    assert read_mask(tmp_path / "f.pt", masked_true=True)[0] == masks.causal(6)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "message"),
+    [
+        (torch.tensor([[1.0, 0.0], [1.0, 1.0]]), "values", "a kernel that adds them masks nothing"),
+        (torch.tensor([[0.0, -torch.inf], [0.5, 0.0]]), "values", "1 values are neither .* 0.5 at query 1, key 0"),
+        (torch.tensor([[0.0, torch.nan], [0.0, 0.0]]), "values", "or NaN: nan at query 0, key 1"),
+        (torch.tensor([[1, 2], [1, 1]]), "values", "neither 0 nor 1: 2 at query 0, key 1"),
+        (torch.ones(2, 1, 2, 2).cumsum(0) == 1, "sequences", "number 1 of 2 differs .* at query 0, key 0"),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_mask(tensor, kind, message, tmp_path):
+    torch.save(tensor, tmp_path / "mask.pt")
+    _, [finding] = read_mask(tmp_path / "mask.pt")
+    assert finding.kind == kind
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(finding.message)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "bad.npy").write_bytes(b"no array")
+    (tmp_path / "bad.pt").write_bytes(b"no tensor")
+    torch.save({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, tmp_path / "two.pt")
+    torch.save(torch.ones(3), tmp_path / "flat.pt")
+    (tmp_path / "mask.json").write_text(json.dumps({"dense": ["1x"]}))
+    for name, message in {
+        "none.npy": "cannot read .*none.npy",
+        "bad.npy": "cannot read .*bad.npy",
+        "bad.pt": "cannot read .*bad.pt",
+        "two.pt": "expected one tensor, got 2",
+        "flat.pt": "2 to 4 axes",
+        "mask.json": "expected 0, 1",
+        "mask.txt": r"must end in \.json",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_mask(tmp_path / name)
