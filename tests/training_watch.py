@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 import attnflow as af
 from attnflow.masks.batch_rows import allowed_of_rows, is_row_intervals
 from attnflow.tasks import Collator, Label, Task, Token
-from attnflow.tasks.collator import _tokens
 from attnflow.tasks.embedding import embed
 
 MEASURED = 64  # positions up to which every pair is measured; beyond, the declared order is audited, once
@@ -62,7 +61,7 @@ class TrainingWatch:
     def collated(self, collator: Collator, features: Any, batch: dict[str, Tensor]) -> None:
         """Prove the tasks of a collated batch, and remember what may flow in it."""
         for feature in features[:4]:
-            made = collator.family_fn(_tokens(feature))
+            made = collator.tasks_of(feature)
             af.tasks.check(made if isinstance(made, Task) else af.tasks.merge(made)).raise_if_leaks()
         mask = batch["attention_mask"][:1]
         allow = allowed_of_rows(mask, mask.shape[-1]) if is_row_intervals(mask) else mask == 0

@@ -10,11 +10,22 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Collator, Label, Task, Token
-from attnflow.tasks.collator import pack_labels, unpack_labels
+from attnflow.tasks.losses import label_tensors
 from tests.refused import refused
 
 DOUBLE = torch.float64
 MIN = torch.finfo(DOUBLE).min
+
+
+def pack_labels(targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    bits = torch.where(targets != -100, weights.view(torch.int64), -100)
+    return F.pad(torch.stack([targets, bits], dim=-2), (1, 0), value=-100)
+
+
+def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = label_tensors(labels)
+    assert tensors.advantages is tensors.old_logprobs is None
+    return tensors.targets, tensors.weights
 
 
 def model(**options: object) -> LlamaForCausalLM:
@@ -401,8 +412,8 @@ def test_bad_losses():
         tasks.loss(torch.zeros(1, 2, 7), None)
     with pytest.raises(TypeError, match="expected logits"):
         tasks.loss(3, labels)
-    with pytest.raises(ValueError, match='"mean" or "sum", got \'none\''):
-        tasks.loss(torch.zeros(1, 2, 7), labels, reduction="none")
+    with pytest.raises(ValueError, match='"mean", "sum" or "none", got \'each\''):
+        tasks.loss(torch.zeros(1, 2, 7), labels, reduction="each")
 
 
 def test_passing_the_labels_to_a_model_fails_loudly():

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.tasks.collator import Collator, loss
+from attnflow.tasks.collator import Collator
 from attnflow.tasks.derivation import Derivation, derive
 from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.families import (
@@ -16,7 +16,9 @@ from attnflow.tasks.families import (
     permutation_lm,
 )
 from attnflow.tasks.leaks import LeakReport, check
+from attnflow.tasks.losses import label_tensors, loss
 from attnflow.tasks.merging import embedded, merge
+from attnflow.tasks.rollouts import rollouts
 from attnflow.tasks.scores import log_probs
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
@@ -42,6 +44,7 @@ __all__ = [
     "embedded",
     "generate_blocks",
     "infill",
+    "label_tensors",
     "log_probs",
     "lookahead",
     "loss",
@@ -49,6 +52,7 @@ __all__ = [
     "merge",
     "multi_token_prediction",
     "permutation_lm",
+    "rollouts",
     "share_prefixes",
     "verify",
 ]

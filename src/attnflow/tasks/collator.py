@@ -1,23 +1,13 @@
-"""`Collator` makes padded batches of merged tasks, for `Trainer` or a loop of your own, and `loss` trains on them.
-
-Labels travel as one int64 tensor [batch, n, 2, 1 + width]: `[..., 0, 1:]` holds target ids and `[..., 1, 1:]` the bits
-of their float64 weights, both filled with -100. The first column is always -100. That shape survives what `Trainer`
-does with labels: it counts entries other than -100, over `labels[..., 1:]` for causal models and over all of `labels`
-for others (both count every label twice, which `loss` knows), moves them between devices, and casts floats, not
-integers. Nothing is shifted: a label stands at the position that predicts it.
-"""
+"""`Collator` makes padded batches of merged tasks, for `Trainer` or a loop of your own, which trains by `loss`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal, NoReturn, cast, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core.checks import IntArray, boolean, index_array, integer
@@ -25,9 +15,11 @@ from attnflow.masks.batches import MaskGrid
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
-from attnflow.tasks.families import of_length_alone
+from attnflow.tasks.families import of_length_alone, unbound
 from attnflow.tasks.labels import Labels
+from attnflow.tasks.losses import batched, packed
 from attnflow.tasks.merging import merge
+from attnflow.tasks.rollouts import group, rollouts
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
@@ -35,7 +27,6 @@ _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
 
 Tasks = Task | Sequence[Task]
-FamilyFunction = Callable[[list[int]], Tasks]
 MaskForm = Literal["dense", "intervals"]
 
 
@@ -58,8 +49,7 @@ class _Template:
 
     ids: Tensor  # [n, width]
     position_ids: Tensor  # [n]
-    targets: Tensor  # [n, labels]
-    weights: Tensor  # [n, labels], float64
+    labels: Tensor  # [n, rows, labels], see `attnflow.tasks.losses`
     mask: Mask
 
     @property
@@ -68,26 +58,18 @@ class _Template:
 
     @classmethod
     def of(cls, task: Task) -> _Template:
-        labels, position = task.targets, task.targets.column("position")
-        count = np.bincount(position, minlength=task.size)
-        order = np.argsort(position, kind="stable")
-        place = position[order]
-        slot = np.arange(len(order)) - (np.cumsum(count) - count)[place]  # among the labels of its position
-        targets = torch.full((task.size, max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
-        weights = torch.zeros(targets.shape, dtype=torch.float64)
-        targets[place, slot] = torch.from_numpy(labels.column("target_id")[order])
-        weights[place, slot] = torch.from_numpy(labels.column("weight")[order])
-        return cls(id_table(task), task.position_ids, targets, weights, task.mask)
+        return cls(id_table(task), task.position_ids, packed(task), task.mask)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids, targets) with the data tokens of a sample put in."""
+        """(ids, labels) with the data tokens of a sample put in."""
         ids, targets = (
             torch.where(table >= _SYMBOL, tokens[(table - _SYMBOL).clamp(min=0)], table)
-            for table in (self.ids, self.targets)
+            for table in (self.ids, self.labels[:, 0])
         )
+        labels = torch.cat([targets[:, None], self.labels[:, 1:]], dim=1)
         last = torch.iinfo(torch.int64).max  # ids of a token are sorted, the empty places last
         ids = torch.where(ids == NO_ID, last, ids).sort(dim=-1).values
-        return torch.where(ids == last, NO_ID, ids), targets
+        return torch.where(ids == last, NO_ID, ids), labels
 
 
 class Collator:
@@ -114,7 +96,8 @@ class Collator:
     Args:
         family_fn: from the token ids of a sample to its tasks, which are merged; or to one task, which is taken as it
             is, whatever its mask (windows, sparse layouts). `functools.partial` binds further arguments:
-            `Collator(partial(af.tasks.block_two_stream, block=4, mask_token=tokenizer.mask_token_id))`.
+            `Collator(partial(af.tasks.block_two_stream, block=4, mask_token=tokenizer.mask_token_id))`. Or
+            `af.tasks.rollouts`, whose samples are groups (with `Trainer`: `remove_unused_columns=False`).
         by_length: whether the structure of the tasks depends on the number of tokens alone, so that one merge serves
             all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False,
             a merge per sample, for any other function, which may look at token values (documents, special tokens).
@@ -129,7 +112,7 @@ class Collator:
 
     def __init__(
         self,
-        family_fn: FamilyFunction | partial[Tasks],
+        family_fn: Callable[..., Tasks],
         by_length: bool | None = None,
         dtype: torch.dtype = torch.float32,
         pad_token: int = 0,
@@ -153,11 +136,13 @@ class Collator:
         self.min_width = integer("min_width", min_width, 1)
         self._test_first = not library
         self._templates: dict[int, _Template] = {}
+        self._of_groups = unbound(family_fn) is rollouts
 
     def __call__(self, features: Sequence[object]) -> dict[str, Tensor]:
         """A batch of samples, each a sequence of token ids or a mapping with "input_ids".
 
-        Of a mapping, tokens that its "attention_mask" marks 0 are left out; its other entries are not used.
+        Of a mapping, tokens that its "attention_mask" marks 0 are left out; its other entries are not used. For
+        `af.tasks.rollouts` a sample is a mapping with the function's arguments: "prompts", "responses", and others.
 
         Raises:
             ValueError: no samples, a sample without "input_ids", or one that `family_fn` refuses (which one is said).
@@ -167,12 +152,18 @@ class Collator:
         samples: list[tuple[_Template, Tensor, Tensor]] = []
         for number, feature in enumerate(features):
             try:
-                tokens = _tokens(feature)
-                template = self._template(tokens)
+                tokens = [] if self._of_groups else _tokens(feature)
+                template = (
+                    _Template.of(_one_task(self.tasks_of(feature))) if self._of_groups else self._template(tokens)
+                )
             except (ValueError, TypeError) as error:
                 raise type(error)(f"sample {number} of the batch: {error}") from error
             samples.append((template, *template.filled(torch.tensor([*tokens, 0]))))
         return self._padded(samples)
+
+    def tasks_of(self, feature: object) -> Tasks:
+        """What `family_fn` gives for a sample."""
+        return self.family_fn(**group(feature)) if self._of_groups else self.family_fn(_tokens(feature))
 
     def _template(self, tokens: list[int]) -> _Template:
         if not self.by_length:
@@ -190,26 +181,21 @@ class Collator:
         longest = max(template.size for template, _, _ in samples)
         n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
-        labels = max(targets.shape[1] for _, _, targets in samples)
         if width > 1:
             warn_unprepared(width)
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = self.pad_token
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
-        all_targets = torch.full((batch, n, labels), NO_ID, dtype=torch.int64)
-        all_weights = torch.zeros(all_targets.shape, dtype=torch.float64)
         grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
-        for row, (template, ids, targets) in enumerate(samples):
+        for row, (template, ids, _) in enumerate(samples):
             size = template.size
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
-            all_targets[row, :size, : targets.shape[1]] = targets
-            all_weights[row, :size, : targets.shape[1]] = template.weights
         return {
             "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
             "attention_mask": self._attention_mask(grid),
             "position_ids": position_ids,
-            "labels": pack_labels(all_targets, all_weights),
+            "labels": batched([labels for *_, labels in samples], n),
         }
 
     def _attention_mask(self, grid: MaskGrid) -> Tensor:
@@ -252,82 +238,3 @@ def _with_tokens(task: Task, tokens: list[int]) -> Task:
     labels["target_id"] = real(labels["target_id"])
     inputs = Inputs(TokenTable(Ragged.of(rows), table.position, table.provenance), task.sequence.index)
     return Task(inputs, Labels(labels), task.mask)
-
-
-def pack_labels(
-    targets: Int[Tensor, "*batch n width"], weights: Float[Tensor, "*batch n width"]
-) -> Int[Tensor, "*batch n two columns"]:
-    """Targets (filled with -100) and their weights as one int64 tensor."""
-    there = targets != NO_ID
-    bits = torch.where(there, weights.to(torch.float64).contiguous().view(torch.int64), NO_ID)
-    return F.pad(torch.stack([targets, bits], dim=-2), (1, 0), value=NO_ID)
-
-
-def unpack_labels(
-    labels: Int[Tensor, "*batch n two columns"],
-) -> tuple[Int[Tensor, "*batch n width"], Float[Tensor, "*batch n width"]]:
-    """(targets filled with -100, float64 weights that are 0 there) of packed labels.
-
-    Raises:
-        ValueError: not the labels of a `Collator`.
-    """
-    if labels.ndim < 3 or labels.shape[-2] != 2 or labels.shape[-1] < 2:
-        raise ValueError(
-            f"expected the labels of an af.tasks.Collator batch, [batch, n, 2, 1 + width], got {tuple(labels.shape)}: "
-            "make the batch with af.tasks.Collator(family_fn), which says what each position predicts; a plain tensor "
-            "of token ids does not"
-        )
-    targets, bits = labels[..., 0, 1:], labels[..., 1, 1:]
-    return targets, torch.where(targets == NO_ID, 0.0, bits.contiguous().view(torch.float64))
-
-
-def loss(
-    outputs: object, labels: object, num_items_in_batch: Tensor | int | None = None, reduction: str = "mean"
-) -> Float[Tensor, ""]:
-    """Weighted cross-entropy of all labels of a batch: `Trainer(compute_loss_func=af.tasks.loss)`.
-
-    Sum over labels of weight x cross-entropy, divided by the number of labels. HF's own loss would shift labels by
-    one position and take one label each: never pass these labels to a model.
-
-    Args:
-        outputs: logits [batch, n, vocabulary], or a model's output with `.logits`.
-        labels: the "labels" of a `Collator` batch, or the batch itself.
-        num_items_in_batch: what `Trainer` counts over accumulated batches; it counts each label twice.
-        reduction: "mean" over labels, or "sum".
-
-    Returns:
-        A scalar; 0 for a batch without labels.
-    """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
-    logits, packed = _logits(outputs), _labels(labels)
-    targets, weights = unpack_labels(packed)
-    if logits.shape[:-1] != packed.shape[:-2]:
-        raise ValueError(
-            f"expected logits {[*packed.shape[:-2]]} + [vocabulary], one row for each position of the batch's labels, "
-            f"got {[*logits.shape]}: pass the outputs of the model on the same batch, with logits of every position"
-        )
-    places = (targets != NO_ID).nonzero(as_tuple=True)
-    chosen = logits[places[:-1]]
-    entropy = F.cross_entropy(
-        chosen.to(torch.promote_types(chosen.dtype, torch.float32)), targets[places], reduction="none"
-    )
-    total = (entropy * weights[places].to(entropy.dtype)).sum()
-    if reduction == "sum":
-        return total
-    count = len(places[0]) if num_items_in_batch is None else num_items_in_batch / 2
-    return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
-
-
-def _logits(outputs: object) -> Tensor:
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"expected logits or a model output that has them, got {type(outputs).__name__}")
-    return logits
-
-
-def _labels(labels: object) -> Tensor:
-    packed = cast(Mapping[str, object], labels).get("labels") if isinstance(labels, Mapping) else labels
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(packed).__name__}")
-    return packed

@@ -254,6 +254,13 @@ BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
 """Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
 
 
+def unbound(family_fn: Callable[..., object]) -> Callable[..., object]:
+    """The function under any `functools.partial`."""
+    while isinstance(family_fn, partial):
+        family_fn = family_fn.func
+    return family_fn
+
+
 def of_length_alone(family_fn: Callable[..., object]) -> bool:
     """Whether a family's tasks have one structure for all sequences of a length; not where places are drawn."""
     drawn = False

@@ -1,0 +1,153 @@
+"""`rollouts`: prompts with their sampled responses as a family of tasks, weighted or with advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attnflow._core.checks import IntArray, index_array
+from attnflow._core.checks import number as finite
+from attnflow._core.plain import only_keys
+from attnflow.masks.catalogue import causal
+from attnflow.tasks.families import Family, TokenIds, beginning
+from attnflow.tasks.labels import Labels
+from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Inputs, TokenTable
+from attnflow.tasks.trie import Trie
+
+_Array = npt.NDArray[Any] | Tensor
+Several = Sequence[TokenIds] | _Array
+Numbers = Sequence[float | int | Sequence[float | int] | _Array] | _Array
+"""For each response a number, or a number for each of its tokens."""
+
+
+def rollouts(
+    prompts: TokenIds | Several,
+    responses: Several,
+    weights: Numbers | None = None,
+    advantages: Numbers | None = None,
+    old_logprobs: Numbers | None = None,
+) -> Family:
+    """Train on sampled responses: task i reads prompt i and response i, causally, and predicts the response's tokens.
+
+    Merged, the sequences become their tree: a prompt stands once for all its responses, and so does the beginning that
+    responses have in common. G responses of C tokens to a prompt of P take P + G (C - 1) positions instead of
+    G (P + C - 1), and the values and gradients are those of the sequences one by one. Where responses part, one
+    position carries several labels. Data tokens are numbered by the tree, so that equal beginnings share numbers.
+
+    Args:
+        prompts: token ids of the prompt that all responses answer, or of one prompt for each response; not empty, as
+            nothing else predicts a response's first token.
+        responses: token ids of each response. An empty one is a task without positions and labels, as in stock losses.
+        weights: of the labels in `af.tasks.loss`, of either sign, 1 by default; with advantages here it is the policy
+            gradient of REINFORCE. One number for each response, or one for each of its tokens.
+        advantages: how much better than expected each response was, or each of its tokens. They go along with the
+            labels, for a loss of your own (see `af.tasks.label_tensors`); `af.tasks.loss` does not multiply by them,
+            and refuses to sum labels that have them.
+        old_logprobs: for each response the log-probability, in nats, that the sampling policy gave to each of its
+            tokens. They go along with the labels in the same way.
+
+    Raises:
+        ValueError: no response, or none with a token; an empty prompt; numbers of another length than the responses;
+            or numbers that are not finite.
+
+    >>> import attnflow as af
+    >>> family = rollouts([5, 6, 7], [[8, 9], [8, 4, 3]], weights=[1.0, -0.5])
+    >>> merged = af.tasks.merge(family)
+    >>> merged.task.size, [(e.position, e.target_id, e.weight) for e in merged.task.labels]
+    (5, [(2, 8, 1.0), (2, 8, -0.5), (3, 9, 1.0), (3, 4, -0.5), (4, 3, -0.5)])
+    """
+    answers = [index_array(f"responses[{i}]", each) for i, each in enumerate(_several("responses", responses))]
+    if not any(map(len, answers)):
+        raise ValueError(f"expected responses with at least one token, got {len(answers)} without any")
+    starts = _prompts(prompts, len(answers))
+    sequences = [np.concatenate([start, answer]) for start, answer in zip(starts, answers, strict=True)]
+    lowest = min(int(sequence.min()) for sequence in sequences)
+    if lowest < 0:
+        raise ValueError(f"token ids must be at least 0, got {lowest}: leave padding out, each task has its own length")
+    columns = {
+        name: _by_token(name, values, answers)
+        for name, values in (("weight", weights), ("advantage", advantages))
+        if values is not None
+    }
+    if old_logprobs is not None:
+        if any(np.ndim(cast(Any, each)) == 0 for each in _several("old_logprobs", old_logprobs)):
+            raise ValueError("old_logprobs must hold one number for each token of each response, got one a response")
+        columns["old_logprob"] = _by_token("old_logprob", old_logprobs, answers)
+    trie = Trie.of_sequences(sequences)
+    ids = np.concatenate(sequences)[trie.source]
+    table = TokenTable.data(ids, trie.depth)
+    rows = causal(max(map(len, sequences)) - 1).intervals()
+    tasks: list[Task] = []
+    for number, (start, answer) in enumerate(zip(starts, answers, strict=True)):
+        path = trie.node_of[trie.offsets[number] : trie.offsets[number + 1]]
+        size = len(path) - 1 if len(answer) else 0
+        target = path[len(start) :]
+        own = {name: values[number] for name, values in columns.items()}
+        place = np.arange(len(start) - 1, len(start) - 1 + len(answer))
+        labels = Labels.columns(place, ids[target], trie.depth[target], target, task=number, **own)
+        tasks.append(Task(Inputs(table, path[:size]), labels, beginning(rows, "causal", n=size)))
+    return tuple(tasks)
+
+
+def group(sample: object) -> dict[str, object]:
+    """The arguments of `rollouts` that a sample holds, by name; entries that are None count as missing."""
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"a group of rollouts is a mapping with prompts and responses, got {type(sample).__name__}")
+    values = cast(Mapping[str, object], sample)
+    only_keys(values, "a group of rollouts", ("prompts", "responses"), ("weights", "advantages", "old_logprobs"))
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _several(name: str, values: object) -> list[object]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence with an entry for each response, got {type(values).__name__}")
+    listed = list(cast(Iterable[object], values))
+    if not listed:
+        raise ValueError(f"{name} must have at least one entry, got none")
+    return listed
+
+
+def _prompts(prompts: object, count: int) -> list[IntArray]:
+    """The prompt of each response."""
+    listed = _several("prompts", prompts)
+    each_has_one = np.ndim(cast(Any, listed[0])) > 0
+    arrays = [index_array(f"prompts[{i}]", each) for i, each in enumerate(listed)] if each_has_one else []
+    arrays = arrays or [index_array("prompts", prompts)] * count
+    if len(arrays) != count:
+        raise ValueError(f"expected one prompt for all {count} responses or one for each, got {len(arrays)} prompts")
+    for number, each in enumerate(arrays):
+        if not len(each):
+            raise ValueError(
+                f"prompt {number} is empty: nothing predicts the first token of its response; "
+                "begin with the tokenizer's BOS token"
+            )
+    return arrays
+
+
+def _by_token(name: str, values: object, answers: list[IntArray]) -> list[npt.NDArray[np.float64]]:
+    """For each response one number for each token."""
+    listed = _several(f"{name}s", values)
+    if len(listed) != len(answers):
+        raise ValueError(f"{name}s must have an entry for each of the {len(answers)} responses, got {len(listed)}")
+    columns: list[npt.NDArray[np.float64]] = []
+    for number, (value, answer) in enumerate(zip(listed, answers, strict=True)):
+        place = f"{name}s[{number}]"
+        if np.ndim(cast(Any, value)) == 0:
+            columns.append(np.full(len(answer), finite(place, value)))
+            continue
+        column = torch.as_tensor(cast(Any, value), dtype=torch.float64).detach().cpu().numpy()
+        if column.shape != answer.shape:
+            raise ValueError(
+                f"{place} must be one number or one for each of the {len(answer)} tokens of the response, got shape "
+                f"{column.shape}"
+            )
+        if not np.isfinite(column).all():
+            raise ValueError(f"{place} must be finite, got {column[~np.isfinite(column)][0]}")
+        columns.append(column)
+    return columns

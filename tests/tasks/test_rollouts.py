@@ -1,0 +1,300 @@
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnflow as af
+from attnflow import tasks
+from attnflow.models.evaluation import precision
+from attnflow.tasks import Collator, Label, Task, Token
+
+DOUBLE = torch.float64
+PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
+RESPONSES = [[5, 6, 7], [5, 8], [5, 8], [9]]
+ADVANTAGES = [1.5, -0.5, [0.25, -2.0], 1.0]
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32)).double()
+
+
+@pytest.fixture
+def learner() -> Iterator[LlamaForCausalLM]:
+    """In float64 throughout: also what the model's code would convert to float32."""
+    made = model()
+    with precision(made, DOUBLE):
+        yield made
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for rounding in float64."""
+    difference = (one - other).detach().abs().max()
+    return bool(difference < 1e-12 * other.detach().abs().max())
+
+
+def alone(learner: LlamaForCausalLM, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """The log-probability of each token of a response, stock: one sequence, shifted by one."""
+    logits = learner(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    scores = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return scores[torch.arange(len(response)), response]
+
+
+def old_logprobs() -> list[list[float]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(-3 - torch.rand(len(each), generator=generator)).tolist() for each in RESPONSES]
+
+
+def gradients(learner: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(learner.parameters()))])
+
+
+def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
+
+
+def test_a_group_of_rollouts_becomes_a_tree():
+    merged = tasks.merge(tasks.rollouts([1, 2, 3], [[5, 6, 7], [5, 8], [9, 4]]))
+    assert merged.task.size == 3 + 1 + 1 + 1  # the prompt, the 5 that two share, 6, and 9
+    assert [token.ids[0] for token in merged.task.inputs] == [1, 2, 3, 5, 6, 9]
+    assert merged.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
+    assert merged.task.mask == af.masks.tree([-1, 0, 1, 2, 3, 2])
+    expected = [(2, 5, 0), (2, 5, 1), (2, 9, 2), (3, 6, 0), (3, 8, 1), (4, 7, 0), (5, 4, 2)]
+    assert [(e.position, e.target_id, e.task) for e in merged.task.labels] == expected
+    report = tasks.check(merged)
+    assert (report.ok, report.dead) == (True, ())
+    assert merged.note == ""
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
+    token = st.integers(1, 3)
+    count = draw(st.integers(1, 5))
+    prompts = [draw(st.lists(token, min_size=1, max_size=4)) for _ in range(count)]
+    responses = [draw(st.lists(token, max_size=4)) for _ in range(count)]
+    return prompts, responses if any(responses) else [[1]] * count
+
+
+@given(groups())
+@settings(max_examples=300)
+def test_any_group_is_its_tree_depth_first(group):
+    """One position for each distinct beginning that is read; what reads it stands right behind it, in one stretch."""
+    prompts, responses = group
+    family = tasks.rollouts(prompts, responses)
+    merged = tasks.merge(family)
+    beginnings = {
+        tuple((prompt + response)[: i + 1])
+        for prompt, response in zip(prompts, responses, strict=True)
+        for i in range(len(prompt) + len(response) - 1)
+        if response
+    }
+    assert merged.task.size == len(beginnings)
+    assert merged.is_minimal
+    assert tasks.embedded(merged.task, family).ok
+    allow = merged.task.mask.dense().numpy()
+    for position in range(merged.task.size):
+        readers = np.flatnonzero(allow[:, position])
+        assert readers.tolist() == list(range(position, position + len(readers)))
+    assert len(merged.task.labels) == sum(map(len, responses))
+    assert tasks.check(merged).ok
+
+
+def test_values_losses_and_gradients_are_those_of_the_rollouts_one_by_one():
+    family = tasks.rollouts(PROMPTS, RESPONSES, weights=ADVANTAGES)
+    result = tasks.verify(family, tasks.merge(family), model())
+    assert result.output_difference < 1e-12
+    assert result.gradient_difference is not None
+    assert result.gradient_difference < 1e-11
+    result.raise_if_different()
+
+
+def test_signed_weights_are_the_policy_gradient(learner):
+    """Advantages as weights: the summed loss is - sum of advantage x log-probability, and so are its gradients."""
+    sample = {"prompts": PROMPTS, "responses": RESPONSES, "weights": ADVANTAGES}
+    batch = Collator(tasks.rollouts, dtype=DOUBLE)([sample])
+    merged = tasks.loss(learner(**inputs(batch)), batch, reduction="sum")
+    terms = [alone(learner, p, r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    stock = -sum((torch.tensor(a, dtype=DOUBLE) * t).sum() for a, t in zip(ADVANTAGES, terms, strict=True))
+    assert close(merged, stock)
+    assert close(gradients(learner, merged), gradients(learner, stock))
+
+
+def test_a_clipped_ratio_is_the_one_of_stock_rollouts(learner):
+    """PPO's objective from public tensors, groups in two rows of a batch."""
+    old = old_logprobs()
+    sample = {"prompts": PROMPTS, "responses": RESPONSES, "advantages": ADVANTAGES, "old_logprobs": old}
+    parts = [{name: values[part] for name, values in sample.items()} for part in (slice(0, 2), slice(2, 4))]
+    for samples in ([sample], parts):
+        batch = Collator(tasks.rollouts, dtype=DOUBLE)(samples)
+        labels = tasks.label_tensors(batch)
+        logprobs = -tasks.loss(learner(**inputs(batch)), batch, reduction="none")
+        assert logprobs.shape == labels.targets.shape
+        assert labels.advantages is not None
+        assert labels.old_logprobs is not None
+        there = labels.targets != -100
+        assert int(there.sum()) == sum(map(len, RESPONSES))
+        assert not logprobs[~there].any()
+        merged = clipped(logprobs[there], labels.old_logprobs[there], labels.advantages[there])
+        rows = zip(PROMPTS, RESPONSES, old, ADVANTAGES, strict=True)
+        stock = sum(
+            clipped(alone(learner, p, r), torch.tensor(o, dtype=DOUBLE), torch.tensor(a, dtype=DOUBLE))
+            for p, r, o, a in rows
+        )
+        assert close(merged, stock)
+        assert close(gradients(learner, merged), gradients(learner, stock))
+
+
+def clipped(logprobs: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+
+
+def test_losses_of_labels_add_up():
+    learner = model()
+    batch = Collator(tasks.rollouts, dtype=DOUBLE)(
+        [{"prompts": [1, 2], "responses": [[3, 4], [3, 5, 6]], "weights": [2.0, [-1.0, 0.5, 0.0]]}]
+    )
+    outputs = learner(**inputs(batch))
+    each = tasks.loss(outputs, batch, reduction="none")
+    labels = tasks.label_tensors(batch)
+    assert (labels.advantages, labels.old_logprobs) == (None, None)
+    torch.testing.assert_close(each.sum(), tasks.loss(outputs, batch, reduction="sum"))
+    torch.testing.assert_close(each.sum() / 5, tasks.loss(outputs, batch))
+    entropy = F.cross_entropy(outputs.logits[0, 1], torch.tensor(3))
+    torch.testing.assert_close(each[0, 1, 0], 2 * entropy)
+    torch.testing.assert_close(each[0, 1, 1], -entropy)
+
+
+def test_labels_with_advantages_are_not_summed_without_them():
+    sample = {"prompts": [1], "responses": [[2, 3]], "advantages": [1.0]}
+    batch = Collator(tasks.rollouts)([sample])
+    with pytest.raises(ValueError, match="these labels carry advantages, which this loss does not use"):
+        tasks.loss(torch.zeros(1, 2, 8), batch)
+    with pytest.raises(ValueError, match="carry advantages"):
+        tasks.loss(torch.zeros(1, 2, 8), batch, reduction="sum")
+    mixed = Collator(tasks.rollouts)([sample, {"prompts": [1], "responses": [[2, 3]]}])
+    advantages = tasks.label_tensors(mixed).advantages
+    assert advantages is not None
+    assert advantages[0].tolist() == [[1.0], [1.0]]
+    assert advantages[1].isnan().all()
+    only_old = Collator(tasks.rollouts)([{"prompts": [1], "responses": [[2, 3]], "old_logprobs": [[-1.0, -2.0]]}])
+    labels = tasks.label_tensors(only_old)
+    assert labels.advantages is None
+    assert labels.old_logprobs is not None
+    assert labels.old_logprobs.tolist() == [[[-1.0], [-2.0]]]
+    counted = only_old["labels"].ne(-100).sum()  # what Trainer counts
+    scores = torch.randn(1, 2, 8)
+    torch.testing.assert_close(tasks.loss(scores, only_old, num_items_in_batch=counted), tasks.loss(scores, only_old))
+
+
+def test_prompts_numbered_apart_are_told():
+    """The same prompt with data numbers of its own in each rollout: nothing is shared, and merge says why."""
+    prompt, length = list(range(1, 1025)), 512
+
+    def rollout(number: int, first: int) -> Task:
+        ids = prompt + [2000 + number] * length
+        data = [Token(id, i, (i + first if i < 1024 else 10_000 * number + i,)) for i, id in enumerate(ids)]
+        labels = [Label(i - 1, data[i], number) for i in range(1024, 1024 + length)]
+        return Task(data[:-1], labels, af.masks.causal(1023 + length))
+
+    with pytest.warns(UserWarning, match=r"these 4 tasks shares nothing: 3.072 positions more could be shared"):
+        apart = tasks.merge([rollout(i, 10_000 * i) for i in range(4)])
+    assert apart.task.size == 6140
+    assert "Number the data tokens of equal prefixes alike" in str(apart)
+    shared = tasks.merge([rollout(i, 0) for i in range(4)])
+    assert (shared.task.size, shared.note) == (3068, "")
+    family = tasks.rollouts(prompt, [[2000 + i] * length for i in range(4)])
+    assert tasks.merge(family).task.size == 3068
+    two = tasks.merge([rollout(0, 0), rollout(1, 0), rollout(2, 20_000)])
+    assert two.note.replace("\u202f", "").startswith("1024 positions more could be shared")
+
+
+def test_sequences_that_share_nothing_are_said_to():
+    merged = tasks.merge(tasks.rollouts([[1], [2]], [[3, 4], [3, 4]]))
+    assert merged.task.size == 4
+    assert str(merged).endswith("nothing is shared: one merged pass costs what the tasks cost in one batch")
+
+
+def test_empty_responses_train_nothing():
+    family = tasks.rollouts([1, 2], [[], [3, 4], []], advantages=[5.0, 1.0, 2.0], old_logprobs=[[], [-1.0, -1.0], []])
+    assert [task.size for task in family] == [0, 3, 0]
+    assert [len(task.labels) for task in family] == [0, 2, 0]
+    merged = tasks.merge(family)
+    assert merged.task.size == 3
+    assert [(e.task, e.advantage, e.old_logprob) for e in merged.task.labels] == [(1, 1.0, -1.0)] * 2
+
+
+def test_tensors_and_arrays_are_welcome():
+    plain = tasks.rollouts([1, 2], [[3, 4], [3, 5]], advantages=[1.0, [2.0, 3.0]])
+    made = tasks.rollouts(
+        torch.tensor([1, 2]),
+        [np.array([3, 4]), torch.tensor([3, 5])],
+        advantages=[torch.tensor(1.0), torch.tensor([2.0, 3.0], requires_grad=True)],
+    )
+    assert made == plain
+    assert tasks.rollouts(torch.tensor([[1, 2], [1, 2]]), torch.tensor([[3, 4], [3, 5]])) == tasks.rollouts(
+        [1, 2], [[3, 4], [3, 5]]
+    )
+    both = tasks.rollouts([1, 2], torch.tensor([[3, 4], [3, 5]]), old_logprobs=-torch.ones(2, 2))
+    assert [label.old_logprob for label in both[1].labels] == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], []), "responses must have at least one entry, got none"),
+        (([1], [[], []]), "responses with at least one token, got 2 without any"),
+        (([], [[1]]), "prompts must have at least one entry"),
+        (([[1], []], [[1], [2]]), "prompt 1 is empty: nothing predicts the first token"),
+        (([[1], [2]], [[1], [2], [3]]), "one prompt for all 3 responses or one for each, got 2 prompts"),
+        (([1], [[2, -100]]), "token ids must be at least 0, got -100: leave padding out"),
+        (([1], [[2, 3]], [1.0, 2.0]), "weights must have an entry for each of the 1 responses, got 2"),
+        (([1], [[2, 3]], [[1.0]]), r"weights\[0\] must be one number or one for each of the 2 tokens.*shape \(1,\)"),
+        (([1], [[2, 3]], None, [float("nan")]), r"advantages\[0\] must be finite, got nan"),
+        (([1], [[2, 3]], None, [[0.0, float("inf")]]), r"advantages\[0\] must be finite, got inf"),
+        (([1], [[2, 3]], None, None, [-1.0]), "old_logprobs must hold one number for each token of each response"),
+        (([1], [[2, 3]], None, None, [[-1.0]]), r"old_logprobs\[0\] must be one number or one for each of the 2"),
+    ],
+)
+def test_bad_groups(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.rollouts(*arguments)
+
+
+def test_bad_samples_of_a_collator_are_named():
+    collate = Collator(tasks.rollouts)
+    with pytest.raises(TypeError, match="sample 0 of the batch: a group of rollouts is a mapping"):
+        collate([[1, 2, 3]])
+    with pytest.raises(ValueError, match="sample 0 of the batch: a group of rollouts lacks responses"):
+        collate([{"prompts": [1]}])
+    with pytest.raises(ValueError, match="unknown name 'advantage': did you mean advantages"):
+        collate([{"prompts": [1], "responses": [[2]], "advantage": [1.0]}])
+    batch = collate([{"prompts": [1], "responses": [[2, 3]], "advantages": None}])
+    assert batch["labels"].shape == (1, 2, 2, 2)
+
+
+def test_labels_keep_their_numbers_through_json_and_pickling():
+    family = tasks.rollouts(
+        [1, 2], [[3, 4], [3]], weights=[-1.0, 2.0], advantages=[0.5, 0.25], old_logprobs=[[-1, -2], [-3]]
+    )
+    merged = tasks.merge(family).task
+    for made in (
+        Task.from_dict(json.loads(json.dumps(merged.to_dict()))),
+        pickle.loads(pickle.dumps(merged)),
+        copy.deepcopy(merged),
+        Task(merged.inputs, merged.labels, merged.mask),
+    ):
+        assert made == merged
+        assert hash(made) == hash(merged)
+    assert "advantage" not in tasks.causal_lm([1, 2])[0].labels[0].to_dict()
+    other = Task(merged.inputs, [*merged.labels[:-1], Label(2, merged.labels[-1].target)], merged.mask)
+    assert other != merged
