@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks, testing
+from attnflow.masks.costs import CostModel, block_sparsity, mask_memory
 from attnflow.order import analyze
-from attnflow.report.grid import block_sizes, block_sparsity, grid, square_grid, ticks
-from attnflow.report.mask import computed_pairs, mask_memory
+from attnflow.report.grid import block_sizes, grid, square_grid, ticks
+from attnflow.report.mask import computed_pairs
 from attnflow.report.order import growth
-from attnflow.report.page import CostModel
 from tests.strategies import dense_masks, permuted_masks, square_masks
 
 

@@ -15,10 +15,11 @@ import torch
 import attnflow as af
 from attnflow import masks
 from attnflow.audit.findings import AuditReport, ModuleResult, Violation
+from attnflow.masks.costs import CostModel
 from attnflow.order import analyze
 from attnflow.report import page
 from attnflow.report.html import Html
-from attnflow.report.page import CostModel, Section
+from attnflow.report.page import Section
 from attnflow.tasks import Label, Task, Token, Verification, check
 from attnflow.tasks.verification import TaskDifference
 from tests.report.reading import parse_page

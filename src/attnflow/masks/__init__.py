@@ -21,7 +21,9 @@ from attnflow.masks.catalogue import (
     sliding_window,
     tree,
 )
+from attnflow.masks.costs import cost
 from attnflow.masks.mask import Mask
+from attnflow.masks.sharding import plan
 from attnflow.masks.spec import from_json
 from attnflow.masks.streams import (
     block_diffusion,
@@ -45,6 +47,7 @@ __all__ = [
     "block_two_stream",
     "butterfly",
     "causal",
+    "cost",
     "dilated_window",
     "document",
     "export",
@@ -60,6 +63,7 @@ __all__ = [
     "multi_token_prediction",
     "per_head",
     "permutation_lm",
+    "plan",
     "prefix_lm",
     "sliding_window",
     "tree",

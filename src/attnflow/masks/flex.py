@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 # torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
+MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
 _EXPANDED: Final = 1 << 22  # keys that are held at a time while the blocks of a relabelled mask are counted
 
 
 def mask_mod(rows: IntervalRows, key_rank: IntArray | None, device: torch.device) -> MaskMod:
     """`mask_mod(b, h, q, k)` that compares k with the bounds of row q's intervals, tensors on `device`."""
     width = int(np.diff(rows.indptr).max(initial=0))
-    if width > _MAX_UNROLLED:
+    if width > MAX_UNROLLED:
         return _bit_table(rows, key_rank, device)
     rank = None if key_rank is None else torch.tensor(key_rank, dtype=torch.int32, device=device)
     # One table [queries, 2 x intervals]: only its length varies among masks of a kind, so one kernel serves them all.

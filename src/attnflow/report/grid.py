@@ -66,44 +66,6 @@ def ticks(size: int, most: int = 6) -> list[int]:
     return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]
 
 
-@dataclass(frozen=True)
-class BlockSparsity:
-    """The blocks of a mask at one block size, as FlexAttention sees them.
-
-    Attributes:
-        block: queries and keys per block.
-        full: blocks that allow every pair; they need no mask inside.
-        partial: blocks that allow some pairs.
-        empty: blocks that allow none; a block-sparse kernel skips them.
-        used: allowed pairs as a share of the pairs in full and partial blocks, in [0, 1].
-    """
-
-    block: int
-    full: int
-    partial: int
-    empty: int
-    used: float
-
-    @property
-    def total(self) -> int:
-        """All blocks."""
-        return self.full + self.partial + self.empty
-
-    @property
-    def computed(self) -> int:
-        """Blocks that a kernel computes."""
-        return self.full + self.partial
-
-
-def block_sparsity(mask: Mask, block: int = 128) -> BlockSparsity:
-    """Counts full, partial and empty blocks; like torch, a block that sticks out of the sequence is never full."""
-    counts = grid(mask, block, block).counts
-    full = int((counts == block * block).sum())
-    computed = int((counts > 0).sum())
-    used = mask.nnz / (computed * block * block) if computed else 0.0
-    return BlockSparsity(block, full, computed - full, counts.size - computed, used)
-
-
 def block_sizes(mask: Mask) -> list[int]:
     """128, FlexAttention's block, and up to two smaller ones that cut a short sequence into 2 to 32 blocks."""
     n = max(mask.shape)

@@ -8,14 +8,15 @@ from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
 from attnflow._core.results import Result
+from attnflow.masks.costs import BlockSparsity, CostModel, block_sparsity, mask_memory
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
-from attnflow.report.grid import BlockSparsity, block_sizes, block_sparsity
+from attnflow.report.grid import block_sizes
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.mask_svg import mask_svg
-from attnflow.report.page import Context, CostModel, Part, Section
+from attnflow.report.page import Context, Part, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
 LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gigabytes
@@ -220,13 +221,6 @@ def computed_pairs(mask: Mask, block: int = 128) -> dict[str, int]:
     in_blocks = min(block_sparsity(mask, block).computed * block * block, queries * keys)
     causal = {"causal pairs": queries * (queries + 1) // 2} if queries == keys else {}
     return {"every pair": queries * keys, **causal, "this mask's pairs": mask.nnz, f"its blocks of {block}": in_blocks}
-
-
-def mask_memory(mask: Mask, block: int = 128) -> dict[str, int]:
-    """Bytes of the row intervals, and of the tables of torch's BlockMask, forward and backward, 4 bytes an entry."""
-    rows, columns = (-(-size // block) for size in mask.shape)
-    intervals = sum(part.nbytes for part in (mask._rows.indptr, mask._rows.starts, mask._rows.ends))
-    return {"intervals": intervals, "blocks": 4 * (4 * rows * columns + 2 * rows + 2 * columns)}
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:

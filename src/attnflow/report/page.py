@@ -18,10 +18,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from attnflow._core import checks
 from attnflow._core.files import write_atomically
 from attnflow._core.markup import escape, shorten
 from attnflow._core.version import __version__
+from attnflow.masks.costs import CostModel
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
@@ -57,35 +57,6 @@ class Part:
     numbers: Sequence[tuple[str, Content]] = ()
     source: Sequence[tuple[str, Content]] = ()
     failed: bool = False
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """The model whose attention is priced.
-
-    Attributes:
-        num_layers: layers with this mask.
-        num_heads: query heads per layer.
-        head_dim: channels per head.
-        bytes_per_score: bytes of a stored score; 2 for bfloat16.
-    """
-
-    num_layers: int = 1
-    num_heads: int = 1
-    head_dim: int = 64
-    bytes_per_score: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "head_dim", "bytes_per_score"):
-            checks.integer(name, getattr(self, name), 1)
-
-    def flops(self, pairs: int) -> int:
-        """Forward pass of attention: 2 x head_dim for a score, 2 x head_dim for its value, per pair, head and layer."""
-        return 4 * self.head_dim * self.num_heads * self.num_layers * pairs
-
-    def score_bytes(self, pairs: int) -> int:
-        """One layer's scores if they are stored (a fused kernel keeps none)."""
-        return self.bytes_per_score * self.num_heads * pairs
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,234 @@
+"""Context parallelism under a mask: which rank computes which queries, the work in that, and what it must be sent."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from attnflow._core import checks
+from attnflow._core.checks import IntArray
+from attnflow._core.plain import as_integer, as_list
+from attnflow._core.results import Result
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask, not_a_mask
+from attnflow.masks.spec import mask_from_dict
+
+Sharding = Literal["contiguous", "head-tail", "document", "greedy"]
+_SHARDINGS: Final[tuple[Sharding, ...]] = get_args(Sharding)
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank does in each layer.
+
+    Attributes:
+        rank: its number.
+        queries: positions that it holds: their queries, keys and values.
+        pairs: allowed pairs that it computes.
+        keys: positions whose keys and values its queries read.
+        received: those that other ranks hold: what it must be sent.
+        sent: positions that it sends, counted once for each rank that needs them.
+    """
+
+    rank: int
+    queries: int
+    pairs: int
+    keys: int
+    received: int
+    sent: int
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan(Result):
+    """Which rank computes which queries under a mask, and what that costs; made by `masks.plan`.
+
+    Attributes:
+        mask: the mask of the whole sequence.
+        sharding: how it was cut.
+        positions: the positions of each rank, ascending.
+        ranks: what each rank does.
+    """
+
+    mask: Mask
+    sharding: Sharding
+    positions: tuple[tuple[int, ...], ...]
+    ranks: tuple[RankWork, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: all wait for it; 1.0 is balanced (and no work at all)."""
+        total = sum(each.pairs for each in self.ranks)
+        return max(each.pairs for each in self.ranks) * len(self.ranks) / total if total else 1.0
+
+    @property
+    def received(self) -> int:
+        """Positions whose keys and values travel, all ranks together; an all-gather sends (ranks - 1) x positions."""
+        return sum(each.received for each in self.ranks)
+
+    def keys(self, rank: int) -> IntArray:
+        """The positions whose keys and values a rank needs, ascending, int64: the columns of `local`."""
+        return np.flatnonzero(_covered(self._rows(rank)))
+
+    def local(self, rank: int) -> Mask:
+        """The mask of one rank: a row for each of its positions, a column for each of `keys(rank)`. O(intervals)."""
+        rows = self._rows(rank)
+        new_key = np.concatenate([[0], np.cumsum(_covered(rows))])
+        starts = new_key[rows.starts]
+        ends = starts + (rows.ends - rows.starts)  # all keys of an interval are needed, so they stay together
+        return Mask(
+            IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, int(new_key[-1])),
+            f"rank {rank} of {self.mask!r}",
+        )
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each rank."""
+        return [asdict(each) for each in self.ranks]
+
+    def to_dict(self) -> dict[str, object]:
+        """The mask, the positions of the ranks, and the work, which is counted again when it is read."""
+        positions = [list(each) for each in self.positions]
+        head = {"attnflow": "ShardPlan", "version": self.version, "sharding": self.sharding}
+        return {**head, "mask": self.mask.to_dict(), "positions": positions, "ranks": self.rows()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> ShardPlan:
+        """What `to_dict` described."""
+        content = cls._content(values)
+        sharding = content.get("sharding")
+        if sharding not in _SHARDINGS:
+            raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
+        positions = [
+            np.array([as_integer(at, "positions") for at in as_list(each, "positions")], np.int64)
+            for each in as_list(content.get("positions"), "positions")
+        ]
+        return _planned(mask_from_dict(content.get("mask")), sharding, positions)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.sharding} sharding of {self.mask!r}: imbalance {self.imbalance:.3f}, {self.received:,} received"
+        ]
+        lines += [
+            f"rank {e.rank}: {e.queries:,} queries, {e.pairs:,} pairs, {e.received:,} of {e.keys:,} keys received"
+            for e in self.ranks[:16]
+        ]
+        return "\n".join(lines + (["..."] if len(self.ranks) > 16 else []))
+
+    __repr__ = __str__
+
+    def _rows(self, rank: int) -> IntervalRows:
+        rank = checks.integer("rank", rank, 0, len(self.positions) - 1)
+        return self.mask.intervals().take(np.array(self.positions[rank], np.int64))
+
+
+def plan(mask: Mask, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
+    """Which rank computes which queries of one sequence, and what that costs each in work and communication.
+
+    Every rank holds queries, keys and values of its positions; in each layer it is sent the keys and values that its
+    queries read. Work is the number of allowed pairs, exact. Nothing is distributed here: a plan to choose by, and the
+    local masks to check a sharded run with.
+
+    Args:
+        mask: square.
+        ranks: number of devices.
+        sharding: "contiguous": equal stretches. "head-tail": each rank has a stretch of the first half and its mirror
+            image in the second one, which balances causal masks. "document": whole documents (stretches that no pair
+            leaves), the largest first, each to the rank with the least work; nothing is sent. "greedy": blocks of
+            `block_size` positions, the one with the most work first, each to the rank with the least that has room; all
+            ranks hold the same number of blocks, but one.
+        block_size: positions per block of "greedy"; torch's own context parallelism needs ranks x 128 to divide the
+            sequence.
+
+    Raises:
+        ValueError: the mask is not square, or an unknown sharding.
+
+    Cost: O(intervals x ranks).
+
+    >>> from attnflow import masks
+    >>> [round(plan(masks.causal(1024), 4, how).imbalance, 2) for how in ("contiguous", "head-tail")]
+    [1.75, 1.0]
+    """
+    if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise not_a_mask(mask)
+    if mask.num_queries != mask.num_keys:
+        raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {mask.shape}")
+    ranks = checks.integer("ranks", ranks, 1)
+    block_size = checks.integer("block_size", block_size, 1)
+    if sharding not in _SHARDINGS:
+        raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
+    every = np.arange(mask.num_queries)
+    if sharding == "contiguous":
+        positions = np.array_split(every, ranks)
+    elif sharding == "head-tail":
+        parts = np.array_split(every, 2 * ranks)
+        positions = [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)]
+    else:
+        if sharding == "document":
+            parts, room = np.split(every, _borders(mask)), mask.num_queries
+        else:
+            parts = np.split(every, np.arange(block_size, mask.num_queries, block_size))
+            room = -(-len(parts) // ranks)
+        positions = _dealt(parts, mask.row_counts(), ranks, room)
+    return _planned(mask, sharding, positions)
+
+
+def _planned(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
+    """Counts what each rank does."""
+    n, count = mask.num_queries, len(positions)
+    holder = np.full(n, -1, np.int64)
+    for rank, held in enumerate(positions):
+        holder[checks.index_array("positions", held, n)] = rank
+    if not count or sum(map(len, positions)) != n or (n and holder.min() < 0):
+        raise ValueError(f"expected each of {n} positions at one rank")
+    rows, counts = mask.intervals(), mask.row_counts()
+    needed = [_covered(rows.take(held)) for held in positions]
+    sent = np.zeros(count, np.int64)
+    for rank, keys in enumerate(needed):
+        others = holder[keys]
+        sent += np.bincount(others[others != rank], minlength=count)
+    work = tuple(
+        RankWork(
+            rank,
+            len(held),
+            int(counts[held].sum()),
+            int(needed[rank].sum()),
+            int((holder[needed[rank]] != rank).sum()),
+            int(sent[rank]),
+        )
+        for rank, held in enumerate(positions)
+    )
+    return ShardPlan(mask, sharding, tuple(tuple(held.tolist()) for held in positions), work)
+
+
+def _covered(rows: IntervalRows) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which keys any of the rows holds, bool[keys]."""
+    size = rows.num_keys + 1
+    step = np.bincount(rows.starts, minlength=size) - np.bincount(rows.ends, minlength=size)
+    return np.cumsum(step)[:-1] > 0
+
+
+def _borders(mask: Mask) -> IntArray:
+    """Positions that no pair crosses: the beginnings of documents but the first."""
+    rows, n = mask.intervals(), mask.num_queries
+    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+    row = rows.row_index()
+    first, last = np.minimum(starts, row), np.maximum(ends - 1, row)  # a pair covers what lies between its ends
+    step = np.bincount(first + 1, minlength=n + 1) - np.bincount(last + 1, minlength=n + 1)
+    return np.flatnonzero(np.cumsum(step)[1:n] == 0) + 1
+
+
+def _dealt(parts: Sequence[IntArray], counts: IntArray, ranks: int, room: int) -> list[IntArray]:
+    """Each part, by work, to the rank with the least work so far that holds fewer than `room` parts."""
+    work = np.array([counts[part].sum() for part in parts], np.int64)
+    queue = [(0, rank) for rank in range(ranks)]
+    held: list[list[IntArray]] = [[] for _ in range(ranks)]
+    for number in np.argsort(-work, kind="stable").tolist():
+        load, rank = heapq.heappop(queue)
+        held[rank].append(parts[number])
+        if len(held[rank]) < room:
+            heapq.heappush(queue, (load + int(work[number]), rank))
+    empty = np.zeros(0, np.int64)
+    return [np.sort(np.concatenate([empty, *own])) for own in held]
