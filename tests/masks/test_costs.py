@@ -73,6 +73,7 @@ def test_bad_arguments():
 
 
 @pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch, at compilation
 def test_a_short_run_on_this_machine():
     result = masks.cost(masks.sliding_window(2048, 64), calibrate=True)
     assert all(each.seconds > 0 for each in result.backends)
