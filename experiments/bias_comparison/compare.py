@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from attnflow._core.progress import Progress
 from attnflow.bias.config import Placement
-from attnflow.bias.hf.trainer import trainer
-from attnflow.bias.packing import Packed
+from attnflow.bias.hf.capture import strength
+from attnflow.bias.packing import Drawn, Packed
 from attnflow.bias.run import TrainingConfig
 from attnflow.models import load_model
 from experiments.bias_comparison.arms import Arm, arms_of, count_trained, fitted
 from experiments.bias_comparison.shuffle import shuffled
 from experiments.bias_comparison.text import Split, split_text
-from experiments.records import describe, read, write
+from experiments.runner.experiment import Setup
+from experiments.runner.jobs import Job, Plan, Record, swept
+from experiments.runner.training import Loop, cosine, decayed, train
 
 ARMS: Final = ("guidance", "key", "lowrank", "lora")
+BASE: Final = Job("base")  # frozen
 SHUFFLED: Final = ("guidance",)  # kinds whose trained bias is measured shuffled, too
 
 
@@ -75,38 +77,6 @@ def small() -> Comparison:
     )
 
 
-SCALES: Final = {"tiny": tiny, "small": small}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One trained arm.
-
-    Attributes:
-        arm: what was trained.
-        rate: peak learning rate.
-        seed: of initialisation and data.
-        curve: step -> loss of each test row.
-        validation: loss of each validation row at the end.
-        shuffles: way of shuffling -> loss of each test row with the trained bias shuffled.
-        log: what `Trainer` logged.
-        seconds: wall time.
-    """
-
-    arm: Arm
-    rate: float
-    seed: int
-    curve: dict[int, list[float]]
-    validation: list[float]
-    shuffles: dict[str, list[float]]
-    log: list[dict[str, float]]
-    seconds: float
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "arm": self.arm.to_dict()}
-
-
 def row_losses(model: nn.Module, rows: Packed, batch: int = 4) -> list[float]:
     """Mean next-token loss of each row, in nats."""
     was_training, found = model.training, list[float]()
@@ -124,70 +94,87 @@ def row_losses(model: nn.Module, rows: Packed, batch: int = 4) -> list[float]:
     return found
 
 
-def run_one(model: Any, arm: Arm, rate: float, seed: int, config: Comparison, split: Split, folder: Path) -> Run:
-    """Train one arm and measure it; the model is left as it was."""
-    began, curve = time.perf_counter(), dict[int, list[float]]()
-    settings = replace(config.training, learning_rate=rate, seed=seed)
+def run_one(
+    model: Any, arm: Arm, rate: float, seed: int, config: Comparison, split: Split, folder: Path, progress: Progress
+) -> dict[str, object]:
+    """Train one arm and measure it; the model is left as it was.
+
+    Returns:
+        "curve": step -> loss of each test row; "validation": loss of each validation row at the end; "shuffles": way
+        of shuffling -> loss of each test row with the trained bias shuffled; "log": losses, and |B| of each layer.
+    """
+    settings = config.training
     with fitted(model, arm, seed) as trained:
         count = count_trained(trained)
         if count != arm.parameters:
             raise AssertionError(f"{arm.name} trains {count} parameters, counted {arm.parameters}")
+        for parameter in trained.parameters():
+            if parameter.requires_grad:  # bfloat16 would lose every update below 0.4 % of a weight
+                parameter.data = parameter.data.float()
+        rows = Drawn(split.training, settings.steps * settings.batch_size * settings.accumulation, seed)
 
-        def held_out(now: nn.Module) -> Mapping[str, float]:
-            losses = row_losses(now, split.test)
-            curve[int(made.state.global_step)] = losses
-            return {"held_out": sum(losses) / len(losses)}
+        def losses(now: nn.Module, step: int, part: int) -> dict[str, Tensor]:
+            first = (step * settings.accumulation + part) * settings.batch_size
+            drawn = [rows[first + number] for number in range(settings.batch_size)]
+            batch = {name: torch.stack([row[name] for row in drawn]) for name in drawn[0]}
+            items = batch["labels"][:, 1:].ne(-100).sum()
+            return {"loss": cast(Any, now)(**batch, use_cache=False, num_items_in_batch=items).loss}
 
-        made = trainer(
-            trained,
-            split.training,
-            settings,
-            folder,
-            probes=[held_out],
-            disable_tqdm=True,
-            logging_first_step=False,
-            log_level="error",
+        def measure(now: nn.Module, step: int) -> dict[str, object]:
+            if step == 0:
+                return {}  # that of the base
+            sizes = strength(now, split.training[[0, 1]]) if arm.bias is not None else {}
+            return {"test": row_losses(now, split.test), **{f"bias/layer_{layer}": b for layer, b in sizes.items()}}
+
+        loop = Loop(
+            settings.steps,
+            rate,
+            cosine(settings.steps, settings.warmup or 0),
+            clip=settings.max_grad_norm,
+            parts=settings.accumulation,
+            log_every=settings.log_every or settings.steps,
+            measure_every=settings.log_every or settings.steps,
+            save_every=settings.log_every or settings.steps,
         )
-        made.callback_handler.callbacks = [
-            each for each in made.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
-        ]
-        made.train()
-        trained.eval()
+        optimiser = torch.optim.AdamW(decayed(trained, settings.weight_decay), betas=settings.betas, fused=True)
+        identity = {"arm": arm.to_dict(), "rate": rate, "training": settings.to_dict(), "model": config.model}
+        course = train(
+            trained, optimiser, losses, loop, folder, seed=seed, identity=identity, measure=measure, progress=progress
+        )
         validation, shuffles = row_losses(trained, split.validation), dict[str, list[float]]()
         if arm.bias is not None and arm.bias.kind in SHUFFLED:
             for how in ("queries", "keys"):
                 with shuffled(trained, how, seed):
                     shuffles[how] = row_losses(trained, split.test)
-    log = list(made.state.log_history)
-    return Run(arm, rate, seed, curve, validation, shuffles, log, time.perf_counter() - began)
+    curve = {str(entry["step"]): entry["test"] for entry in course.measured if "test" in entry}
+    sizes = [{k: v for k, v in entry.items() if k != "test"} for entry in course.measured]
+    return {
+        "arm": arm.to_dict(),
+        "curve": curve,
+        "validation": validation,
+        "shuffles": shuffles,
+        "log": [*course.log, *sizes],
+        "seconds": course.seconds,
+    }
 
 
-def compare(config: Comparison, folder: Path, names: Sequence[str] = ARMS) -> None:
-    """Run what is not there yet: for each arm every rate on the first seed, then the best rate on the other seeds."""
-    runs = folder / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
+def setup(config: Comparison) -> Setup:
+    """The base, then each arm with every rate on the first seed, then with its best rate on the other seeds."""
     model, tokenizer = load_model(config.model, dtype=config.dtype)
     split = split_text(tokenizer, config.length, config.rows_per_work)
     arms = arms_of(model, config.hidden_dim, config.layers)
-    about = {"config": config.to_dict(), "arms": {name: arm.to_dict() for name, arm in arms.items()}}
-    describe(folder / "comparison.json", about, ("torch", "transformers", "peft", "attnflow"))
-    if not (runs / "base.json").is_file():
-        base = {"test": row_losses(model, split.test), "validation": row_losses(model, split.validation)}
-        write(runs / "base.json", base)
 
-    def once(name: str, rate: float, seed: int) -> Mapping[str, Any]:
-        path = runs / f"{name}-{rate:g}-{seed}.json"
-        if not path.is_file():
-            done = run_one(model, arms[name], rate, seed, config, split, folder / "scratch")
-            write(path, done.to_dict())
-            final = sum(done.curve[config.training.steps]) / len(split.test)
-            print(f"{path.stem}: held-out loss {final:.4f}, {done.seconds:.0f} s", file=sys.stderr, flush=True)
-        return cast(Mapping[str, Any], read(path))
+    def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
+        if job == BASE:
+            return {"test": row_losses(model, split.test), "validation": row_losses(model, split.validation)}
+        rate, seed = cast(float, job.rate), cast(int, job.seed)
+        return run_one(model, arms[job.arm], rate, seed, config, split, folder, progress)
 
-    for name in names:
-        for rate in config.rates:
-            once(name, rate, config.seeds[0])
-    for seed in config.seeds[1:]:
-        for name in names:
-            tried = {rate: sum(once(name, rate, config.seeds[0])["validation"]) for rate in config.rates}
-            once(name, min(tried, key=tried.__getitem__), seed)
+    plan = swept(ARMS, config.rates, config.seeds, validation_loss)
+    every = Plan((BASE, *plan.first), plan.then, 1 + plan.count)
+    return Setup(every, run, {"arms": {name: arm.to_dict() for name, arm in arms.items()}})
+
+
+def validation_loss(run: Record) -> float:
+    """By which the learning rate of an arm is chosen."""
+    return sum(run["validation"])

@@ -9,10 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.intervals import Array, Interval, fraction, interval
-from experiments.records import canvas, plot_band, read, write, write_table
+from experiments.bias_comparison.compare import BASE, validation_loss
+from experiments.runner.figures import canvas, colour, plot_band
+from experiments.runner.files import write, write_table
+from experiments.runner.jobs import Job
+from experiments.runner.statistics import Array, Interval, fraction, interval
+from experiments.runner.study import read_study
 
-_COLOURS: Final = {"guidance": "#1f5fa8", "key": "#c2571a", "lowrank": "#3a8a4d", "lora": "#7a4fa3"}
 _MARKS: Final = {"guidance": "o", "key": "s", "lowrank": "^", "lora": "D"}
 
 
@@ -52,20 +55,22 @@ def read_results(folder: Path) -> tuple[float, list[Result]]:
     """(test loss of the frozen base, the arms that have finished their learning rates).
 
     Raises:
-        FileNotFoundError: no comparison in the folder.
+        FileNotFoundError: no study in the folder, or its base has not been measured.
     """
-    about = read(folder / "comparison.json")
-    base = read(folder / "runs" / "base.json")
-    test = np.array(base["test"])
+    about, finished = read_study(folder)
+    runs = {Job(**run["job"]): run for run in finished}
+    if BASE not in runs:
+        raise FileNotFoundError(f"the frozen base has not been measured in {folder}")
+    test = np.array(runs[BASE]["test"])
     rates, seeds = about["config"]["rates"], about["config"]["seeds"]
     results: list[Result] = []
     for name in about["arms"]:
-        paths = {(rate, seed): folder / "runs" / f"{name}-{rate:g}-{seed}.json" for rate in rates for seed in seeds}
-        runs = {key: read(path) for key, path in paths.items() if path.is_file()}
-        if all((rate, seeds[0]) in runs for rate in rates):
-            tried = {rate: float(np.mean(runs[rate, seeds[0]]["validation"])) for rate in rates}
+        if all(Job(name, rate, seeds[0]) in runs for rate in rates):
+            tried = {rate: validation_loss(runs[Job(name, rate, seeds[0])]) for rate in rates}
             best = min(tried, key=tried.__getitem__)
-            results.append(_result(tried, best, [runs[best, s] for s in seeds if (best, s) in runs], test))
+            chosen = [runs[Job(name, best, seed)] for seed in seeds if Job(name, best, seed) in runs]
+            count = len(chosen[0]["validation"])
+            results.append(_result({rate: loss / count for rate, loss in tried.items()}, best, chosen, test))
     return float(test.mean()), results
 
 
@@ -77,7 +82,7 @@ def _result(tried: dict[float, float], rate: float, runs: Sequence[Mapping[str, 
     curve = {step: interval(gains("curve", str(step))) for step in steps}
     whole = gains("curve", str(steps[-1]))
     kept = {how: fraction(gains("shuffles", how), whole) for how in runs[0]["shuffles"]}
-    last = [[entry for entry in run["log"] if "loss" in entry][-1] for run in runs]
+    last = [run["log"][-1] for run in runs]
     layers = [key for key in last[0] if key.startswith("bias/layer_")]
     strength = {int(key.rpartition("_")[2]): float(np.mean([entry[key] for entry in last])) for key in layers}
     arm = runs[0]["arm"]
@@ -86,24 +91,24 @@ def _result(tried: dict[float, float], rate: float, runs: Sequence[Mapping[str, 
     )
 
 
-def summarise(folder: Path) -> str:
+def summarise(folder: Path, results: Path) -> str:
     """Write results.json, results.csv and curve.png, and return the table.
 
     Raises:
         FileNotFoundError: no comparison in the folder.
     """
-    base, results = read_results(folder)
-    write(folder / "results.json", _json(base, results))
+    base, arms = read_results(folder)
+    write(results / "results.json", _json(base, arms))
     rows = [
         [one.arm, one.parameters, one.rate, one.seeds, step, *(f"{value:.6f}" for value in g.numbers)]
-        for one in results
+        for one in arms
         for step, g in one.curve.items()
     ]
     head = ["arm", "parameters", "learning_rate", "seeds", "step", "gain", "low", "high"]
-    write_table(folder / "results.csv", head, rows)
-    if results:
-        figure(base, results).savefig(folder / "curve.png", dpi=150)
-    return table(base, results)
+    write_table(results / "results.csv", head, rows)
+    if arms:
+        figure(base, arms).savefig(results / "curve.png", dpi=150)
+    return table(base, arms)
 
 
 def table(base: float, results: Sequence[Result]) -> str:
@@ -140,7 +145,7 @@ def _curves(axes: Any, base: float, results: Sequence[Result]) -> None:
         middle, low, high = (
             [base, *(base - getattr(gain, name) for gain in one.curve.values())] for name in ("mean", "high", "low")
         )
-        style = {"color": _COLOURS.get(one.arm, "0.5"), "marker": _MARKS.get(one.arm, "o"), "label": one.arm}
+        style = {"color": colour(one.arm), "marker": _MARKS.get(one.arm, "o"), "label": one.arm}
         plot_band(axes, [0, *one.curve], middle, low, high, **style)
     axes.set_xlabel("training step")
 

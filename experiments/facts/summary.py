@@ -10,18 +10,22 @@ from typing import Any, Final, cast
 import numpy as np
 
 from experiments.facts.world import GROUPS
-from experiments.intervals import Interval, interval
-from experiments.records import canvas, plot_band, read_runs, write, write_table
+from experiments.runner.figures import canvas, colour, plot_band
+from experiments.runner.files import write, write_table
+from experiments.runner.jobs import Record
+from experiments.runner.statistics import Interval, interval
+from experiments.runner.study import read_study
 
 _DRAWS: Final = 1_000
 _LETTERS: Final = {"r": "right", "o": "old", "u": "unknown", "x": "other"}
 _STYLES: Final = {
-    "entries": ("#1f5fa8", "o", "entries of the store"),
-    "context": ("#c2571a", "s", "3 nearest facts in the context"),
-    "context, 1 fact": ("#c79a2b", "v", "the nearest fact in the context"),
-    "context or unknown": ("#7a4fa3", "D", "the same, or unknown if not near"),
-    "shuffled entries": ("0.6", "x", "entries, values shuffled"),
+    "entries": ("o", "entries of the store"),
+    "context": ("s", "3 nearest facts in the context"),
+    "context, 1 fact": ("v", "the nearest fact in the context"),
+    "context or unknown": ("D", "the same, or unknown if not near"),
+    "shuffled entries": ("x", "entries, values shuffled"),
 }
+_SEARCHED: Final = ("^", "the 8 best entries, by search")
 
 Names = tuple[str, int, str, str, str, str]
 
@@ -61,10 +65,10 @@ class Share:
     other: float
 
 
-def shares(folder: Path) -> list[Share]:
-    """Of all runs in a folder."""
+def shares(runs: Sequence[Record]) -> list[Share]:
+    """Of all runs."""
     said: dict[Names, list[str]] = {}
-    for run in read_runs(folder):
+    for run in runs:
         for told in run["told"]:
             names = (run["arm"], *(told[name] for name in ("size", "way", "phase", "group", "wording")))
             said.setdefault(cast(Names, names), []).append(told["said"])
@@ -80,27 +84,26 @@ def _share(names: Names, letters: Sequence[str]) -> Share:
     )
 
 
-def costs(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
+def costs(runs: Sequence[Record]) -> dict[str, dict[int, dict[str, Any]]]:
     """arm -> size -> recall and milliseconds, means over seeds."""
     found: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
-    for run in read_runs(folder):
+    for run in runs:
         for one in run["sizes"]:
             found.setdefault(run["arm"], {}).setdefault(one["size"], []).append(one)
     return {arm: {size: _mean(rows) for size, rows in sizes.items()} for arm, sizes in found.items()}
 
 
-def summarise(folder: Path) -> str:
+def summarise(folder: Path, results: Path) -> str:
     """Write results.json, results.csv and figure.png, and return the table.
 
     Raises:
         FileNotFoundError: no finished run in the folder.
         MissingExtra: matplotlib is not installed.
     """
-    every, spent = shares(folder), costs(folder)
-    if not every:
-        raise FileNotFoundError(f"{folder / 'runs'} holds no finished run")
+    runs = read_study(folder)[1]
+    every, spent = shares(runs), costs(runs)
     about = "right, low, high of results.csv: mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions"
-    write(folder / "results.json", {"about": about, "recall_and_milliseconds": spent})
+    write(results / "results.json", {"about": about, "recall_and_milliseconds": spent})
     names = ["arm", "size", "way", "phase", "group", "wording", "seeds", "questions"]
     rows: list[list[object]] = []
     for one in every:
@@ -108,10 +111,10 @@ def summarise(folder: Path) -> str:
         by_seed = " ".join(f"{number:.4f}" for number in one.right_by_seed)
         rows.append([*(getattr(one, name) for name in names), *(f"{number:.4f}" for number in numbers), by_seed])
     head = [*names, "right", "low", "high", "old", "unknown", "other", "right_by_seed"]
-    write_table(folder / "results.csv", head, rows)
+    write_table(results / "results.csv", head, rows)
     shown = "main" if "main" in spent else every[0].arm
     drawn = figure([one for one in every if one.arm == shown], spent[shown])
-    drawn.savefig(folder / "figure.png", dpi=130)
+    drawn.savefig(results / "figure.png", dpi=130)
     return table(every)
 
 
@@ -138,7 +141,7 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
     """
     drawn, panels = canvas(14.0, 3.8, 1, len(GROUPS) + 1)
     for axes, group in zip(panels, GROUPS, strict=False):
-        for way, (colour, mark, label) in _STYLES.items():
+        for way, (mark, label) in _STYLES.items():
             rows = [
                 one
                 for one in every
@@ -146,13 +149,13 @@ def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> An
             ]
             if rows:
                 curve = zip(*(one.right.numbers for one in rows), strict=True)
-                plot_band(axes, [one.size for one in rows], *curve, color=colour, marker=mark, label=label)
+                plot_band(axes, [one.size for one in rows], *curve, color=colour(way), marker=mark, label=label)
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(f"{group} facts: right after the edits", fontsize=9)
     for way in ("entries", "best entries", "context", "context, 1 fact"):
-        style = _STYLES.get(way, ("#3a8a4d", "^", "the 8 best entries, by search"))
+        mark, label = _STYLES.get(way, _SEARCHED)
         times = [spent[size]["milliseconds"][way] for size in spent]
-        panels[-1].plot(list(spent), times, color=style[0], marker=style[1], markersize=4.5, label=style[2])
+        panels[-1].plot(list(spent), times, color=colour(way), marker=mark, markersize=4.5, label=label)
     panels[-1].set_ylim(bottom=0)
     panels[-1].set_title("milliseconds of one answer", fontsize=9)
     handles = {line.get_label(): line for axes in (panels[0], panels[-1]) for line in axes.get_lines()}

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow._core.files import write_atomically
+from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.modular import ModularConfig
 from experiments.facts.corpus import UNKNOWN, Corpus, Key, Vocabulary
 from experiments.facts.model import FactEncoder, FactReader, nearest_loss, retrieval_loss
+from experiments.runner import training as loop
 
 
 @dataclass(frozen=True)
@@ -173,65 +169,39 @@ def losses(reader: FactReader, encoder: FactEncoder, settings: FactTraining, see
     return found
 
 
-def train(settings: FactTraining, seed: int, path: Path, save_every: int = 250) -> Trained:
+def train(
+    settings: FactTraining, seed: int, folder: Path, save_every: int = 250, progress: Progress | None = None
+) -> Trained:
     """Train, or go on from the last state that was saved; the result is the same, bit by bit.
 
     Args:
         settings: of the training.
         seed: of initialisation and of all that is drawn.
-        path: file for the state.
-        save_every: steps between states, and between entries of the log.
+        folder: for checkpoints.
+        save_every: steps between checkpoints, and between entries of the log.
+        progress: of the steps.
     """
     reader, encoder = made(settings, seed)
     parts = nn.ModuleDict({"model": reader.model, "encoder": encoder})
-    parameters = list(parts.parameters())
-    optimiser = torch.optim.AdamW(parameters, lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    done, seconds, log = 0, 0.0, list[dict[str, float]]()
-    if path.is_file():
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        if state.get("run") != [settings.to_dict(), seed]:
-            raise ValueError(f"{path} holds a run with other settings: {state.get('run')}; choose another folder")
-        parts.load_state_dict(state["parts"])
-        optimiser.load_state_dict(state["optimiser"])
-        done, seconds, log = state["step"], state["seconds"], state["log"]
-    began, since = time.perf_counter() - seconds, list[dict[str, float]]()
-    parts.train()
-    for step in range(done, settings.steps):
-        for group in optimiser.param_groups:
-            group["lr"] = settings.rate * _schedule(step, settings)
-        found = losses(reader, encoder, settings, seed, step)
-        optimiser.zero_grad()
-        total = torch.stack(list(found.values())).sum()
-        total.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-        if not bool(total.isfinite() & norm.isfinite()):
-            terms = ", ".join(f"{name} {value.item():g}" for name, value in found.items())
-            raise ValueError(f"seed {seed}, step {step + 1}: {terms}, norm of the gradients {norm.item():g}; not saved")
-        optimiser.step()
-        since.append({name: value.item() for name, value in found.items()})
-        if (step + 1) % save_every == 0 or step + 1 == settings.steps:
-            log.append({"step": float(step + 1), **_means(since)})
-            since.clear()
-            seconds = time.perf_counter() - began
-            state = {"parts": parts.state_dict(), "optimiser": optimiser.state_dict()}
-            run = [settings.to_dict(), seed]
-            _save({**state, "run": run, "step": step + 1, "seconds": seconds, "log": log}, path)
-            told = ", ".join(f"{name} {value:.3f}" for name, value in log[-1].items() if name != "step")
-            print(f"seed {seed}, step {step + 1}, {seconds:.0f} s: {told}", file=sys.stderr, flush=True)
-    parts.eval()
-    return Trained(reader, encoder, log, seconds)
+    course = loop.train(
+        parts,
+        torch.optim.AdamW(list(parts.parameters()), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01),
+        lambda _, step, __: losses(reader, encoder, settings, seed, step),
+        loop.Loop(
+            settings.steps,
+            settings.rate,
+            lambda step: _schedule(step, settings),
+            log_every=save_every,
+            save_every=save_every,
+        ),
+        folder,
+        seed=seed,
+        identity=settings.to_dict(),
+        progress=progress,
+    )
+    return Trained(reader, encoder, course.log, course.seconds)
 
 
 def _schedule(step: int, settings: FactTraining) -> float:
     rise = min(1.0, (step + 1) / settings.warmup)
     return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
-
-
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: statistics.mean(row[name] for row in rows if name in row) for name in names}
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    with write_atomically(path) as file:
-        torch.save(state, file)

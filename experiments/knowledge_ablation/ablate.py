@@ -3,14 +3,11 @@
 Which feed-forward entries carry a fact? For each fact that the model knows, entries are chosen at the last token of its
 prompt: by direct effect on the logit of the answer, by the norm of their contribution, or at random from the layers of
 the first. They are ablated (their values set to zero), or edited so that they write another answer. Measured are the
-fact, other wordings of it, other facts of its relation, and unrelated text. Each fact is a file, so that an interrupted
-run goes on where it stopped.
+fact, other wordings of it, other facts of its relation, and unrelated text.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,13 +18,15 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
 from attnflow.knowledge.hf.trace import trace
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, known_facts, last_logits, text_losses, token_of
-from experiments.records import describe, write
+from experiments.runner.experiment import Setup
+from experiments.runner.jobs import Job, Plan
 
 METHODS: Final = ("effect", "norm", "random")
 
@@ -69,9 +68,6 @@ def small() -> Ablation:
     return Ablation(
         dtype="float32", facts=24, others=12, ablated=(1, 2, 4, 8, 16, 32, 64), edited=(1, 4, 16, 64), text_tokens=1024
     )
-
-
-SCALES: Final = {"tiny": tiny, "small": small}
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,24 +209,22 @@ def _largest_layer(model: nn.Module) -> int:
     return int(cast(LayeredKnowledge, model.knowledge).counts.max())
 
 
-def ablate(config: Ablation, folder: Path) -> None:
-    """Run what is not there yet."""
+def setup(config: Ablation) -> Setup:
+    """A job for each fact; relations in turn, so that a study that is cut short has some facts of each."""
     loaded = load_model(config.model, dtype=config.dtype)
     model, tokenizer = from_ffn(cast(nn.Module, loaded.model)), loaded.tokenizer
     known = known_facts(model, tokenizer)
-    describe(
-        folder / "experiment.json",
-        {"config": asdict(config), "known": [asdict(fact) for fact in known]},
-        ("torch", "transformers", "attnflow"),
-    )
-    runs = folder / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
     grouped = {name: [fact for fact in known if fact.relation == name] for name in RELATIONS}
-    # Relations in turn, so that a run that is cut short has some facts of each.
-    for place, (name, mine) in ((place, pair) for place in range(config.facts) for pair in grouped.items()):
-        if place >= len(mine) or (path := runs / f"{name}-{mine[place].subject}.json").is_file():
-            continue
-        began, fact = time.perf_counter(), mine[place]
-        beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
-        write(path, run_fact(model, tokenizer, fact, config, beside[: config.others]))
-        print(f"{path.stem}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    chosen: dict[Job, tuple[Fact, list[Fact]]] = {}
+    for place, mine in ((place, mine) for place in range(config.facts) for mine in grouped.values()):
+        if place < len(mine):
+            fact = mine[place]
+            beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
+            chosen[Job(f"{fact.relation}-{fact.subject}")] = fact, beside[: config.others]
+
+    def run(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
+        del folder, progress  # a fact takes seconds
+        fact, others = chosen[job]
+        return run_fact(model, tokenizer, fact, config, others)
+
+    return Setup(Plan(tuple(chosen)), run, {"known": [asdict(fact) for fact in known]})

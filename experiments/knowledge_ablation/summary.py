@@ -10,13 +10,14 @@ from typing import Any, Final
 import numpy as np
 
 from attnflow._core.markup import aligned
-from experiments.intervals import Interval, interval
 from experiments.knowledge_ablation.ablate import METHODS
-from experiments.records import canvas, plot_band, read, read_runs, write, write_table
+from experiments.runner.figures import canvas, colour, plot_band
+from experiments.runner.files import write, write_table
+from experiments.runner.statistics import Interval, interval
+from experiments.runner.study import read_study
 
 Measured = Mapping[str, Any]
 
-_COLOURS: Final = {"effect": "#1f5fa8", "norm": "#c2571a", "random": "#8a8a8a"}
 _LABELS: Final = {"effect": "by direct effect", "norm": "by norm", "random": "random, same layers"}
 
 # Of a fact (and of its other wordings) the change in log-probability or loss, of answers the share, over the facts.
@@ -78,16 +79,13 @@ def _outcome(change: str, method: str, entries: int, pairs: Sequence[tuple[Measu
     return Outcome(change, method, entries, len(pairs), {name: interval(v, 2000) for name, v in values.items()})
 
 
-def summarise(folder: Path) -> str:
+def summarise(folder: Path, results: Path) -> str:
     """Write results.json, results.csv and effect.png, and return the table.
 
     Raises:
-        FileNotFoundError: no experiment in the folder.
-        ValueError: no fact has been finished.
+        FileNotFoundError: no study in the folder, or no fact has been finished.
     """
-    about, runs = read(folder / "experiment.json"), read_runs(folder)
-    if not runs:
-        raise ValueError(f"{folder} holds no finished facts")
+    about, runs = read_study(folder)
     found = outcomes(runs)
     content = {
         "interval": "mean, 2.5 % and 97.5 % of a bootstrap over facts",
@@ -95,15 +93,15 @@ def summarise(folder: Path) -> str:
         "facts": [run["fact"] for run in runs],
         "outcomes": [asdict(one) for one in found],
     }
-    write(folder / "results.json", content)
+    write(results / "results.json", content)
     rows = [
         [one.change, one.method, one.entries, one.facts, name, *(f"{number:.5f}" for number in v.numbers)]
         for one in found
         for name, v in one.quantities.items()
     ]
     head = ["change", "method", "entries", "facts", "quantity", "mean", "low", "high"]
-    write_table(folder / "results.csv", head, rows)
-    figure(found).savefig(folder / "effect.png", dpi=150)
+    write_table(results / "results.csv", head, rows)
+    figure(found).savefig(results / "effect.png", dpi=150)
     return table(found)
 
 
@@ -139,7 +137,7 @@ def figure(found: Sequence[Outcome]) -> Any:
             some = [one for one in found if (one.change, one.method) == ("ablated", method)]
             curve = zip(*(one.quantities[name].numbers for one in some), strict=True)
             sizes = [one.entries for one in some]
-            plot_band(axes, sizes, *curve, color=_COLOURS[method], label=_LABELS[method])
+            plot_band(axes, sizes, *curve, color=colour(method), label=_LABELS[method])
         axes.axhline(0, color="0.4", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("entries ablated")
@@ -158,7 +156,7 @@ def figure(found: Sequence[Outcome]) -> Any:
         for place, one in enumerate(edits):
             value = one.quantities[name]
             reach = [[value.mean - value.low], [value.high - value.mean]]
-            axes.bar(place, value.mean, color=_COLOURS[one.method], width=0.7, yerr=reach, capsize=3)
+            axes.bar(place, value.mean, color=colour(one.method), width=0.7, yerr=reach, capsize=3)
         axes.set_xticks(range(len(edits)), [f"{one.method}\n{one.entries}" for one in edits], fontsize=8)
         axes.set_title(title, fontsize=10)
         if name != "text":

@@ -1,6 +1,5 @@
 import json
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,12 @@ from experiments.bias_comparison import compare as bias_compare
 from experiments.bias_comparison import shuffle as bias_shuffle
 from experiments.bias_comparison import summary as bias_results
 from experiments.bias_comparison.arms import arms_of, count_trained, fitted
-from experiments.bias_comparison.compare import Comparison, compare, row_losses
+from experiments.bias_comparison.compare import Comparison, row_losses
+from experiments.bias_comparison.recipe import EXPERIMENT
 from experiments.bias_comparison.text import TEST, VALIDATION, Split, split_text
-from experiments.intervals import fraction, interval
+from experiments.runner.statistics import fraction, interval
 from tests.bias.cases import config_of
+from tests.experiments.miniature import run_miniature
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -202,7 +203,7 @@ def _compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.setattr(bias_compare, "split_text", lambda *_: SPLIT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
-        compare(SMALL, folder)
+        run_miniature(EXPERIMENT, folder, SMALL)
     patch.undo()
     return folder
 
@@ -224,28 +225,20 @@ def test_a_comparison_runs_every_arm_and_chooses_its_rate(compared: Path) -> Non
     assert len(names) == 1 + 4 * 3
 
 
-def test_a_comparison_goes_on_and_refuses_other_settings(compared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bias_compare, "load_model", lambda name, dtype: (model(), None))
-    monkeypatch.setattr(bias_compare, "split_text", lambda *_: SPLIT)
-    lost = compared / "runs" / "key-0.001-0.json"
-    before = json.loads(lost.read_text())
-    times = {path: path.stat().st_mtime_ns for path in (compared / "runs").iterdir() if path != lost}
-    lost.unlink()
-    compare(SMALL, compared, ["key"])
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert json.loads(lost.read_text())["curve"] == before["curve"], "the same seed gives the same run"
-    with pytest.raises(ValueError, match="other settings"):
-        compare(replace(SMALL, rates=(1e-3,)), compared)
-
-
 def test_the_summary_is_written(compared: Path) -> None:
-    text = bias_results.summarise(compared)
+    text = bias_results.summarise(compared, compared)
     assert text.splitlines()[0].startswith("frozen base: test loss ")
     assert len(text.splitlines()) == 5
     found = json.loads((compared / "results.json").read_text())
     assert [arm["arm"] for arm in found["arms"]] == ["guidance", "key", "lowrank", "lora"]
     assert (compared / "results.csv").read_text().count("\n") == 1 + 4 * 2
     assert (compared / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_results_judge_the_claim_on_guidance_alone(compared: Path) -> None:
+    (said,) = EXPERIMENT.judge(compared / "results")
+    assert said.claim == "D20"
+    assert "after 4 steps" in said.sentence
 
 
 def test_intervals_and_fractions() -> None:

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from attnflow.bias.checkpoints import by_step
 from experiments.facts import corpus as words
 from experiments.facts import summary as results
-from experiments.facts.__main__ import main
 from experiments.facts.corpus import FRAMES, HELD_OUT_FRAMES, RELATIONS, UNKNOWN, Corpus, Fact, Key, Vocabulary
 from experiments.facts.evaluation import FactEvaluation, least_score, measure, ways
 from experiments.facts.model import Asked, FactEncoder, retrieval_loss
-from experiments.facts.study import FactStudy, run
+from experiments.facts.recipe import EXPERIMENT
 from experiments.facts.training import FactTraining, Trained, losses, made, train
 from experiments.facts.world import GROUPS, World
+from experiments.runner.study import read_study
+from experiments.runner.training import Diverged
+from tests.experiments.miniature import run_miniature
 
 SMALL = FactTraining(dim=16, layers=1, base_entries=4, steps=6, facts=12, questions=8, contexts=4, warmup=2)
 ASKED = FactEvaluation(sizes=(8, 16), group=4, timed=2)
@@ -169,7 +172,7 @@ def test_a_step_follows_from_seed_and_step_and_trains_every_parameter() -> None:
 
 
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = train(SMALL, 3, tmp_path / "whole.pt", save_every=2)
+    whole = train(SMALL, 3, tmp_path / "whole", save_every=2)
 
     class Killed(Exception):
         pass
@@ -186,9 +189,9 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path: Path) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.facts.training.losses", killed)
         with pytest.raises(Killed):
-            train(SMALL, 3, tmp_path / "cut.pt", save_every=2)
+            train(SMALL, 3, tmp_path / "cut", save_every=2)
     assert calls == 4
-    again = train(SMALL, 3, tmp_path / "cut.pt", save_every=2)
+    again = train(SMALL, 3, tmp_path / "cut", save_every=2)
     assert again.log == whole.log
     assert len(again.log) == 3
     for one, two in zip(again.reader.model.parameters(), whole.reader.model.parameters(), strict=True):
@@ -202,12 +205,12 @@ def test_a_training_that_meets_nan_stops_and_saves_nothing_of_it(tmp_path: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.facts.training.losses", spoiled)
-        with pytest.raises(ValueError, match=r"seed 3, step 4: context nan, norm of the gradients nan; not saved"):
-            train(SMALL, 3, tmp_path / "run.pt", save_every=2)
-    assert torch.load(tmp_path / "run.pt")["step"] == 2
+        with pytest.raises(Diverged, match=r"seed 3, step 4: context nan, norm of the gradients nan; not saved"):
+            train(SMALL, 3, tmp_path / "run", save_every=2)
+    assert [path.name for path in by_step(tmp_path / "run")] == ["checkpoint-2"]
     with pytest.raises(ValueError, match="holds a run with other settings"):
-        train(replace(SMALL, rate=1e-4), 3, tmp_path / "run.pt", save_every=2)
-    assert len(train(SMALL, 3, tmp_path / "run.pt", save_every=2).log) == 3
+        train(replace(SMALL, rate=1e-4), 3, tmp_path / "run", save_every=2)
+    assert len(train(SMALL, 3, tmp_path / "run", save_every=2).log) == 3
 
 
 # The edits
@@ -309,28 +312,30 @@ def write_run(folder: Path, seed: int, said: str) -> None:
     times = {"recall": {"trained": {"1": 0.5 + seed / 2}}, "milliseconds": dict.fromkeys(names, 2.0 + seed)}
     run = {"arm": "main", "seed": seed, "told": told, "sizes": [{"size": size, **times} for size in (64, 256)]}
     (folder / "runs").mkdir(exist_ok=True)
+    (folder / "study.json").write_text("{}", encoding="utf-8")
     (folder / "runs" / f"main-{seed}.json").write_text(json.dumps(run), encoding="utf-8")
 
 
 def test_shares_are_over_seeds_and_questions(tmp_path: Path) -> None:
     write_run(tmp_path, 0, "rrrr")
     write_run(tmp_path, 1, "roux")
-    share = results.shares(tmp_path)[0]
+    runs = read_study(tmp_path)[1]
+    share = results.shares(runs)[0]
     assert (share.seeds, share.questions) == (2, 4)
     assert share.right.mean == 0.625
     assert share.right.low < 0.625 < share.right.high
     assert share.right_by_seed == [1.0, 0.25]
     assert (share.old, share.unknown, share.other) == (0.125, 0.125, 0.125)
-    spent = results.costs(tmp_path)["main"][64]
+    spent = results.costs(runs)["main"][64]
     assert spent["recall"]["trained"]["1"] == 0.75
     assert spent["milliseconds"]["entries"] == 2.5
 
 
 def test_a_summary_is_a_table_and_three_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no finished run"):
-        results.summarise(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no study"):
+        results.summarise(tmp_path, tmp_path)
     write_run(tmp_path, 0, "rrru")
-    printed = results.summarise(tmp_path)
+    printed = results.summarise(tmp_path, tmp_path)
     assert "| main | 64 | entries | 0.750 -> 0.750" in printed
     assert len((tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()) == 1 + 2 * 6 * 2 * 4 * 2
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -338,33 +343,22 @@ def test_a_summary_is_a_table_and_three_files(tmp_path: Path) -> None:
     assert spent["main"]["256"]["milliseconds"]["context"] == 2.0
 
 
-def test_a_study_runs_what_is_missing_and_refuses_other_settings(tmp_path: Path) -> None:
-    study = FactStudy(SMALL, replace(ASKED, sizes=(8,)), seeds=(0, 1))
-    run(study, tmp_path, ["main"], [0])
-    first = (tmp_path / "runs" / "main-0.json").read_text(encoding="utf-8")
-    run(study, tmp_path, ["main", "sparsemax"], study.seeds)
-    assert (tmp_path / "runs" / "main-0.json").read_text(encoding="utf-8") == first
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        "main-0.json",
-        "main-1.json",
-        "sparsemax-0.json",
+def test_a_study_runs_every_arm_and_judges(tmp_path: Path) -> None:
+    study = EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]())
+    assert "| sparsemax | 8 | entries |" in run_miniature(EXPERIMENT, tmp_path, study)
+    assert sorted(path.stem for path in (tmp_path / "runs").iterdir()) == [
+        "answers-alone-0",
+        "coordinate-0",
+        "main-0",
+        "sparsemax-0",
     ]
-    with pytest.raises(ValueError, match="other settings"):
-        run(replace(study, training=replace(SMALL, rate=1.0)), tmp_path, ["main"], [0])
-    with pytest.raises(ValueError, match="got nothing"):
-        run(study, tmp_path, ["nothing"], [0])
-
-
-def test_the_command_summarises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, 0, "rrru")
-    main([str(tmp_path), "--summary"])
-    assert "| main | 64 | entries |" in capsys.readouterr().out
+    assert [one.claim for one in EXPERIMENT.judge(tmp_path / "results")] == ["K13"]
 
 
 @pytest.mark.slow
 def test_facts_are_learned_edited_and_read(tmp_path: Path) -> None:
     settings = FactTraining(steps=700, facts=96, contexts=0, near=0.3, rate=4e-3)
-    trained = train(settings, 0, tmp_path / "state.pt", save_every=1000)
+    trained = train(settings, 0, tmp_path / "state", save_every=1000)
     told, _ = measure(trained, 0, FactEvaluation(sizes=(64,), group=32, near=0.0, timed=1))
     right = {
         (one.way, one.phase, one.group): one.said.count("r") / len(one.said) for one in told if one.wording == "trained"

@@ -8,10 +8,11 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from experiments.geometry_theory import theory
-from experiments.geometry_theory.__main__ import main
 from experiments.geometry_theory.language_model import LanguageModel, draw_tokens
-from experiments.geometry_theory.study import SCALES, Measurement
-from experiments.intervals import Interval, student
+from experiments.geometry_theory.recipe import EXPERIMENT, read_updates
+from experiments.runner.files import read
+from experiments.runner.statistics import Interval, student
+from tests.experiments.miniature import run_miniature
 
 HEADS, WIDTH = 4, 32
 
@@ -176,9 +177,27 @@ def test_theorem_2_3_as_printed_holds_for_rows_as_for_columns():
         assert max(more) > 0 > min(more)
 
 
+def updates(tmp_path, text=None, seeds=2, **settings):
+    """What small models of both objectives say."""
+    runs = {
+        objective: [
+            theory.run_updates(
+                draw_tokens(seed) if text is None else text,
+                objective,
+                seed,
+                tmp_path / f"{objective}{seed}",
+                **settings,
+            )
+            for seed in range(seeds)
+        ]
+        for objective in theory.OBJECTIVES
+    }
+    return theory.study_of(runs, settings["steps"])
+
+
 @pytest.mark.slow
-def test_small_models_learn_and_the_study_reports_them():
-    study = theory.measure_updates(seeds=2, steps=120, width=32, num_layers=1)
+def test_small_models_learn_and_the_study_reports_them(tmp_path):
+    study = updates(tmp_path, steps=120, width=32, num_layers=1)
     assert [(row.stage, row.objective) for row in study.rows] == [
         (stage, objective) for stage in theory.STAGES for objective in (*theory.OBJECTIVES, "difference")
     ]
@@ -199,32 +218,32 @@ def test_small_models_learn_and_the_study_reports_them():
         study.row("prefix", "training")
 
 
-def test_own_text_and_the_same_study_twice():
+def test_own_text_and_the_same_study_twice(tmp_path):
     tokens = torch.arange(400) % 7
-    one, other = (theory.measure_updates(2, 3, tokens, width=16, num_heads=2, num_layers=1) for _ in range(2))
+    settings = {"steps": 3, "width": 16, "num_heads": 2, "num_layers": 1}
+    one, other = (updates(tmp_path / name, tokens, **settings) for name in "ab")
     assert one == other
     assert one.unigram_loss == pytest.approx(math.log(7), abs=1e-3)
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match="seeds must be at least 1"):
-        theory.measure_updates(seeds=0)
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        theory.run_updates(draw_tokens(0), "causal", 0, tmp_path, steps=0)
     with pytest.raises(ValueError, match="at least 33 tokens, got 32"):
-        theory.measure_updates(1, 1, torch.zeros(32, dtype=torch.long))
+        theory.run_updates(torch.zeros(32, dtype=torch.long), "causal", 0, tmp_path, steps=1)
     with pytest.raises(ValueError, match="width must be a multiple of num_heads, got 30 and 4"):
-        theory.measure_updates(1, 1, width=30)
+        theory.run_updates(draw_tokens(0), "causal", 0, tmp_path, steps=1, width=30)
 
 
-def test_the_command_measures_once_and_writes_a_table_and_a_figure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SCALES, "tiny", lambda: Measurement("chain", seeds=2, steps=2, width=16))
-    main([str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert printed.startswith("2 seeds, 2 steps")
-    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + 12 * 3
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("experiments.geometry_theory.study.measure_updates", None)
-    main([str(tmp_path)])
-    assert capsys.readouterr().out == printed
-    monkeypatch.setitem(SCALES, "tiny", lambda: Measurement("chain", seeds=3))
-    with pytest.raises(ValueError, match="other settings"):
-        main([str(tmp_path)])
+def test_a_study_is_a_table_and_a_figure(tmp_path):
+    config = EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]())
+    assert run_miniature(EXPERIMENT, tmp_path, config).startswith("2 seeds, 2 steps")
+    assert len((tmp_path / "results" / "results.csv").read_text().splitlines()) == 1 + 12 * 3
+    assert (tmp_path / "results" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert read(tmp_path / "results" / "results.json")["seeds"] == 2
+    assert {one.claim for one in EXPERIMENT.judge(tmp_path / "results")} == {"G3", "G4"}
+    (tmp_path / "runs" / "causal-1.json").unlink()
+    assert read_updates(tmp_path).seeds == 1
+    (tmp_path / "runs" / "bidirectional-0.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no seed"):
+        read_updates(tmp_path)

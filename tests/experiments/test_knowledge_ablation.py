@@ -10,8 +10,9 @@ import torch
 
 import attnflow as af
 from experiments.knowledge_ablation import ablate as study
-from experiments.knowledge_ablation import summary as results
 from experiments.knowledge_ablation.facts import Relation, known_facts, last_logits, text_losses, token_of
+from experiments.knowledge_ablation.recipe import EXPERIMENT
+from tests.experiments.miniature import run_miniature
 from tests.models import tiny
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -105,38 +106,31 @@ def test_ablated_entries_write_nothing_and_an_edit_has_the_direct_effect_it_was_
     assert [known[entry] for entry in chosen.ids.tolist()] == pytest.approx(best)
 
 
-def test_an_interrupted_run_goes_on_and_is_summarised(setting, monkeypatch, tmp_path):
+def test_a_study_runs_every_fact_and_is_summarised(setting, monkeypatch, tmp_path):
     made, tokenizer, _ = setting
     plain = af.knowledge.to_ffn(made)
     monkeypatch.setattr(study, "load_model", lambda name, dtype: SimpleNamespace(model=plain, tokenizer=tokenizer))
     monkeypatch.setattr(study, "known_facts", lambda *_: known_facts(made, tokenizer, study.RELATIONS))
-    config = study.Ablation(facts=3, others=2, ablated=(1, 4), edited=(2,), text_tokens=16)
-    study.ablate(config, tmp_path)
+    config = study.Ablation(facts=3, others=2, ablated=(1, 4), edited=(4,), text_tokens=16)
+    text = run_miniature(EXPERIMENT, tmp_path, config)
     files = sorted((tmp_path / "runs").glob("*.json"))
     assert len(files) == 3
-    files[0].unlink()
-    kept = files[1].stat().st_mtime_ns
-    study.ablate(config, tmp_path)
-    assert files[1].stat().st_mtime_ns == kept
-    assert files[0].is_file()
-    with pytest.raises(ValueError, match="other settings"):
-        study.ablate(study.Ablation(facts=2), tmp_path)
-    text = results.summarise(tmp_path)
     assert "ablated effect" in text
     assert "3 facts" in text
-    content = json.loads((tmp_path / "results.json").read_text())
+    content = json.loads((tmp_path / "results" / "results.json").read_text())
     assert len(content["outcomes"]) == 1 + 3 * 2 + 3
-    rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((tmp_path / "results" / "results.csv").read_text().splitlines()))
     assert len(rows) == 10 * len(content["outcomes"])
-    assert (tmp_path / "effect.png").stat().st_size > 10_000
+    assert (tmp_path / "results" / "effect.png").stat().st_size > 10_000
     runs = [json.loads(path.read_text()) for path in files]
     losses = [run["ablated"][0]["answer"][0] - run["before"]["answer"][0] for run in runs]
     first = next(one for one in content["outcomes"] if (one["change"], one["entries"]) == ("ablated", 1))
     assert first["quantities"]["fact"]["mean"] == pytest.approx(float(np.mean(losses)))
+    assert [one.claim for one in EXPERIMENT.judge(tmp_path / "results")] == ["K12"]
 
 
-def test_nothing_finished_is_said(tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "experiment.json").write_text('{"config": {}}')
-    with pytest.raises(ValueError, match="no finished facts"):
-        results.summarise(tmp_path)
+def test_the_committed_results_are_those_of_the_committed_runs(tmp_path):
+    committed = EXPERIMENT.results("tiny")
+    EXPERIMENT.summarise(committed, tmp_path)
+    for name in ("results.csv", "results.json"):
+        assert (tmp_path / name).read_text() == (committed / name).read_text()

@@ -1,0 +1,1 @@
+"""What all experiments share: jobs, resumption, one training loop, statistics, files and figures."""

@@ -1,0 +1,101 @@
+"""`python -m experiments`: list the experiments, run one, write its results."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from attnflow._core.markup import aligned
+from attnflow._core.progress import Reporter
+from experiments.runner.experiment import ROOT, SCALES, Experiment, find, names
+from experiments.runner.study import RUNS, SETTINGS, Study, check_origin, committed, describe, trial
+
+WORK: Final = ROOT.parent / "out" / "experiments"  # which git ignores: the state stays clean while a study runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    parser.add_argument("name", nargs="?", help="of the experiment; without one they are listed")
+    parser.add_argument("--list", action="store_true", help="a table of the experiments")
+    parser.add_argument("--scale", choices=SCALES, default="tiny")
+    parser.add_argument("--seeds", type=int, help="how many; those of the recipe if not given")
+    parser.add_argument("--resume", action="store_true", help="go on with a study that was interrupted")
+    parser.add_argument("--arms", help="only these, separated by commas; several processes may share a study anyway")
+    parser.add_argument("--summary", action="store_true", help="run nothing; write the results of what has finished")
+    parser.add_argument(
+        "--work", type=Path, help="folder for checkpoints and finished runs; out/experiments/NAME/SCALE"
+    )
+    parser.add_argument("--results", type=Path, help="folder for results of a trial, which needs no clean commit")
+    given = parser.parse_args(arguments)
+    if given.list or given.name is None:
+        print(listed())
+        return 0
+    try:
+        print(run(find(given.name), given))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def listed() -> str:
+    """All experiments, with their scales and what has been run."""
+    rows = [["experiment", "scales", "results", "question"]]
+    for name in names():
+        one = find(name)
+        done = [scale for scale in one.recipes if (one.results(scale) / "results.json").is_file()]
+        rows.append([name, " ".join(one.recipes), " ".join(done) or "none yet", one.question])
+    run_one = "Run one: python -m experiments NAME --scale tiny; what is known of it: experiments/NAME/README.md"
+    return f"{aligned(rows, left=range(4))}\n\n{run_one}"
+
+
+def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
+    """Run a study as asked, write its results, and return the table.
+
+    Raises:
+        ValueError: no such scale or arm, a study that is there and was not to be resumed, or one with other settings.
+        NotReproducible: results that are to be kept would not come from a clean commit with predictions.
+        FileNotFoundError: nothing has been run.
+    """
+    if given.scale not in experiment.recipes:
+        raise ValueError(f"{experiment.name} has the scales {', '.join(experiment.recipes)}, not {given.scale!r}")
+    config = experiment.recipes[given.scale]()
+    if given.seeds is not None:
+        if not hasattr(config, "seeds"):
+            raise ValueError(f"{experiment.name} has no seeds to choose from")
+        if given.seeds < 1:
+            raise ValueError(f"--seeds must be at least 1, got {given.seeds}")
+        config = replace(config, seeds=tuple(range(given.seeds)))
+    work: Path = given.work or WORK / experiment.name / given.scale
+    origin = trial() if given.results else committed(experiment)
+    if not given.summary:
+        if (work / SETTINGS).is_file() and not given.resume:
+            done = sum(1 for _ in (work / RUNS).glob("*.json"))
+            raise ValueError(f"{work} holds a study, {done} jobs of it are done: pass --resume to go on, or remove it")
+        work.mkdir(parents=True, exist_ok=True)
+        setup = experiment.setup(config)
+        plan = setup.plan if given.arms is None else setup.plan.only(given.arms.split(","))
+        describe(work, experiment, config, setup, given.scale, origin)
+        with Reporter() as progress:
+            Study(work, setup, plan, progress).run()
+        if given.arms is not None:
+            return f"done: {given.arms}. Write the results with --summary when all arms are"
+        if not given.results and committed(experiment) != origin:
+            raise ValueError("the repository has changed while the study ran: write its results with --summary")
+    check_origin(work, origin)
+    return write_results(experiment, work, given.results or experiment.results(given.scale))
+
+
+def write_results(experiment: Experiment[Any], work: Path, results: Path) -> str:
+    """Write the results of the finished jobs, with the settings beside them; returns the table."""
+    results.mkdir(parents=True, exist_ok=True)
+    table = experiment.summarise(work, results)
+    if work.resolve() != results.resolve():
+        shutil.copyfile(work / SETTINGS, results / SETTINGS)
+    return table

@@ -1,0 +1,101 @@
+"""What an experiment is to the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, TypeVar
+
+from attnflow._core.progress import Progress
+from experiments.runner.jobs import Job, Plan
+
+Config = TypeVar("Config")
+Verdict = Literal["confirmed", "not confirmed", "refuted", "corrected", "not testable here"]
+
+ROOT: Final = Path(__file__).parents[1]
+SCALES: Final = ("tiny", "small", "paper")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A study that is ready to run: what is loaded once, in front of all jobs.
+
+    Attributes:
+        plan: the jobs.
+        run: given a job, a folder of its own for checkpoints, and progress; returns what its file shall hold. Called
+            again after it was killed, in any process, it must return the same.
+        about: what belongs to the settings beside the config, such as the sizes of the arms.
+    """
+
+    plan: Plan
+    run: Callable[[Job, Path, Progress], Mapping[str, object]]
+    about: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the results say of one claim of a paper.
+
+    Attributes:
+        claim: its number, as `docs/claims.md` has it.
+        verdict: by a rule that was written before the run.
+        sentence: what came out, with figures.
+    """
+
+    claim: str
+    verdict: Verdict
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[Config]):
+    """One experiment; its folder is `experiments/NAME`, and `recipe.py` there holds it as `EXPERIMENT`.
+
+    Attributes:
+        name: of the folder.
+        question: in one sentence.
+        recipes: scale -> a function that returns the config, a frozen dataclass; its field `seeds`, if there is one, is
+            a tuple that `--seeds` may change.
+        setup: from a config.
+        summarise: given the folder of a study, with its `study.json` and `runs/`, and the folder for results: writes
+            these and returns a table in text.
+        miniature: the same config at a size of seconds, for dry runs.
+        judge: from a folder of results to what is said of the papers' claims.
+        packages: whose versions belong to the results.
+    """
+
+    name: str
+    question: str
+    recipes: Mapping[str, Callable[[], Config]]
+    setup: Callable[[Config], Setup]
+    summarise: Callable[[Path, Path], str]
+    miniature: Callable[[Config], Config]
+    judge: Callable[[Path], Sequence[Judgement]]
+    packages: tuple[str, ...] = ("torch", "attnflow")
+
+    @property
+    def folder(self) -> Path:
+        """With README, code and results."""
+        return ROOT / self.name
+
+    def results(self, scale: str) -> Path:
+        """Folder of the results at a scale; those at "tiny" are the ones that README shows."""
+        return self.folder / "results" if scale == "tiny" else self.folder / "results" / scale
+
+
+def names() -> list[str]:
+    """Of all experiments."""
+    return sorted(path.parent.name for path in ROOT.glob("*/recipe.py"))
+
+
+def find(name: str) -> Experiment[Any]:
+    """The experiment of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in names():
+        raise ValueError(f"no experiment {name!r}; there are {', '.join(names())}")
+    return import_module(f"experiments.{name}.recipe").EXPERIMENT

@@ -1,0 +1,138 @@
+"""Figures of the experiments: one colour per arm in all of them, intervals, and labels where the lines end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from attnflow._core.errors import MissingExtra
+
+# Paul Tol's "bright" and "muted" schemes, which readers with any kind of colour vision tell apart.
+COLOURS: Final[Mapping[str, str]] = {
+    # biases and their controls
+    "guidance": "#1f5fa8",
+    "key": "#c2571a",
+    "lowrank": "#3a8a4d",
+    "lora": "#7a4fa3",
+    # objectives
+    "causal": "#c2571a",
+    "bidirectional": "#1f5fa8",
+    "masked": "#1f5fa8",
+    "difference": "#6a6a6a",
+    # initialisations and penalties
+    "default": "#6a6a6a",
+    "scaled": "#222222",
+    "symmetric": "#aa3377",
+    "symmetric small": "#ee6677",
+    "skew": "#228833",
+    "penalty symmetric": "#66ccee",
+    "penalty skew": "#997700",
+    "penalty columns": "#4477aa",
+    # ways of choosing entries
+    "effect": "#1f5fa8",
+    "norm": "#c2571a",
+    "random": "#8a8a8a",
+    # ways of reading facts
+    "entries": "#1f5fa8",
+    "best entries": "#3a8a4d",
+    "context": "#c2571a",
+    "context, 1 fact": "#c79a2b",
+    "context or unknown": "#7a4fa3",
+    "shuffled entries": "#999999",
+}
+SIZE: Final = 11.0  # points of all text: readable where the figure is shown at half its size
+
+
+def colour(arm: str) -> str:
+    """Of an arm, in every figure.
+
+    Raises:
+        KeyError: an arm without one; give it one in `COLOURS`.
+    """
+    if arm not in COLOURS:
+        raise KeyError(f"no colour for {arm!r}: give it one in experiments/runner/figures.py")
+    return COLOURS[arm]
+
+
+def canvas(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
+    """(a matplotlib figure, its axes as `subplots` returns them), without frames at the top and the right.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "report", "the figure of an experiment") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels: Any = np.atleast_1d(figure.subplots(rows, columns))
+    for axes in panels.flatten():
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def plot_band(
+    axes: Any,
+    places: Sequence[float],
+    middle: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    **line: Any,
+) -> None:
+    """A curve with its interval; `line` as `Axes.plot` takes it."""
+    axes.fill_between(places, low, high, color=line.get("color"), alpha=0.13, linewidth=0)
+    axes.plot(places, middle, **{"markersize": 4.5, "marker": "o", **line})
+
+
+def label_ends(axes: Any, ends: Mapping[str, tuple[float, float]], size: float = SIZE) -> None:
+    """Names beside the ends of curves, in their colours, moved apart where they would cover one another.
+
+    Args:
+        axes: with all curves drawn; its limits are fixed by this.
+        ends: name of an arm -> (x, y) of the end of its curve.
+        size: of the text, in points.
+    """
+    if not ends:
+        return
+    figure = axes.figure
+    figure.draw_without_rendering()  # places are known after the layout
+    low, high = axes.get_ylim()
+    height = axes.get_window_extent().height * 72 / figure.dpi  # in points
+    step = 1.25 * size / height * (high - low)
+    order = sorted(ends, key=lambda name: ends[name][1])
+    right = max(x for x, _ in ends.values())
+    for name, y in zip(order, spread([ends[name][1] for name in order], step, low, high), strict=True):
+        axes.annotate(
+            name,
+            (right, y),
+            xytext=(5, 0),
+            textcoords="offset points",
+            color=colour(name),
+            fontsize=size,
+            va="center",
+            annotation_clip=False,
+        )
+    axes.set_ylim(low, high)
+
+
+def spread(values: Sequence[float], step: float, low: float, high: float) -> list[float]:
+    """Ascending values moved as little as is needed to be `step` apart and within bounds, if there is room.
+
+    >>> spread([1.0, 1.1, 5.0], 1.0, 0.0, 10.0)
+    [0.55, 1.55, 5.0]
+    """
+    groups: list[list[float]] = []  # (sum of wished first places, members)
+    for value in values:
+        groups.append([value, 1])
+        while len(groups) > 1:
+            (one, many), (other, few) = groups[-2], groups[-1]
+            if one / many + many * step <= other / few:
+                break
+            groups[-2:] = [[one + other - few * many * step, many + few]]
+    places: list[float] = []
+    for total, count in groups:
+        first = min(max(total / count, low), max(low, high - (count - 1) * step))
+        places += [first + number * step for number in range(int(count))]
+    return [round(place, 9) for place in places]

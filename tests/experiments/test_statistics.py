@@ -1,0 +1,87 @@
+"""Intervals and tests of the experiments against scipy."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from experiments.runner import statistics
+from experiments.runner.statistics import difference, interval, over_seeds, permutation_test, speed_up
+
+VALUES = [0.31, 0.45, 0.12, 0.38, 0.51]
+OTHERS = [0.22, 0.18, 0.35, 0.05, 0.15]
+
+
+def test_bootstrap_intervals_are_scipys() -> None:
+    mine = over_seeds(VALUES, draws=20_000)
+    theirs = scipy.stats.bootstrap((VALUES,), np.mean, n_resamples=20_000, method="percentile", rng=1)
+    low, high = theirs.confidence_interval
+    # Two such bootstraps differ by what quantiles of 20,000 draws vary by: within 5 of their standard errors.
+    band = 5 * quantile_error(theirs.bootstrap_distribution)
+    assert mine.mean == pytest.approx(np.mean(VALUES))
+    assert mine.low == pytest.approx(low, abs=band)
+    assert mine.high == pytest.approx(high, abs=band)
+
+
+def test_the_interval_of_a_difference_is_scipys() -> None:
+    mine = difference(VALUES, OTHERS, draws=20_000)
+    theirs = scipy.stats.bootstrap(
+        (VALUES, OTHERS), lambda a, b, axis: a.mean(axis) - b.mean(axis), n_resamples=20_000, method="percentile", rng=1
+    )
+    band = 5 * quantile_error(theirs.bootstrap_distribution)
+    assert mine.mean == pytest.approx(np.mean(VALUES) - np.mean(OTHERS))
+    assert (mine.low, mine.high) == pytest.approx(tuple(theirs.confidence_interval), abs=band)
+
+
+def quantile_error(draws: np.ndarray) -> float:
+    """Standard error of the 2.5 % quantile of such draws: sqrt(p (1 - p) / n) / density."""
+    low, high = np.quantile(draws, [0.02, 0.03])
+    density = 0.01 / (high - low)
+    return math.sqrt(0.025 * 0.975 / len(draws)) / density
+
+
+def test_a_bootstrap_over_one_row_is_one_over_seeds() -> None:
+    assert over_seeds(VALUES, 500) == interval(np.array(VALUES)[:, None], 500)
+
+
+@pytest.mark.parametrize("one", [VALUES, VALUES[:3], [0.2, 0.2, 0.2]])
+def test_permutations_are_scipys(one: list[float]) -> None:
+    theirs = scipy.stats.permutation_test(
+        (one, OTHERS), lambda a, b, axis: a.mean(axis) - b.mean(axis), n_resamples=np.inf, alternative="two-sided"
+    )
+    # scipy doubles the smaller tail; here both tails are counted by |difference|. They agree for equal sizes.
+    found = permutation_test(one, OTHERS)
+    if len(one) == len(OTHERS):
+        assert found == pytest.approx(theirs.pvalue)
+    assert 0 < found <= 1
+    assert permutation_test(OTHERS, OTHERS) == 1.0
+
+
+def test_too_many_permutations_are_refused() -> None:
+    with pytest.raises(ValueError, match="too many"):
+        permutation_test([0.0] * 15, [1.0] * 15)
+
+
+def test_speed_up_is_the_share_of_steps_saved() -> None:
+    steps = list(range(0, 101, 10))
+    control = [10 - 0.05 * step for step in steps]  # ends at 5
+    assert speed_up(steps, control, control, window=1) == 0.0
+    assert speed_up(steps, [10 - 0.1 * step for step in steps], control, window=1) == pytest.approx(0.5)
+    assert speed_up(steps, [10 - 0.04 * step for step in steps], control, window=1) == 0.0, "it never gets there"
+    assert speed_up(steps, [1.0] * 11, control, window=1) == 1.0, "it is there from the start"
+    with pytest.raises(ValueError, match="one value for each"):
+        speed_up(steps, control[:-1], control)
+
+
+def test_noise_against_noise_has_a_speed_up_above_zero() -> None:
+    """Why a null distribution is needed."""
+    draw = np.random.default_rng(0)
+    steps = list(range(50))
+    curves = [1 / (1 + np.array(steps)) + 0.05 * draw.standard_normal(50) for _ in range(6)]
+    null = [speed_up(steps, a, b) for a in curves for b in curves if a is not b]
+    assert np.mean(null) > 0.05
+
+
+def test_draws_are_enough_for_two_digits() -> None:
+    assert statistics.DRAWS >= 10_000
