@@ -19,9 +19,9 @@ from attnflow.bias.run import TrainingConfig
 from attnflow.models import load_model
 from experiments.bias_comparison.arms import Arm, arms_of, count_trained, fitted
 from experiments.bias_comparison.shuffle import shuffled
-from experiments.bias_comparison.text import Split, split_text
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, Record, swept
+from experiments.runner.text import Split, split_text
 from experiments.runner.training import Loop, cosine, decayed, train
 
 ARMS: Final = ("guidance", "key", "lowrank", "lora")

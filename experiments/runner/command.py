@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from attnflow._core.markup import aligned
 from attnflow._core.progress import Reporter
-from experiments.runner.experiment import ROOT, SCALES, Experiment, find, names
+from experiments.runner.experiment import ROOT, Experiment, find, names
 from experiments.runner.study import RUNS, SETTINGS, Study, check_origin, committed, describe, trial
 
 WORK: Final = ROOT.parent / "out" / "experiments"  # which git ignores: the state stays clean while a study runs
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     parser.add_argument("name", nargs="?", help="of the experiment; without one they are listed")
     parser.add_argument("--list", action="store_true", help="a table of the experiments")
-    parser.add_argument("--scale", choices=SCALES, default="tiny")
+    parser.add_argument("--scale", default="tiny", help="tiny (default), small, paper; --list shows which there are")
     parser.add_argument("--seeds", type=int, help="how many; those of the recipe if not given")
     parser.add_argument("--resume", action="store_true", help="go on with a study that was interrupted")
     parser.add_argument("--arms", help="only these, separated by commas; several processes may share a study anyway")

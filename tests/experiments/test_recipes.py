@@ -1,7 +1,10 @@
 """Every recipe at every scale is built and run for a step at a tiny width; every folder is complete."""
 
 import json
+import random
 import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +15,11 @@ import torch
 from attnflow.bias.packing import Packed
 from attnflow.models import packages
 from experiments.bias_comparison import compare
-from experiments.bias_comparison.text import Split
+from experiments.geometry_init import study as initialisation
 from experiments.knowledge_ablation import ablate
 from experiments.runner.experiment import find, names
 from experiments.runner.jobs import Job
+from experiments.runner.text import Split, stream, stream_rows, word_pieces
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
@@ -37,9 +41,31 @@ class Words:
         return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
 
 
+NAMES: list[tuple[str, str | None, str]] = []
+
+
+def load_dataset(name: str, config: str | None, split: str, streaming: bool) -> Iterator[dict[str, str]]:
+    """In place of the hub: documents of many lengths, as they come."""
+    assert streaming, "the published scales do not download whole data sets"
+    NAMES.append((name, config, split))
+    draw = random.Random(0)
+    while True:
+        yield {"text": " ".join(draw.choice(("alpha", "beta", "gamma", "delta")) for _ in range(draw.randint(0, 60)))}
+
+
+@pytest.fixture(scope="module", name="tokenizer")
+def _tokenizer() -> Any:
+    return word_pieces(["alpha beta gamma delta"], 270)
+
+
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of pretrained models and of texts of packages."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -> None:
+    """In place of pretrained models, of texts of packages, and of the hub."""
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(initialisation, "DATA", tmp_path / "data")
+    monkeypatch.setattr(initialisation, "_named_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(initialisation, "learned_from_training", lambda size: tokenizer)
+    monkeypatch.setattr(initialisation, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
     loaded = lambda name, dtype: (tiny("Llama", torch.float32), Words())  # noqa: E731
     monkeypatch.setattr(compare, "load_model", loaded)
     monkeypatch.setattr(compare, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
@@ -61,6 +87,36 @@ def test_a_recipe_runs_at_a_tiny_width(name: str, scale: str, tmp_path: Path) ->
     jobs = [job for job in setup.plan.first if job != Job("base")]
     assert jobs
     assert json.loads(json.dumps(setup.run(jobs[0], tmp_path, lambda *_: None)))
+
+
+def test_published_data_are_streamed_by_name(tmp_path: Path, tokenizer: Any) -> None:
+    NAMES.clear()
+    experiment = find("geometry_init")
+    experiment.setup(experiment.miniature(experiment.recipes["paper"]()))
+    assert NAMES == [("wikimedia/wikipedia", "20231101.en", "train")] * 2
+    settings = (tokenizer, 16, 40, tmp_path)
+    whole = stream_rows("name", *settings)
+    assert (len(whole), len(NAMES)) == (40, 3)
+    assert torch.equal(stream_rows("name", *settings)[[3, 5]]["input_ids"], whole[[3, 5]]["input_ids"])
+    assert len(NAMES) == 3, "read from the file"
+    documents = list(islice(stream("name"), whole.documents))
+    flat = [i for text in documents for i in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+    assert whole.tokens.flatten().tolist() == flat[: 40 * 16]
+    later = stream_rows("name", *settings, skip=whole.documents)
+    following = next(islice(stream("name"), whole.documents, None))
+    assert tokenizer.decode(later[0]["input_ids"]).startswith(following[:20])
+
+
+def test_a_short_data_set_has_the_rows_it_has(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = lambda *_, **__: [{"text": "alpha beta"}] * 9  # noqa: E731
+    monkeypatch.setattr("datasets.load_dataset", few)
+    size = len(tokenizer("alpha beta")["input_ids"]) + 1
+    assert len(stream_rows("name", tokenizer, 4, 100, tmp_path)) == 9 * size // 4
+    with pytest.raises(ValueError, match="less than one row of 999 tokens"):
+        stream_rows("name", tokenizer, 999, 2, tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"content": "alpha"}])
+    with pytest.raises(ValueError, match='rows without text under "text"; they have content'):
+        stream_rows("other", tokenizer, 4, 2, tmp_path)
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,0 +1,269 @@
+"""What the runs say: losses against their controls, speed-ups with their null, S and D by layer, files and figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from attnflow._core.markup import aligned
+from experiments.geometry_init.model import CONTROLS
+from experiments.geometry_init.study import choosing_loss
+from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.files import write, write_table
+from experiments.runner.jobs import Job, Record
+from experiments.runner.statistics import Array, Interval, over_seeds, permutation_test, speed_up
+from experiments.runner.study import read_study
+
+_QUANTITIES: Final = ("held_out", "symmetry", "directionality")
+_DRAWS: Final = 2_000
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One arm at its chosen learning rate.
+
+    Attributes:
+        objective: "masked" or "causal".
+        arm: how W_q and W_k begin, or what is added to the loss.
+        rate: chosen on the first seed.
+        seeds: that have run.
+        steps: of the measurements.
+        held_out: loss, [seeds, steps].
+        symmetry: S of each layer, [seeds, steps, layers].
+        directionality: likewise.
+        seconds: of a run, mean.
+    """
+
+    objective: str
+    arm: str
+    rate: float
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    held_out: Array
+    symmetry: Array
+    directionality: Array
+    seconds: float
+
+    def end(self, quantity: str) -> Array:
+        """[seeds], at the last step; of S and D the median over layers."""
+        values: Array = getattr(self, quantity)[:, -1]
+        return values if quantity == "held_out" else np.median(values, axis=1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm against the control that differs from it in one thing.
+
+    Attributes:
+        objective: of both.
+        arm: what is compared.
+        control: with what.
+        loss: held-out loss of the arm less that of the control at the end, paired by seed.
+        p: of that difference, by permutations.
+        speed_up: share of the steps saved, over all pairs of a run of the arm and one of the control.
+        null: the same for pairs of different seeds of the control: mean, 2.5 % and 97.5 % of these pairs.
+    """
+
+    objective: str
+    arm: str
+    control: str
+    loss: Interval
+    p: float
+    speed_up: float
+    null: tuple[float, float, float]
+
+
+def read_curves(folder: Path) -> list[Curves]:
+    """Every arm whose learning rates have all been tried.
+
+    Raises:
+        FileNotFoundError: no study in the folder, or none of its jobs is finished.
+    """
+    about, finished = read_study(folder)
+    runs = {Job(**run["job"]): run for run in finished}
+    config = about["config"]
+    first, curves = config["seeds"][0], list[Curves]()
+    for objective in ("masked", "causal"):
+        for arm in config[objective]:
+            tried = {rate: runs.get(Job(f"{objective} {arm}", rate, first)) for rate in config["rates"]}
+            if all(tried.values()):
+                best = min(tried, key=lambda rate: choosing_loss(tried[rate] or {}))
+                chosen = {seed: runs.get(Job(f"{objective} {arm}", best, seed)) for seed in config["seeds"]}
+                curves.append(_curves(objective, arm, best, {seed: run for seed, run in chosen.items() if run}))
+    return curves
+
+
+def _curves(objective: str, arm: str, rate: float, runs: Mapping[int, Record]) -> Curves:
+    def table(quantity: str) -> Array:
+        return np.array([[entry[quantity] for entry in run["measured"]] for run in runs.values()], dtype=np.float64)
+
+    steps = tuple(entry["step"] for entry in next(iter(runs.values()))["measured"])
+    seconds = float(np.mean([run["seconds"] for run in runs.values()]))
+    return Curves(objective, arm, rate, tuple(runs), steps, *(table(name) for name in _QUANTITIES), seconds)
+
+
+def compare(arm: Curves, control: Curves) -> Comparison:
+    """An arm with its control, on the seeds that both have."""
+    shared = [seed for seed in arm.seeds if seed in control.seeds]
+    mine, theirs = (each.held_out[[each.seeds.index(seed) for seed in shared]] for each in (arm, control))
+    pairs = [speed_up(arm.steps, a, b) for a in mine for b in theirs]
+    null = [speed_up(arm.steps, a, b) for i, a in enumerate(theirs) for j, b in enumerate(theirs) if i != j] or [0.0]
+    low, high = np.percentile(null, [2.5, 97.5])
+    ends = mine[:, -1], theirs[:, -1]
+    return Comparison(
+        arm.objective,
+        arm.arm,
+        control.arm,
+        over_seeds((ends[0] - ends[1]).tolist(), _DRAWS),
+        permutation_test(*(end.tolist() for end in ends)),
+        float(np.mean(pairs)),
+        (float(np.mean(null)), float(low), float(high)),
+    )
+
+
+def comparisons(every: Sequence[Curves]) -> list[Comparison]:
+    """Of all arms that have a control that has run."""
+    of = {(one.objective, one.arm): one for one in every}
+    pairs = [(one, of.get((one.objective, CONTROLS.get(one.arm, "")))) for one in every]
+    return [compare(one, control) for one, control in pairs if control is not None]
+
+
+def contrasts(every: Sequence[Curves]) -> dict[str, Interval]:
+    """What the paper says of S and D over training, on the default initialisation; differences are paired by seed."""
+    of = {(one.objective, one.arm): one for one in every}
+    found: dict[str, Interval] = {}
+
+    def add(name: str, one: Curves | None, other: Curves | None, take: Any) -> None:
+        if one is not None and other is not None:
+            seeds = [seed for seed in one.seeds if seed in other.seeds]
+            values = [take(each)[[each.seeds.index(seed) for seed in seeds]] for each in (one, other)]
+            found[name] = over_seeds((values[0] - values[1]).tolist(), _DRAWS)
+
+    masked, causal = of.get(("masked", "default")), of.get(("causal", "default"))
+    add("symmetry, masked less causal", masked, causal, lambda one: one.end("symmetry"))
+    add("directionality, masked less causal", masked, causal, lambda one: one.end("directionality"))
+    late = {"symmetry": "masked", "directionality": "causal"}
+    for quantity, objective in late.items():
+        one = of.get((objective, "default"))
+        if one is not None:
+            values: Array = getattr(one, quantity)[:, -1]
+            half = values.shape[1] // 2
+            ends = (values[:, -half:].mean(axis=1) - values[:, :half].mean(axis=1)).tolist()
+            found[f"{quantity}, late less early layers, {objective}"] = over_seeds(ends, _DRAWS)
+    symmetric = of.get(("masked", "symmetric"))
+    scaled = of.get(("masked", "scaled"))
+    add("symmetry at the end, symmetric less scaled", symmetric, scaled, lambda one: one.end("symmetry"))
+    add("spread of symmetry over layers, symmetric less scaled", symmetric, scaled, _spread)
+    if symmetric is not None:
+        lost = np.median(symmetric.symmetry[:, -1], axis=1) - np.median(symmetric.symmetry[:, 0], axis=1)
+        found["symmetry, end less start, symmetric"] = over_seeds(lost.tolist(), _DRAWS)
+    return found
+
+
+def _spread(one: Curves) -> Array:
+    return np.ptp(one.symmetry[:, -1], axis=1)
+
+
+def summarise(folder: Path, results: Path) -> str:
+    """Write results.json, results.csv and figure.png, and return the table.
+
+    Raises:
+        FileNotFoundError: no study in the folder, or none of its jobs is finished.
+        MissingExtra: matplotlib is not installed.
+    """
+    every = read_curves(folder)
+    if not every:
+        raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
+    compared, contrasted = comparisons(every), contrasts(every)
+    arms = [
+        {
+            "objective": one.objective,
+            "arm": one.arm,
+            "rate": one.rate,
+            "seeds": list(one.seeds),
+            "seconds": one.seconds,
+            **{name: over_seeds(one.end(name).tolist(), _DRAWS).numbers for name in _QUANTITIES},
+            "symmetry_by_layer": one.symmetry[:, -1].mean(axis=0).tolist(),
+            "directionality_by_layer": one.directionality[:, -1].mean(axis=0).tolist(),
+        }
+        for one in every
+    ]
+    content = {
+        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds; S and D are medians over layers",
+        "arms": arms,
+        "comparisons": [{**asdict(one), "loss": one.loss.numbers} for one in compared],
+        "contrasts": {name: value.numbers for name, value in contrasted.items()},
+    }
+    write(results / "results.json", content)
+    rows: list[list[object]] = []
+    for one in every:
+        for number, step in enumerate(one.steps):
+            for seed, held_out, s, d in zip(one.seeds, *(getattr(one, q)[:, number] for q in _QUANTITIES), strict=True):
+                layers = [f"{value:.5f}" for value in (*s, *d)]
+                rows.append([one.objective, one.arm, f"{one.rate:g}", seed, step, f"{held_out:.6f}", *layers])
+    count = every[0].symmetry.shape[2]
+    head = ["objective", "arm", "rate", "seed", "step", "held_out_loss"]
+    head += [f"{letter}_{layer}" for letter in "SD" for layer in range(count)]
+    write_table(results / "results.csv", head, rows)
+    figure(every).savefig(results / "figure.png", dpi=150)
+    return table(every, compared, contrasted)
+
+
+def table(every: Sequence[Curves], compared: Sequence[Comparison], contrasted: Mapping[str, Interval]) -> str:
+    """The results in text."""
+    against = {(one.objective, one.arm): one for one in compared}
+    lines = [["objective", "arm", "rate", "seeds", "held-out loss", "less control", "speed-up", "null", "S", "D"]]
+    for one in every:
+        cells = [one.objective, one.arm, f"{one.rate:g}", str(len(one.seeds))]
+        cells.append(f"{one.end('held_out').mean():.4f}")
+        other = against.get((one.objective, one.arm))
+        if other is None:
+            cells += ["", "", ""]
+        else:
+            null = f"{other.null[0]:.0%} [{other.null[1]:.0%}, {other.null[2]:.0%}]"
+            cells += [f"{other.loss:.4f} ({other.control}, p {other.p:.3f})", f"{other.speed_up:.0%}", null]
+        lines.append([*cells, f"{one.end('symmetry').mean():+.2f}", f"{one.end('directionality').mean():+.2f}"])
+    more = [f"{name}: {value:.3f}" for name, value in contrasted.items()]
+    return "\n".join([aligned(lines, left=range(len(lines[0]))), *more])
+
+
+def figure(every: Sequence[Curves]) -> Any:
+    """Held-out loss, S and D (medians over layers) over training, and S and D by layer at the end; by objective.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    drawn, panels = canvas(19.0, 9.0, 2, 5)
+    titles = ("held-out loss, nats", "symmetry S", "directionality D", "S by layer at the end", "D by layer at the end")
+    for row, objective in zip(panels, ("masked", "causal"), strict=True):
+        mine = [one for one in every if one.objective == objective]
+        for axes, quantity in zip(row, _QUANTITIES, strict=False):
+            ends: dict[str, tuple[float, float]] = {}
+            for one in mine:
+                values: Array = getattr(one, quantity)
+                values = values if values.ndim == 2 else np.median(values, axis=2)
+                bands = [over_seeds(column.tolist(), 500) for column in values.T]
+                curve = ([getattr(b, name) for b in bands] for name in ("mean", "low", "high"))
+                plot_band(axes, one.steps, *curve, color=colour(one.arm), marker="", linewidth=1.6)
+                ends[one.arm] = (float(one.steps[-1]), bands[-1].mean)
+            if quantity == "held_out" and mine:
+                low, high = min(y for _, y in ends.values()), float(np.median([one.held_out[:, 0] for one in mine]))
+                axes.set_ylim(low - 0.03 * (high - low), low + 0.5 * (high - low))  # the first steps are alike
+            axes.set_xlabel("training step", fontsize=SIZE)
+            if quantity == _QUANTITIES[-1]:
+                label_ends(axes, ends)
+        for axes, quantity in zip(row[3:], _QUANTITIES[1:], strict=True):
+            for one in mine:
+                values = getattr(one, quantity)[:, -1]
+                bands = [over_seeds(column.tolist(), 500) for column in values.T]
+                curve = ([getattr(b, name) for b in bands] for name in ("mean", "low", "high"))
+                plot_band(axes, range(1, values.shape[1] + 1), *curve, color=colour(one.arm))
+            axes.set_xlabel("layer", fontsize=SIZE)
+        for axes, title in zip(row, titles, strict=True):
+            axes.set_title(f"{objective}: {title}", fontsize=SIZE)
+            axes.tick_params(labelsize=SIZE - 1)
+    return drawn

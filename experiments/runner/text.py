@@ -1,0 +1,195 @@
+"""Real text in rows of equal length: Shakespeare's works, split by work, or a data set that is streamed by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from attnflow._core.errors import MissingExtra
+from attnflow._core.files import seal, sealed, write_folder
+from attnflow.bias.documents import works
+from attnflow.bias.packing import Packed
+from attnflow.models import sample_text
+
+VALIDATION: Final = ("macbeth", "twelfth_night", "henry_v", "pericles")
+TEST: Final = (
+    "hamlet",
+    "tempest",
+    "julius_caesar",
+    "as_you_like_it",
+    "richard_iii",
+    "sonnets",
+    "coriolanus",
+    "much_ado_about_nothing",
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of works that no other part has.
+
+    Attributes:
+        training: packed works.
+        validation: for choosing the learning rate; each row from one work.
+        test: for the results; likewise.
+    """
+
+    training: Packed
+    validation: Packed
+    test: Packed
+
+
+def split_text(tokenizer: Any, length: int, rows_per_work: int) -> Split:
+    """Shakespeare's works in rows of `length` tokens.
+
+    Args:
+        tokenizer: of the model.
+        length: tokens of a row.
+        rows_per_work: rows taken from each held-out work, evenly spaced.
+
+    Raises:
+        MissingPackage: the package `shakespeare` is not installed.
+    """
+    held = {*VALIDATION, *TEST}
+
+    def tokens(work: str) -> list[int]:
+        return list(tokenizer(sample_text(work), add_special_tokens=False, verbose=False)["input_ids"])
+
+    def spread(names: tuple[str, ...]) -> Packed:
+        return Packed((row for name in names for row in _spread(tokens(name), length, rows_per_work)), length)
+
+    training = Packed((tokens(name) for name in works() if name not in held), length)
+    return Split(training, spread(VALIDATION), spread(TEST))
+
+
+def word_pieces(documents: Iterable[str], size: int) -> Any:
+    """A tokenizer of byte pairs learned from documents, with "[MASK]", "[PAD]" and "[END]" as its last tokens.
+
+    Cost: seconds for the five million letters of Shakespeare.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size - 3, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(documents, trainer)
+    names = {"mask_token": "[MASK]", "pad_token": "[PAD]", "eos_token": "[END]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def learned_from_training(size: int) -> Any:
+    """`word_pieces` of the works that are trained on."""
+    return word_pieces((sample_text(name) for name in works() if name not in {*VALIDATION, *TEST}), size)
+
+
+class Stored(Dataset[dict[str, Tensor]]):
+    """Rows of tokens in a file, of which those that are asked for are read.
+
+    Attributes:
+        documents: of the data set that they were cut from, the first ones after those that were skipped.
+    """
+
+    def __init__(self, path: Path, documents: int) -> None:
+        self.tokens: Any = np.load(path, mmap_mode="r")
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int | Sequence[int]) -> dict[str, Tensor]:
+        """One row, or several at once."""
+        return {"input_ids": torch.from_numpy(self.tokens[index].astype(np.int64))}
+
+
+def stream(source: str) -> Iterator[str]:
+    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole.
+
+    Args:
+        source: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`; the column "text" is read.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+        ValueError: a row without text under "text".
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtra("datasets", "study", f"the data set {source!r}") from error
+    name, _, rest = source.partition(":")
+    config, _, part = rest.partition(":")
+    rows: Any = datasets.load_dataset(name, config or None, split=part or "train", streaming=True)
+    for row in rows:
+        text = cast("dict[str, object]", row).get("text")
+        if not isinstance(text, str):
+            raise ValueError(f'the data set {source!r} has rows without text under "text"; they have {", ".join(row)}')
+        if text.strip():
+            yield text
+
+
+def stream_rows(source: str, tokenizer: Any, length: int, count: int, folder: Path, skip: int = 0) -> Stored:
+    """The first `count` rows of a data set, tokenized and laid end to end once, then read from a file.
+
+    Random access by (seed, step) needs a file: a stream can only be read from its start.
+
+    Args:
+        source: see `stream`.
+        tokenizer: of the model; documents are kept apart by its end.
+        length: tokens of a row.
+        count: of rows; a data set with fewer has fewer.
+        folder: for files of this kind; each has a name that follows from the other arguments.
+        skip: documents that are left out at the start, such as those that are held out.
+
+    Raises:
+        ValueError: less than one row.
+    """
+    about = [source, getattr(tokenizer, "name_or_path", ""), len(tokenizer), length, count, skip]
+    place = folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    if not place.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with write_folder(place) as new:
+            table = np.lib.format.open_memmap(new / "rows.npy", mode="w+", dtype=np.int32, shape=(count, length))
+            filled, documents = _fill(table, islice(stream(source), skip, None), tokenizer)
+            if not filled:
+                raise ValueError(f"{source!r} has less than one row of {length} tokens")
+            if filled < count:
+                np.save(new / "rows.npy", np.array(table[:filled]))
+            seal(new, {"about": about, "rows": filled, "documents": documents})
+    return Stored(place / "rows.npy", sealed(place, contents=False)["documents"])
+
+
+def _fill(table: Any, documents: Iterable[str], tokenizer: Any) -> tuple[int, int]:
+    """(rows of a table that documents end to end have filled, how many documents that took)."""
+    count, length = table.shape
+    rest: list[int] = []
+    filled = taken = 0
+    for text in documents:
+        taken += 1
+        rest += [*cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"]), tokenizer.eos_token_id]
+        whole = min(len(rest) // length, count - filled)
+        table[filled : filled + whole] = np.array(rest[: whole * length], dtype=np.int32).reshape(whole, length)
+        rest, filled = rest[whole * length :], filled + whole
+        if filled == count:
+            break
+    return filled, taken
+
+
+def _spread(tokens: list[int], length: int, count: int) -> list[list[int]]:
+    """`count` rows at equal distances; each a document of its own."""
+    last = len(tokens) - length
+    if last < (count - 1) * length:
+        raise ValueError(f"a work of {len(tokens)} tokens has no {count} rows of {length}")
+    starts = torch.linspace(0, last, count + 2)[1:-1] if count > 1 else torch.tensor([last / 2])
+    return [tokens[int(start) : int(start) + length] for start in starts]
