@@ -114,5 +114,6 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=miniature,
     judge=judge,
+    rule_before=False,
     packages=("torch", "transformers", "lancedb", "attnflow"),
 )

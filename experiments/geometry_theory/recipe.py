@@ -150,7 +150,7 @@ def judge(results: Path) -> Sequence[Judgement]:
 
     down, apart = of("causal", "training", "directionality"), of("difference", "training", "directionality")
     up, more = of("bidirectional", "training", "symmetry"), of("difference", "training", "symmetry")
-    first = of("difference", "first step", "symmetry")
+    first = of("difference", "gradient", "symmetry")
     columns = "confirmed" if down["high"] < 0 < apart["low"] else "refuted" if down["low"] > 0 else "not confirmed"
     balanced = "confirmed" if up["low"] > 0 and more["low"] > 0 else "refuted" if up["high"] < 0 else "not confirmed"
     return [
@@ -163,7 +163,7 @@ def judge(results: Path) -> Sequence[Judgement]:
             "G4",
             balanced,
             f"Trained on masked tokens, M has S = {said(up)}; masked less next: {said(more)}. Not so in the gradients "
-            f"of the proof: masked less next {said(first)} at the first step.",
+            f"of the proof: masked less next {said(first)} in the first one.",
         ),
     ]
 
@@ -176,4 +176,5 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=lambda config: replace(config, text="chain", seeds=config.seeds[:2], steps=2, width=16),
     judge=judge,
+    rule_before=False,
 )

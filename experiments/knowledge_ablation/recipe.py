@@ -49,5 +49,6 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=miniature,
     judge=judge,
+    rule_before=False,
     packages=("torch", "transformers", "attnflow"),
 )

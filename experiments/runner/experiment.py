@@ -63,6 +63,7 @@ class Experiment(Generic[Config]):
         miniature: the same config at a size of seconds, for dry runs.
         judge: from a folder of results to what is said of the papers' claims.
         packages: whose versions belong to the results.
+        rule_before: whether `judge` was written before the run that it judges.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Experiment(Generic[Config]):
     miniature: Callable[[Config], Config]
     judge: Callable[[Path], Sequence[Judgement]]
     packages: tuple[str, ...] = ("torch", "attnflow")
+    rule_before: bool = True
 
     @property
     def folder(self) -> Path:

@@ -235,6 +235,15 @@ def test_refusals(tmp_path):
         theory.run_updates(draw_tokens(0), "causal", 0, tmp_path, steps=1, width=30)
 
 
+def test_the_committed_table_is_that_of_the_committed_results():
+    folder = EXPERIMENT.results("tiny")
+    lines = (folder / "results.csv").read_text().splitlines()[1:]
+    for row in read(folder / "results.json")["rows"]:
+        for quantity in ("symmetry", "directionality", "more_columns"):
+            numbers = ",".join(f"{row[quantity][end]:.5f}" for end in ("mean", "low", "high"))
+            assert f"{row['stage']},{row['objective']},{quantity},{numbers}" in lines
+
+
 def test_a_study_is_a_table_and_a_figure(tmp_path):
     config = EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]())
     assert run_miniature(EXPERIMENT, tmp_path, config).startswith("2 seeds, 2 steps")

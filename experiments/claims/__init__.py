@@ -1,0 +1,1 @@
+"""What the four papers claim, and where it stands: the source of `docs/claims.md`."""
