@@ -22,7 +22,7 @@ _HEAD: Final = """# Is it true? The papers, claim by claim
 
 Made by `python -m experiments.claims` from the claims in `experiments/claims/` and the committed results of the
 experiments; a test keeps it so. A claim about all masks or all weights is settled by a proof or a test, one about
-training by an experiment, whose rule of judgement was written before its run where nothing else is said. Verdicts are on
+training by an experiment, whose rule was written before its run where nothing else is said. Verdicts are on
 the claim as printed, at the scale that is named; `tiny` is two CPU cores, and says nothing of billions of parameters.
 """
 
