@@ -46,6 +46,7 @@ TABLES = {
     "OrderDifference",
     "QueryBias",
     "Reembedded",
+    "Scores",
     "SharingReport",
     "Sparse",
     "ShardPlan",

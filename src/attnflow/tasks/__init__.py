@@ -24,7 +24,7 @@ from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
 if TYPE_CHECKING:
-    from attnflow.tasks.hf import generate_blocks, infill, lookahead, share_prefixes
+    from attnflow.tasks.hf import generate_blocks, infill, lookahead, score, share_prefixes
 
 __all__ = [
     "Collator",
@@ -53,6 +53,7 @@ __all__ = [
     "multi_token_prediction",
     "permutation_lm",
     "rollouts",
+    "score",
     "share_prefixes",
     "verify",
 ]

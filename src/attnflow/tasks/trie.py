@@ -130,7 +130,7 @@ def _built(keys: IntArray, offsets: IntArray) -> Trie:
     own: list[tuple[int, int, int]] = []  # of each sequence: its items on nodes of the one before, first own node, end
     size, before, last = 0, 0, 0
     for begin, stop in bounds:
-        shared = _common(keys[before:last], keys[begin:stop])
+        shared = common(keys[before:last], keys[begin:stop])
         node_of[begin : begin + shared] = node_of[before : before + shared]
         first, size = size, size + stop - begin - shared
         node_of[begin + shared : stop] = np.arange(first, size)
@@ -153,7 +153,7 @@ def _built(keys: IntArray, offsets: IntArray) -> Trie:
     return Trie(offsets, node_of, source, parent, places[source], end, head)
 
 
-def _common(a: IntArray, b: IntArray) -> int:
+def common(a: IntArray, b: IntArray) -> int:
     """How many items two sequences begin with alike."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]

@@ -385,6 +385,12 @@ def test_removed_the_model_is_as_before_and_copies_share_on_their_own():
     assert str(handle).endswith("(removed)")
 
 
+def test_a_model_shares_once():
+    model = ZOO["Llama"].make()
+    with af.tasks.share_prefixes(model), pytest.raises(RuntimeError, match="shares prefixes already"):
+        af.tasks.share_prefixes(model)
+
+
 def test_an_error_in_the_model_leaves_no_plan_behind():
     model = ZOO["Llama"].make()
     given = labelled(BATCHES["a group"])

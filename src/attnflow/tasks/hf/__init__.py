@@ -10,6 +10,7 @@ if find_spec("transformers") is None:
 from attnflow.tasks.hf.decoding import generate_blocks
 from attnflow.tasks.hf.infill import infill
 from attnflow.tasks.hf.lookahead import lookahead
+from attnflow.tasks.hf.scoring import score
 from attnflow.tasks.hf.sharing import share_prefixes
 
-__all__ = ["generate_blocks", "infill", "lookahead", "share_prefixes"]
+__all__ = ["generate_blocks", "infill", "lookahead", "score", "share_prefixes"]

@@ -46,10 +46,10 @@ class Backbone:
 
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
-        """The one causal stack of a model.
+        """The one stack of a model.
 
         Raises:
-            UnsupportedArchitecture: there are several, or none that a mask of ours rules.
+            UnsupportedArchitecture: there are several, or none that takes the attention interface.
         """
         sites = find_sites(model)
         owners = list({id(site.owner): site.owner for site in sites}.values())
@@ -58,12 +58,19 @@ class Backbone:
             raise UnsupportedArchitecture(
                 f"share_prefixes takes a model of one causal stack, got {names}; pass the part that reads token ids"
             )
-        (owner,) = owners
+        return cls(owners[0], sites)
+
+    def check(self) -> None:
+        """Refuse what mixes positions beside attention, or has attention that takes no mask.
+
+        Raises:
+            UnsupportedArchitecture: so it does.
+        """
+        owner = self.module
         check_implementation(
             owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask"
         )
-        attach(owner, causal(_LENGTH)).remove()  # refuses what mixes positions beside attention
-        return cls(owner, sites)
+        attach(owner, causal(_LENGTH)).remove()
 
     @property
     def long_positions(self) -> bool:

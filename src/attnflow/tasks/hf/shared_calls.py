@@ -141,7 +141,7 @@ class Calls:
             self._plan = chosen
         _refuse_dropout(model)
         self._count(chosen.tokens, chosen.nodes)
-        self.masks = self._attention_masks(model, chosen, cast(Tensor, ids).device)
+        self.masks = attention_masks(model, self.windows, chosen, cast(Tensor, ids).device)
         mask = next(iter(self.masks.values())) if len(self.masks) == 1 else self.masks
         named |= {
             "input_ids": _tensor(chosen.ids, cast(Tensor, ids)),
@@ -169,8 +169,7 @@ class Calls:
         return any(window is not None for window in self.windows.values())
 
     def _cost(self, model: nn.Module) -> Cost:
-        flex = _implementation(model) == FLEX  # skips what a mask forbids
-        return Cost(self.cost.token, 0.0, self.cost.head) if flex else self.cost
+        return Cost(self.cost.token, 0.0, self.cost.head) if skips_pairs(model) else self.cost
 
     def _cost_of_rows(self, model: nn.Module, batch: Batch) -> float:
         cost = self._cost(model)
@@ -182,7 +181,7 @@ class Calls:
         Raises:
             NotShared: there is nothing to share.
         """
-        chosen = plan(batch, self._cost(model), one_row=_implementation(model) == FLEX)
+        chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
         if chosen is None:
             raise NotShared("there are no tokens but padding")
         if not chosen.shares and not self.always:
@@ -190,16 +189,6 @@ class Calls:
         if self.long_positions and int(batch.positions.max()) != int(chosen.positions.max()):
             raise NotShared("its rotary embedding depends on the length of the batch, which padding alone makes")
         return chosen
-
-    def _attention_masks(self, model: nn.Module, chosen: Plan, device: torch.device) -> dict[str, object]:
-        implementation = _implementation(model)
-        if implementation == FLEX:
-            return {name: chosen.mask(window).block_mask(device=device) for name, window in self.windows.items()}
-        masks: dict[str, object] = {}
-        for name, window in self.windows.items():
-            allowed = torch.from_numpy(chosen.allowed(window))[:, None].to(device)
-            masks[name] = additive(allowed, _dtype(model)) if implementation == "eager" else allowed
-        return masks
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
         """Let a call run as it came."""
@@ -217,6 +206,25 @@ class Calls:
         self.counts.before += before
         self.counts.after += after
         self.counts.last = before, after
+
+
+def attention_masks(
+    model: nn.Module, windows: Mapping[str, int | None], chosen: Plan, device: torch.device
+) -> dict[str, object]:
+    """What the backbone takes as attention_mask, for each kind of attention layer; see `Calls.windows`."""
+    implementation = _implementation(model)
+    if implementation == FLEX:
+        return {name: chosen.mask(window).block_mask(device=device) for name, window in windows.items()}
+    masks: dict[str, object] = {}
+    for name, window in windows.items():
+        allowed = torch.from_numpy(chosen.allowed(window))[:, None].to(device)
+        masks[name] = additive(allowed, _dtype(model)) if implementation == "eager" else allowed
+    return masks
+
+
+def skips_pairs(model: nn.Module) -> bool:
+    """Whether its attention does not compute what a mask forbids."""
+    return _implementation(model) == FLEX
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

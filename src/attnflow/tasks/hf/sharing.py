@@ -117,6 +117,7 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
     Raises:
         UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
             whose attention is not causal or in chunks, or whose states came out different when both forms were run.
+        RuntimeError: it shares prefixes already.
         ValueError: at a call, while dropout is active: rows would share it.
 
     Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa and
@@ -133,18 +134,37 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
     (18, 10, True)
     """
     model, _ = split(model)
-    outer = _unwrapped(model)
-    backbone = Backbone.of(outer)
-    head = None if outer is backbone.module else _head(outer)
-    calls = Calls(backbone.windows(), backbone.cost(head), backbone.long_positions, with_labels=head is not None)
-    no_copies = _checked(outer, backbone, calls)
+    outer, backbone, calls, in_force = prepared(model)
+    if in_force:
+        raise RuntimeError(f"{type(outer).__name__} shares prefixes already: remove that handle first, or use it")
+    no_copies = check_sharing(outer, backbone, calls)
     calls.with_labels = not no_copies
     handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls))
     _log.info("%s", str(handle))
     return handle
 
 
-def _head(model: nn.Module) -> nn.Module | None:
+def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
+    """What sharing needs to know of a model.
+
+    Returns:
+        The model without wrappers, its backbone, hooks that know how far back its layers read and what it costs, and
+        whether these are in force already, checked.
+    """
+    outer = _unwrapped(model)
+    backbone = Backbone.of(outer)
+    for hook in backbone.module._forward_pre_hooks.values():
+        calls = getattr(hook, "__self__", None)
+        if isinstance(calls, Calls):
+            return outer, backbone, calls, True
+    backbone.check()
+    head = None if outer is backbone.module else head_of(outer)
+    calls = Calls(backbone.windows(), backbone.cost(head), backbone.long_positions, with_labels=head is not None)
+    return outer, backbone, calls, False
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """What makes logits of states, if it has one."""
     getter = getattr(model, "get_output_embeddings", None)
     return cast("nn.Module | None", getter()) if callable(getter) else None
 
@@ -158,7 +178,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _checked(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
+def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
     """Run both forms and compare; returns why calls with labels cannot be replaced as a whole, else "".
 
     Raises:

@@ -1,0 +1,200 @@
+"""`score`: continuations of contexts that begin alike, each beginning run once in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnflow._core.checks import index_array, integer
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.evaluation import evaluating
+from attnflow.models.loaded import Loaded, split
+from attnflow.tasks.continuations import Scores
+from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
+from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
+from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
+from attnflow.tasks.trie import common
+
+Text = str | Sequence[int] | Tensor
+Request = tuple[list[int], list[int]]
+Dtype = Callable[[torch.dtype], torch.dtype]
+
+
+def score(
+    model: nn.Module | Loaded,
+    requests: Sequence[tuple[Text, Text]],
+    *,
+    tokenizer: Any = None,
+    tokens_per_pass: int = 4096,
+) -> Scores:
+    """Log-probabilities of continuations after contexts; what requests have in common at their beginning runs once.
+
+    Few-shot examples before many questions, a question before its answers: the requests of a pass become prefix trees
+    (see `share_prefixes`), and logits are made for the tokens that predict a continuation, once for all that stand
+    at one.
+
+    Args:
+        model: a causal language model, or what `load_model` returns.
+        requests: pairs (context, continuation) of texts or token ids, neither empty. Texts are read as lm-eval reads
+            them: spaces at the end of the context belong to the continuation, and both are tokenized together.
+        tokenizer: for texts, unless the model came with one.
+        tokens_per_pass: tokens that one forward pass runs at most, unless one request alone has more.
+
+    Returns:
+        `log_probs` and `greedy` in the order of the requests, tokens before and after, passes.
+
+    Raises:
+        ValueError: an empty context or continuation (which one is said), texts without a tokenizer, a request longer
+            than the model reads.
+        UnsupportedArchitecture: as in `share_prefixes`, or a model without a head.
+
+    Cost: the tokens after sharing; logits for those that predict, float32.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> scores = score(model, [([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8], [11]), ([5, 6, 7, 3], [9])])
+    >>> print(scores)
+    3 requests in 1 passes, 13 tokens -> 6
+    """
+    inner, own = split(model)
+    tokenizer = own if tokenizer is None else tokenizer
+    pairs: list[Request] = []
+    for number, (context, continuation) in enumerate(requests):
+        try:
+            pairs.append(_encoded(context, continuation, tokenizer))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"request {number}: {error}") from error
+    return Scorer(inner).score(pairs, integer("tokens_per_pass", tokens_per_pass, 1))
+
+
+class Scorer:
+    """A model made ready for requests of token ids.
+
+    Raises:
+        UnsupportedArchitecture: see `score`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._backbone, self._calls, checked = prepared(model)
+        head = head_of(self._model)
+        if head is None:
+            raise UnsupportedArchitecture(f"{type(self._model).__name__} has no head that makes logits")
+        self._head = head
+        if not checked:
+            check_sharing(self._model, self._backbone, self._calls)
+
+    def score(self, requests: Sequence[Request], tokens_per_pass: int, softmax: Dtype | None = None) -> Scores:
+        """As `score`; `softmax` says the type of the softmax for logits of a type, by default at least float32."""
+        longest = max((len(context) + len(rest) - 1 for context, rest in requests), default=0)
+        limit = getattr(cast(Any, self._backbone.module.config).get_text_config(), "max_position_embeddings", None)
+        if isinstance(limit, int) and 0 < limit < longest:
+            raise ValueError(f"a request has {longest} tokens, more than the {limit} that the model reads: shorten it")
+        log_probs, greedy = [0.0] * len(requests), [False] * len(requests)
+        passes = after = 0
+        with evaluating(self._model), torch.no_grad():
+            for numbers in _chunks(requests, tokens_per_pass):
+                chosen, answers = self._pass([requests[number] for number in numbers], softmax or _at_least_float32)
+                for number, (value, best) in zip(numbers, answers, strict=True):
+                    log_probs[number], greedy[number] = value, best
+                passes, after = passes + 1, after + chosen.nodes
+        before = sum(len(context) + len(rest) - 1 for context, rest in requests)
+        return Scores(tuple(log_probs), tuple(greedy), before, after, passes)
+
+    def _pass(self, requests: Sequence[Request], softmax: Dtype) -> tuple[Plan, list[tuple[float, bool]]]:
+        """(what was run, log-probability and greediness of each request) of one forward pass."""
+        rows = [[*context, *rest][:-1] for context, rest in requests]
+        ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        real = np.zeros(ids.shape, np.bool_)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)], real[number, : len(row)] = row, True
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        flex, cost = skips_pairs(self._backbone.module), self._calls.cost
+        cost = Cost(cost.token, 0.0, cost.head) if flex else cost
+        chosen = plan(Batch(ids, real, positions), cost, one_row=flex)
+        assert chosen is not None
+        places = [chosen.place[n, len(row) - len(requests[n][1]) : len(row)] for n, row in enumerate(rows)]
+        slots, at = np.unique(np.concatenate(places), return_inverse=True)
+        logits = self._logits(chosen, slots)
+        targets = torch.tensor([token for _, rest in requests for token in rest], device=logits.device)
+        rows_of = torch.from_numpy(at.reshape(-1)).to(logits.device)  # many continuations may read one row
+        log_probs = F.log_softmax(logits, dim=-1, dtype=softmax(logits.dtype))
+        values, best = log_probs[rows_of, targets], log_probs.argmax(dim=-1)[rows_of] == targets
+        sizes = [len(rest) for _, rest in requests]
+        return chosen, [
+            (float(value.sum()), bool(all_best.all()))
+            for value, all_best in zip(values.split(sizes), best.split(sizes), strict=True)
+        ]
+
+    def _logits(self, chosen: Plan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+        """[slots, vocabulary]: the head runs on these alone."""
+        device = next(self._backbone.module.parameters()).device
+        index = torch.from_numpy(slots).to(device)
+
+        def choose(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            states = args[0]
+            return states.reshape(-1, states.shape[-1])[index.to(states.device)][None], *args[1:]
+
+        masks = attention_masks(self._backbone.module, self._calls.windows, chosen, device)
+        hook = self._head.register_forward_pre_hook(choose)
+        try:
+            output = cast(Any, self._model)(
+                input_ids=torch.from_numpy(chosen.ids).to(device),
+                position_ids=torch.from_numpy(chosen.positions).to(device),
+                attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+                use_cache=False,
+            )
+        finally:
+            hook.remove()
+        logits: Tensor = output.logits
+        if tuple(logits.shape[:2]) != (1, len(slots)):
+            raise UnsupportedArchitecture(
+                f"the logits of {type(self._model).__name__} are no function of its head's input alone: expected "
+                f"{len(slots)} rows, got {tuple(logits.shape)}"
+            )
+        return logits[0]
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _encoded(context: Text, continuation: Text, tokenizer: Any) -> Request:
+    """(context, continuation) as token ids."""
+    if isinstance(context, str) and isinstance(continuation, str):
+        if tokenizer is None:
+            raise ValueError("texts need a tokenizer: pass what af.load_model returned, tokenizer=..., or token ids")
+        bare = context.rstrip()
+        rest = context[len(bare) :] + continuation
+        before = cast("list[int]", list(tokenizer(bare)["input_ids"]))
+        pair = before, cast("list[int]", list(tokenizer(bare + rest)["input_ids"]))[len(before) :]
+    elif isinstance(context, str) or isinstance(continuation, str):
+        raise TypeError("context and continuation must both be texts or both token ids")
+    else:
+        pair = index_array("the context", context).tolist(), index_array("the continuation", continuation).tolist()
+    for name, ids in zip(("context", "continuation"), pair, strict=True):
+        if not ids:
+            raise ValueError(f"the {name} has no token; a context may be one token, such as that of the beginning")
+    return pair
+
+
+def _chunks(requests: Sequence[Request], tokens_per_pass: int) -> Iterator[list[int]]:
+    """Numbers of requests that run together: those that begin alike one after another, as many as fit."""
+    arrays = [np.array([*context, *rest[:-1]], np.int64) for context, rest in requests]
+    order = sorted(range(len(arrays)), key=lambda number: arrays[number].astype(">i8").tobytes())
+    chunk: list[int] = []
+    size = 0
+    for number in order:
+        own = len(arrays[number]) - (common(arrays[chunk[-1]], arrays[number]) if chunk else 0)
+        if chunk and size + own > tokens_per_pass:
+            yield chunk
+            chunk, size, own = [], 0, len(arrays[number])
+        chunk.append(number)
+        size += own
+    if chunk:
+        yield chunk
