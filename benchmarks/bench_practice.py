@@ -1,0 +1,95 @@
+"""What merged tasks cost and give in practice: decoding against greedy `generate`.
+
+Each function of cases is one topic. `--only decoding` chooses the cases whose name contains the word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+import attnflow as af
+from attnflow.models.loaded import Loaded
+from benchmarks.harness import OURS, Case, main
+
+MODEL = "smollm2-135m"
+PROMPT, WINDOW, STEPS = 64, 48, 60  # tokens of the prompt; tokens and steps of fitting
+
+
+@cache
+def text() -> tuple[Loaded, list[int]]:
+    """The model, and the tokens of a play."""
+    loaded = af.load_model(MODEL)
+    assert loaded.tokenizer is not None
+    return loaded, loaded.tokenizer(af.models.sample_text("hamlet"))["input_ids"]
+
+
+def greedy(new: int) -> Callable[[], object]:
+    """`generate` of transformers."""
+    (model, _), ids = text()
+    prompt = torch.tensor([ids[-PROMPT:]])
+    options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+
+class _Noted:
+    """A call to time, with what is known of it."""
+
+    def __init__(self, call: Callable[[], object], note: str) -> None:
+        self._call, self.note = call, note
+
+    def __call__(self) -> object:
+        return self._call()
+
+
+def lookahead(new: int, drafts: int, mode: str) -> Callable[[], object]:
+    """Lossless lookahead after a short fit on the rest of the play; the text is compared with greedy text first."""
+    loaded, ids = text()
+    ahead = af.tasks.lookahead(loaded, drafts=drafts)
+    losses = ahead.fit([ids[: -2 * PROMPT]], steps=STEPS, length=WINDOW, learning_rate=2e-3)
+    options = {"max_new_tokens": new, "mode": mode, "eos_token": -1}
+    compared = ahead.compare(ids[-PROMPT:], **options)
+    if not compared.ok:
+        raise AssertionError(str(compared))
+    written = ahead.generate(ids[-PROMPT:], **options)
+    parts = "equal" if compared.divergence is None else f"parts at {compared.divergence}, margin {compared.margin:.1e}"
+    note = f"{written}; {STEPS} steps of fitting, last loss {losses[-1]:.2f} nats; to greedy text: {parts}"
+    return _Noted(lambda: ahead.generate(ids[-PROMPT:], **options), note)
+
+
+def blocks(new: int, block: int, per_pass: int | None) -> Callable[[], object]:
+    """Blocks with weights that were not trained for them: time alone, which does not depend on the weights."""
+    loaded, ids = text()
+    options = {"max_new_tokens": new, "per_pass": per_pass, "eos_token": -1}
+    written = af.tasks.generate_blocks(loaded, ids[-PROMPT:], block, **options)
+    note = f"{written}; time alone: weights not trained for blocks"
+    return _Noted(lambda: af.tasks.generate_blocks(loaded, ids[-PROMPT:], block, **options), note)
+
+
+def decoding(device: str, new: int = 64) -> list[Case]:
+    """Decoding against greedy."""
+    if device != "cpu":
+        return []
+    here, what = "benchmarks.bench_practice", "decoding, SmolLM2-135M"
+    providers: list[tuple[str, str, tuple[object, ...]]] = [
+        (OURS, "lookahead", (1, "quadratic")),
+        ("attnflow, linear", "lookahead", (1, "linear")),
+        ("attnflow, 3 drafts", "lookahead", (3, "quadratic")),
+        ("attnflow, 3 drafts, linear", "lookahead", (3, "linear")),
+        ("attnflow, blocks of 4", "blocks", (4, None)),
+        ("attnflow, blocks of 8", "blocks", (8, None)),
+        ("attnflow, blocks of 8, 4 passes", "blocks", (8, 2)),
+        ("transformers generate", "greedy", ()),
+    ]
+    return [Case(what, name, new, here, function, (new, *rest), repeats=5) for name, function, rest in providers]
+
+
+def cases(device: str) -> list[Case]:
+    """All topics."""
+    return [*decoding(device)]
+
+
+if __name__ == "__main__":
+    main(cases, ["torch", "transformers"], time_limit=300.0)
