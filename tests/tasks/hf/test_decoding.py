@@ -196,3 +196,30 @@ def test_the_model_is_as_before():
     tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=4)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_eager_and_sdpa_agree():
+    torch.manual_seed(0)
+    model = tiny("Qwen2")
+    options = {"max_new_tokens": 8, "mask_token": MASK, "per_pass": 2, "eos_token": -1}
+    sdpa = tasks.generate_blocks(model, [[3, 7, 5], [4]], 4, **options)
+    model.set_attn_implementation("eager")
+    assert tasks.generate_blocks(model, [[3, 7, 5], [4]], 4, **options) == sdpa
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(af.UnsupportedArchitecture, match="takes no 4D additive mask"):
+        tasks.generate_blocks(model, [3, 7, 5], 4)
+
+
+@pytest.mark.slow
+def test_smollm2_in_blocks_is_the_merged_task():
+    model, tokenizer = af.load_model("smollm2-135m")
+    prompt = tokenizer("The capital of France is Paris. The capital of Germany is")["input_ids"]
+    prompt = prompt[: len(prompt) // 4 * 4]
+    model.double()
+    with recorded(model) as passes, precision(model, torch.float64):
+        result = tasks.generate_blocks(model, prompt, 4, max_new_tokens=8, mask_token=0, eos_token=-1)
+    expected = merged_logits(model, tasks.block_two_stream(written(prompt, result), 4, mask_token=0))
+    for number, logits in enumerate(passes):
+        for row in range(4):
+            reference = expected[len(prompt) + 4 * number + row]
+            assert float((logits[0, row] - reference).abs().max()) <= 1e-11 * float(reference.abs().max())

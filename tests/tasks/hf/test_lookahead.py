@@ -233,3 +233,19 @@ def test_bad_input():
             call()
     with pytest.raises(af.UnsupportedArchitecture, match="beside its attention"):
         tasks.lookahead(tiny("Jamba", torch.float32))
+
+
+@pytest.mark.slow
+def test_smollm2_writes_its_own_text_with_fitted_drafts():
+    model, tokenizer = af.load_model("smollm2-135m")
+    ids = tokenizer(af.models.sample_text("hamlet", 40_000))["input_ids"]
+    prompt, rest = ids[-32:], ids[:-64]
+    ahead = tasks.lookahead(model, drafts=2, rank=8)
+    untrained = [ahead.compare(prompt, max_new_tokens=16, mode=mode, eos_token=-1) for mode in ("quadratic", "linear")]
+    assert all(each.ok for each in untrained)
+    losses = ahead.fit([rest], steps=12, length=24, learning_rate=2e-3)
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    for mode in ("quadratic", "linear"):
+        compared = ahead.compare(prompt, max_new_tokens=32, mode=mode, eos_token=-1)
+        assert compared.ok, str(compared)
+        assert compared.passes <= 32
