@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from experiments.bias_comparison.compare import BASE, validation_loss
 from experiments.runner.figures import canvas, colour, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job
+from experiments.runner.jobs import DIVERGED, Job, best_rate
 from experiments.runner.statistics import Array, Interval, fraction, interval
 from experiments.runner.study import read_study
 
@@ -66,9 +67,11 @@ def read_results(folder: Path) -> tuple[float, list[Result]]:
     results: list[Result] = []
     for name in about["arms"]:
         if all(Job(name, rate, seeds[0]) in runs for rate in rates):
-            tried = {rate: validation_loss(runs[Job(name, rate, seeds[0])]) for rate in rates}
-            best = min(tried, key=tried.__getitem__)
-            chosen = [runs[Job(name, best, seed)] for seed in seeds if Job(name, best, seed) in runs]
+            best = best_rate(name, rates, seeds[0], runs.__getitem__, validation_loss)
+            first = {rate: runs[Job(name, rate, seeds[0])] for rate in rates}
+            tried = {rate: math.inf if DIVERGED in run else validation_loss(run) for rate, run in first.items()}
+            every = [runs[Job(name, best, seed)] for seed in seeds if Job(name, best, seed) in runs]
+            chosen = [run for run in every if DIVERGED not in run]
             count = len(chosen[0]["validation"])
             results.append(_result({rate: loss / count for rate, loss in tried.items()}, best, chosen, test))
     return float(test.mean()), results

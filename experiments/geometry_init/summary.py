@@ -14,7 +14,7 @@ from experiments.geometry_init.model import CONTROLS
 from experiments.geometry_init.study import choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record
+from experiments.runner.jobs import DIVERGED, Job, Record, best_rate
 from experiments.runner.statistics import Array, Interval, over_seeds, permutation_test, speed_up
 from experiments.runner.study import read_study
 
@@ -91,9 +91,10 @@ def read_curves(folder: Path) -> list[Curves]:
         for arm in config[objective]:
             tried = {rate: runs.get(Job(f"{objective} {arm}", rate, first)) for rate in config["rates"]}
             if all(tried.values()):
-                best = min(tried, key=lambda rate: choosing_loss(tried[rate] or {}))
+                best = best_rate(f"{objective} {arm}", config["rates"], first, runs.__getitem__, choosing_loss)
                 chosen = {seed: runs.get(Job(f"{objective} {arm}", best, seed)) for seed in config["seeds"]}
-                curves.append(_curves(objective, arm, best, {seed: run for seed, run in chosen.items() if run}))
+                whole = {seed: run for seed, run in chosen.items() if run and DIVERGED not in run}
+                curves.append(_curves(objective, arm, best, whole))
     return curves
 
 

@@ -29,13 +29,13 @@ def changes(root: Path) -> list[str]:
     return [line[3:] for line in _git(root, "status", "--porcelain", "--untracked-files=all").splitlines()]
 
 
-def clean_commit(root: Path) -> str:
-    """The commit that is checked out, nothing changed since.
+def clean_commit(root: Path, besides: str) -> str:
+    """The commit that is checked out, nothing changed since but what lies in the folder of results, to be written anew.
 
     Raises:
         NotReproducible: something has been.
     """
-    changed = changes(root)
+    changed = [name for name in changes(root) if not name.startswith(besides)]
     if changed:
         shown = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
         raise NotReproducible(

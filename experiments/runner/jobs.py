@@ -8,6 +8,7 @@ from typing import Any, Final
 
 Record = Mapping[str, Any]  # what a finished job has written, as JSON holds it
 Read = Callable[["Job"], Record]
+DIVERGED: Final = "diverged"  # in a record: why there is nothing else in it
 
 _NOTHING: Final[Callable[[Read], tuple["Job", ...]]] = lambda _: ()  # noqa: E731
 
@@ -93,5 +94,13 @@ def swept(arms: Sequence[str], rates: Sequence[float], seeds: Sequence[int], los
 
 
 def best_rate(arm: str, rates: Sequence[float], seed: int, read: Read, loss: Callable[[Record], float]) -> float:
-    """The learning rate with the lowest loss for choosing."""
-    return min(rates, key=lambda rate: loss(read(Job(arm, rate, seed))))
+    """The learning rate with the lowest loss for choosing; one that diverged has none.
+
+    Raises:
+        ValueError: all of them did.
+    """
+    runs = {rate: read(Job(arm, rate, seed)) for rate in rates}
+    losses = {rate: loss(run) for rate, run in runs.items() if DIVERGED not in run}
+    if not losses:
+        raise ValueError(f"{arm} diverged with every learning rate: {runs[rates[0]][DIVERGED]}; try lower ones")
+    return min(losses, key=losses.__getitem__)

@@ -19,7 +19,8 @@ from attnflow._core.progress import Progress
 from experiments.runner import git
 from experiments.runner.experiment import ROOT, Experiment, Setup
 from experiments.runner.files import read, write
-from experiments.runner.jobs import Job, Plan, Record
+from experiments.runner.jobs import DIVERGED, Job, Plan, Record
+from experiments.runner.training import Diverged
 
 SETTINGS: Final = "study.json"
 RUNS: Final = "runs"
@@ -46,7 +47,7 @@ def committed(experiment: Experiment[Any]) -> Origin:
     Raises:
         NotReproducible: the state is not clean, or the README of that commit has no predictions.
     """
-    commit = git.clean_commit(REPOSITORY)
+    commit = git.clean_commit(REPOSITORY, f"experiments/{experiment.name}/results/")
     text = git.prediction(REPOSITORY, f"experiments/{experiment.name}/README.md")
     return Origin(commit, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -181,7 +182,10 @@ class Study:
                 self._show(f"{job.name}, step {done} of {total}: {what}", 1.0 - done / total)
 
             self._show(job.name)
-            content = self.setup.run(job, work, show)
+            try:
+                content = self.setup.run(job, work, show)
+            except Diverged as error:  # a result too: of a learning rate, say
+                content = {DIVERGED: str(error)}
             write(self.path(job), {"job": asdict(job), **content, "seconds_here": time.perf_counter() - began})
             self._part = 0.0
             self._show(f"{job.name} is done")
@@ -229,7 +233,7 @@ def locked(path: Path, wait: bool) -> Generator[bool]:
 
 
 def read_study(folder: Path) -> tuple[Mapping[str, Any], list[Record]]:
-    """(settings, results of all finished jobs by name) of a folder.
+    """(settings, results of all finished jobs by name) of a folder; those that diverged hold `DIVERGED`, and no more.
 
     Raises:
         FileNotFoundError: there is no study, or none of its jobs is finished.

@@ -18,6 +18,7 @@ from experiments.runner.experiment import Setup
 from experiments.runner.figures import canvas, colour, label_ends, spread
 from experiments.runner.jobs import Job, Plan, repeated, swept
 from experiments.runner.study import Origin, Study, check_origin, describe, duration, locked
+from experiments.runner.training import Diverged
 from tests.experiments.toy import TOY, recipe
 
 README = "# A toy\n\n## Predictions\n\nIt goes on.\n\n## What came out\n\nIt did.\n"
@@ -40,6 +41,22 @@ def test_a_sweep_takes_the_best_rate_of_the_first_seed_to_the_others(tmp_path: P
     assert names == {f"{arm}-{rate}-7" for arm in "ab" for rate in ("0.1", "0.25", "1")} | {
         f"{arm}-0.25-{seed}" for arm in "ab" for seed in (8, 9)
     }
+
+
+def test_a_rate_that_diverges_is_a_result_and_is_not_chosen(tmp_path: Path) -> None:
+    def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
+        if job.rate == 1.0:
+            raise Diverged("step 3: loss nan")
+        return {"loss": job.rate}
+
+    plan = swept(["a"], [0.5, 1.0], [0, 1], lambda record: record["loss"])
+    study = Study(tmp_path, Setup(plan, run), plan, lambda *_: None)
+    study.run()
+    assert study.record(Job("a", 1.0, 0))["diverged"] == "step 3: loss nan"
+    assert study.path(Job("a", 0.5, 1)).is_file()
+    hopeless = swept(["a"], [1.0], [0, 1], lambda record: record["loss"])
+    with pytest.raises(ValueError, match="a diverged with every learning rate: step 3: loss nan"):
+        Study(tmp_path, Setup(hopeless, run), hopeless, lambda *_: None).run()
 
 
 def test_some_arms_and_what_belongs_to_none() -> None:
@@ -178,6 +195,8 @@ def test_results_come_from_a_clean_commit_with_predictions(repository: Path, cap
     assert json.loads((results / "results.json").read_text()) == {"runs": 4}
     settings = json.loads((results / "study.json").read_text())
     assert settings["origin"]["commit"] == git.head(repository)
+    code, said = run_command(capsys, "--resume")
+    assert (code, said.splitlines()[-1]) == (0, "4 runs"), "a second process ends after the first has written results"
     assert settings["config"] == {"seeds": [0, 1], "steps": 9, "parts": 2}
 
 

@@ -1,6 +1,7 @@
 """The loop of all experiments: a process that is killed and started again has the numbers of one that was not."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from torch import nn
 
 from attnflow.bias.checkpoints import by_step
 from experiments.runner.training import Course, Diverged, Loop, cosine, decayed, train
+from tests.experiments.distributed_job import fit
 from tests.experiments.toy import Toy, run_study, run_toy
 
 ROOT = Path(__file__).parents[2]
@@ -149,3 +151,25 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     matrices, vectors = decayed(model, 0.1)
     assert [len(group["params"]) for group in (matrices, vectors)] == [1, 2]
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
+    """The parts of a step are shared; sums in another order differ by rounding. Checkpoints serve two, too."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(folder: Path, steps: int) -> list[list[dict[str, float]]]:
+        folder.mkdir(exist_ok=True)
+        command = [*launch, "-m", "tests.experiments.distributed_job", str(folder), str(steps)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads((folder / "course.json").read_text())
+
+    log, measured = run(tmp_path / "two", 4)
+    alone = fit(tmp_path / "one", 4)
+    for mine, theirs in zip(log, alone.log, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert measured[-1]["weight"] == pytest.approx(alone.measured[-1]["weight"], rel=1e-5)
+    run(tmp_path / "cut", 2)
+    assert run(tmp_path / "cut", 4)[0] == log
