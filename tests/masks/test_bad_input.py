@@ -76,8 +76,16 @@ def test_parameters_that_cannot_be_met(make, error, match):
             lambda: masks.from_dense(torch.ones(2, 2, dtype=torch.uint8)),
         ),
         bad(TypeError, r"got torch.int64", lambda: masks.from_dense(torch.ones(2, 2, dtype=torch.int64))),
-        bad(ValueError, r"expected shape \[queries, keys\], got \(2,\)", lambda: masks.from_dense(torch.ones(2) > 0)),
-        bad(ValueError, r"got \(1, 1, 2, 2\); index one", lambda: masks.from_dense(torch.ones(1, 1, 2, 2) > 0)),
+        bad(
+            ValueError,
+            r"expected shape \[queries, keys\] or .*, got \(2,\)",
+            lambda: masks.from_dense(torch.ones(2) > 0),
+        ),
+        bad(
+            ValueError,
+            r"tensor\[1, 0\] differs from the first at query 0, key 0",
+            lambda: masks.from_dense(torch.arange(2).reshape(2, 1, 1, 1).expand(2, 2, 3, 3) == 0),
+        ),
         bad(ValueError, "meta device", lambda: masks.from_dense(torch.ones(2, 2, dtype=torch.bool, device="meta"))),
         bad(TypeError, "mask_mod must return a bool tensor, got torch.int64", lambda: mod(lambda b, h, q, k: q - k)),
         bad(TypeError, "mask_mod must return a bool tensor, got torch.float32", lambda: mod(lambda b, h, q, k: q / 2)),
@@ -233,11 +241,21 @@ def test_a_task_in_place_of_its_mask():
 def test_a_mask_mod_of_batch_or_head_is_refused():
     documents = torch.tensor([[0, 0, 1], [0, 1, 1]])
     with pytest.raises(
-        ValueError, match=r"mask_mod depends on b: a mask is one relation.*mask_mod\(torch.tensor\(0\), h"
+        ValueError, match=r"mask_mod depends on b: a mask is one relation.*pass batch=, the number of them"
     ):
         masks.from_mask_mod(lambda b, h, q, k: documents[b, q] == documents[b, k], 3)
     with pytest.raises(ValueError, match="mask_mod depends on h"):
         masks.from_mask_mod(lambda b, h, q, k: q - k <= h, 3)
+    grid = masks.from_mask_mod(
+        lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q - k <= h), 3, batch=2, heads=2
+    )
+    assert grid.shape == (2, 2, 3, 3)
+    window = masks.from_edges([(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)], 3)
+    assert grid == masks.batch([masks.document([2, 1], "full"), masks.document([1, 2], "full")]) & masks.per_head(
+        [window, window | masks.sliding_window(3, 2)]
+    )
+    with pytest.raises(ValueError, match=r"depends on h.*pass heads="):
+        masks.from_mask_mod(lambda b, h, q, k: q - k <= h + b, 3, batch=2)
     second = masks.from_mask_mod(lambda b, h, q, k: documents[1, q] == documents[1, k], 3)
     assert second.dense().tolist() == [[True, False, False], [False, True, True], [False, True, True]]
     assert masks.from_mask_mod(lambda b, h, q, k: documents[:1][b, q] == documents[:1][b, k], 3).density == 5 / 9

@@ -93,15 +93,23 @@ def test_blocks_that_are_larger_than_the_sequence():
     assert masks.from_block_mask(masks.from_dense(table).block_mask(128)) == masks.from_dense(table)
 
 
-def test_heads_that_differ_are_named():
-    made = create_block_mask(lambda b, h, q, k: q >= k + h, None, 2, 6, 6, device="cpu", BLOCK_SIZE=2)
-    with pytest.raises(ValueError, match="head 1 differs from sequence 0, head 0 at query 0, key 0"):
-        masks.from_block_mask(made)
+def test_sequences_and_heads_of_their_own():
+    made = create_block_mask(lambda b, h, q, k: q >= k + h + 2 * b, 2, 2, 7, 7, device="cpu", BLOCK_SIZE=2)
+    grid = masks.from_block_mask(made)
+    assert grid.shape == (2, 2, 7, 7)
+    for b, h in np.ndindex(2, 2):
+        assert grid[b, h] == masks.from_mask_mod(lambda _, __, q, k, s=h + 2 * b: q >= k + s, 7)
+    assert masks.from_block_mask(grid.block_mask(4)) == grid
 
 
 def test_a_slice_has_no_mask_mod():
     with pytest.raises(ValueError, match="expected a whole BlockMask, got a slice"):
         masks.from_block_mask(masks.causal(6).block_mask(2)[:, :, 0])
+
+
+def test_dense_tables_of_several_sequences():
+    table = masks.butterfly(3).dense()
+    assert masks.from_dense(table.expand(2, 3, 7, 7)) == masks.from_dense(table[None]) == masks.butterfly(3)
 
 
 def test_what_is_no_block_mask():

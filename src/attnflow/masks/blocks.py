@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 
@@ -19,18 +20,20 @@ _SKIPPED, _PARTIAL, _FULL, _TWICE = range(4)
 _SHOWN: Final = 5  # contradictory blocks that an error names
 
 
-def from_block_mask(block_mask: BlockMask) -> Mask:
+def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
     """The relation that FlexAttention computes under a `BlockMask`: full blocks, and `mask_mod` inside partial ones.
 
     Args:
-        block_mask: of any block size; several sequences or heads must say the same.
+        block_mask: of any block size, sequences and heads.
+
+    Returns:
+        The `Mask`; where sequences or heads differ, the `MaskGrid` of all of them, as `masks.batch` makes it.
 
     Raises:
         TypeError: no `BlockMask`.
         ValueError: blocks contradict `mask_mod`: one is skipped, but pairs in it are allowed; one counts as full, but
             pairs in it are forbidden; or one is listed twice. The error names blocks and a pair of each. (Tables made
             for other lengths, offsets or documents than the `mask_mod` do that, and FlexAttention does not notice.)
-            Or sequences or heads differ: one mask is one relation.
 
     Cost: `mask_mod` is evaluated for every pair of each sequence and head, by rows of blocks.
 
@@ -47,23 +50,20 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     states = _states(block_mask)
     free = block_mask.mask_mod is noop_mask  # the tables alone are the mask
     wrong: list[str] = []
-    first: IntervalRows | None = None
+    masks: list[Mask] = []
     for b, h in np.ndindex(*states.shape[:2]):
         rows, faults = _relation(block_mask, states[b, h], (b, h), free)
         wrong += [fault + (f" (sequence {b}, head {h})" if states[:, :, 0, 0].size > 1 else "") for fault in faults]
-        if first is not None and not rows.equals(first) and not wrong:
-            query, key = Mask(rows).difference(Mask(first), limit=1)[0]
-            raise ValueError(
-                f"expected one relation, but sequence {b}, head {h} differs from sequence 0, head 0 at query {query}, "
-                f"key {key}"
-            )
-        first = first or rows
+        masks.append(Mask(rows, "from_block_mask"))
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         noun = "block contradicts" if len(wrong) == 1 else "blocks contradict"
         raise ValueError(f"{len(wrong)} {noun} the mask_mod: {'; '.join(wrong[:_SHOWN])}{more}")
-    assert first is not None, "a BlockMask has a sequence and a head"
-    return Mask(first, "from_block_mask")
+    if all(mask == masks[0] for mask in masks):
+        return masks[0]
+    heads = states.shape[1]
+    rows = [tuple(masks[first : first + heads]) for first in range(0, len(masks), heads)]
+    return MaskGrid(tuple(rows), *masks[0].shape)
 
 
 def _states(block_mask: BlockMask) -> npt.NDArray[np.int64]:

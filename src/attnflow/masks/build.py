@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attnflow._core import checks
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 
 
 def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
-    """The mask of a bool tensor [queries, keys]; True lets the query attend to the key.
+    """The mask of a bool tensor [queries, keys], or [batch, heads, queries, keys] if all of them are the same.
+
+    True lets the query attend to the key.
 
     Raises:
         TypeError: not bool. Additive masks (0 / -inf) and 0/1 masks mean opposite things at 0, so the caller
             must say which it is: `additive == 0` or `zero_one.bool()`.
-        ValueError: not two-dimensional, or without data (a meta tensor).
+        ValueError: other axes, sequences or heads that differ, or no data (a meta tensor).
 
     >>> from_dense(torch.tensor([[True, False], [True, True]])) == from_edges([(0, 0), (1, 0), (1, 1)], 2)
     True
@@ -39,54 +44,101 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
             f"expected a bool tensor, got {allow.dtype}.{nan} For an additive mask (0 = allowed) pass `mask == 0`, "
             "for a 0/1 mask (1 = allowed) pass `mask.bool()`."
         )
-    if allow.ndim != 2:
-        index = ", ".join("0" * (allow.ndim - 2))
-        advice = f"; index one batch element and head: tensor[{index}]" if index else ""
-        raise ValueError(f"expected shape [queries, keys], got {tuple(allow.shape)}{advice}")
+    if not 2 <= allow.ndim <= 4 or 0 in allow.shape[:-2]:
+        raise ValueError(f"expected shape [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")
     if allow.is_meta:
         raise ValueError("expected a tensor with data, got one on the meta device")
+    every = allow.detach().reshape(math.prod(allow.shape[:-2]), *allow.shape[-2:])
+    for number in range(1, len(every)):
+        if not torch.equal(every[0], every[number]):
+            *place, query, key = (allow != every[0]).nonzero()[0].tolist()
+            raise ValueError(
+                f"a mask is one relation, but tensor[{', '.join(map(str, place))}] differs from the first at query "
+                f"{query}, key {key}; make one of each, as in masks.batch([masks.from_dense(t) for t in tensor])"
+            )
+    allow = every[0]
     table = allow.detach().cpu().numpy()
     chunk = max(1, (1 << 23) // max(1, table.shape[1]))
     parts = [IntervalRows.from_bool(table[i : i + chunk]) for i in range(0, len(table), chunk)]
     return Mask(IntervalRows.stack(parts, table.shape[1]), name)
 
 
-def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask:
-    """The mask of a FlexAttention `mask_mod(b, h, q, k)`, the same for all sequences and heads, in row chunks.
+@overload
+def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask: ...
+@overload
+def from_mask_mod(
+    mask_mod: MaskMod, num_queries: int, num_keys: int | None = None, *, batch: int, heads: int | None = None
+) -> MaskGrid: ...
+@overload
+def from_mask_mod(
+    mask_mod: MaskMod, num_queries: int, num_keys: int | None = None, *, batch: int | None = None, heads: int
+) -> MaskGrid: ...
+def from_mask_mod(
+    mask_mod: MaskMod,
+    num_queries: int,
+    num_keys: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Mask | MaskGrid:
+    """The mask of a FlexAttention `mask_mod(b, h, q, k)`, in row chunks.
 
     Args:
         mask_mod: vectorised over its arguments, as FlexAttention requires.
         num_queries: number of queries.
         num_keys: number of keys, by default as many as queries.
+        batch: number of sequences, each with a mask of its own; by default they must all have the same.
+        heads: number of heads, likewise.
+
+    Returns:
+        A `Mask`; with `batch` or `heads` the `MaskGrid` of all of them, as `masks.batch` and `masks.per_head` make it.
 
     Raises:
         TypeError: not a function, or one that returns no bool tensor.
-        ValueError: its pairs are others for sequence 1 or head 1: a mask is one relation.
+        ValueError: its pairs are others for sequence 1 without `batch`, or for head 1 without `heads`.
 
     >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
     0.625
+    >>> from_mask_mod(lambda b, h, q, k: q >= k + h, 4, heads=2)[0, 1].row_counts().tolist()
+    [0, 1, 2, 3]
     """
     num_queries = checks.size("num_queries", num_queries)
     num_keys = num_queries if num_keys is None else checks.size("num_keys", num_keys)
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q, k); {not_a_mask(mask_mod)}")
-    zero, one = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.int64)
+    free = {"b": batch is None, "h": heads is None}
+    if batch is None and heads is None:
+        return _evaluated(mask_mod, (0, 0), num_queries, num_keys, free)
+    sequences = 1 if batch is None else checks.integer("batch", batch, 1)
+    per_sequence = 1 if heads is None else checks.integer("heads", heads, 1)
+    rows = [
+        tuple(_evaluated(mask_mod, (b, h), num_queries, num_keys, free) for h in range(per_sequence))
+        for b in range(sequences)
+    ]
+    return MaskGrid(tuple(rows), num_queries, num_keys)
+
+
+def _evaluated(
+    mask_mod: MaskMod, place: tuple[int, int], num_queries: int, num_keys: int, free: Mapping[str, bool]
+) -> Mask:
+    """The mask of one sequence and head; what is `free` must not depend on it."""
+    here = tuple(torch.tensor(index) for index in place)
     key = torch.arange(num_keys)[None, :]
     chunk = max(1, (1 << 22) // max(1, num_keys))
     parts: list[IntervalRows] = []
     for start in range(0, num_queries, chunk):
         query = torch.arange(start, min(start + chunk, num_queries))[:, None]
-        allowed = mask_mod(zero, zero, query, key)
+        allowed = mask_mod(here[0], here[1], query, key)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = getattr(allowed, "dtype", type(allowed).__name__)
             raise TypeError(f"mask_mod must return a bool tensor, got {got}")
-        for name, at in (("b", (one, zero)), ("h", (zero, one))):
+        for name, at in (("b", (here[0] + 1, here[1])), ("h", (here[0], here[1] + 1))):
             with suppress(IndexError):  # it looks up a table of one sequence, or of one head
-                if not torch.equal(*torch.broadcast_tensors(allowed, mask_mod(*at, query, key))):
-                    bound = "torch.tensor(0), h" if name == "b" else "b, torch.tensor(0)"
+                if free[name] and not torch.equal(*torch.broadcast_tensors(allowed, mask_mod(*at, query, key))):
+                    many = "batch" if name == "b" else "heads"
                     raise ValueError(
-                        f"mask_mod depends on {name}: a mask is one relation, for all sequences and heads; bind "
-                        f"{name}, as in lambda b, h, q, k: mask_mod({bound}, q, k), and make one mask for each"
+                        f"mask_mod depends on {name}: a mask is one relation, for all sequences and heads; pass "
+                        f"{many}=, the number of them, for a mask of each"
                     )
         parts.append(IntervalRows.from_bool(allowed.cpu().expand(len(query), num_keys).numpy()))
     return Mask(IntervalRows.stack(parts, num_keys), "from_mask_mod")
