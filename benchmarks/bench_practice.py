@@ -86,9 +86,24 @@ def decoding(device: str, new: int = 64) -> list[Case]:
     return [Case(what, name, new, here, function, (new, *rest), repeats=5) for name, function, rest in providers]
 
 
+def sharing(device: str, group: int = 8, prompt: int = 512, completion: int = 64, questions: int = 6) -> list[Case]:
+    """Shared prefixes: a step of trl's GRPO with gradient checkpointing, and lm-eval's hellaswag with five shots."""
+    if device != "cpu":
+        return []
+    here, size, shots = "benchmarks.shared_prefixes", (group, prompt, completion), 5
+    step, task = f"grpo step, {group} x ({prompt} + {completion})", f"hellaswag, {shots} shots"
+    rows = group * (prompt + completion)
+    return [
+        Case(step, OURS, rows, here, "grpo_step", (True, *size), repeats=3),
+        Case(step, "trl", rows, here, "grpo_step", (False, *size), repeats=3),
+        Case(task, OURS, questions, here, "hellaswag", (True, questions, shots), repeats=3),
+        Case(task, "lm-eval HFLM", questions, here, "hellaswag", (False, questions, shots), repeats=3),
+    ]
+
+
 def cases(device: str) -> list[Case]:
     """All topics."""
-    return [*decoding(device)]
+    return [*decoding(device), *sharing(device)]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""Shared prefixes on SmolLM2-135M against the software whose calls they take: trl's GRPO and lm-eval.
+
+Each function prepares one side, ours after a comparison of its numbers with the other's, and returns what is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnflow as af
+
+
+class Noted:
+    """What is timed, with what was found when it was checked."""
+
+    def __init__(self, run: Callable[[], object], note: str) -> None:
+        self.run, self.note = run, note
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable[[], object]:
+    """Loss and gradients of one batch of rollouts by trl's own trainer, the model shared or as it is."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = af.load_model("smollm2-135m")
+    model.float().train()
+    quiet = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
+    arguments = GRPOConfig(
+        tempfile.mkdtemp(),
+        num_generations=group,
+        per_device_train_batch_size=group,
+        gradient_checkpointing=True,
+        **quiet,
+    )
+    data = Dataset.from_dict({"prompt": ["one", "two"]})
+    trainer = GRPOTrainer(model, lambda **_: [0.0] * group, arguments, train_dataset=data, processing_class=tokenizer)
+    trainer.current_gradient_accumulation_steps = 1  # what `train` sets
+    tokens = tokenizer(af.models.sample_text("hamlet"), return_tensors="pt")["input_ids"][0]
+    rest = tokens[prompt : prompt + group * completion].reshape(group, completion)
+    inputs = {
+        "prompt_ids": tokens[:prompt].expand(group, prompt),
+        "prompt_mask": torch.ones(group, prompt, dtype=torch.int64),
+        "completion_ids": rest,
+        "completion_mask": torch.ones_like(rest),
+        "advantages": torch.linspace(-1, 1, group),
+        "num_items_in_batch": torch.tensor(rest.numel()),
+    }
+
+    def run() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        trainer.compute_loss(model, dict(inputs)).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def log_probs() -> torch.Tensor:
+        ids = torch.cat([inputs["prompt_ids"], rest], dim=1)
+        with torch.no_grad():
+            return trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), completion)[0]
+
+    if not share:
+        return run
+    stock, gradients = log_probs(), {name: g.clone() for name, g in run().items()}
+    handle = af.tasks.share_prefixes(model)
+    shared, others = log_probs(), run()
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    off = max(float((g - others[name]).abs().max()) for name, g in gradients.items()) / largest
+    away = float((stock - shared).abs().max())
+    assert away < 1e-3, away
+    assert off < 1e-3, off
+    report = handle.report
+    return Noted(run, f"{report.last_before} -> {report.last_after} tokens, log-probs {away:.0e}, gradients {off:.0e}")
+
+
+def hellaswag(share: bool, questions: int, shots: int) -> Callable[[], object]:
+    """lm-eval's hellaswag as it ships, on passages of Shakespeare that go on in four ways."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from attnflow.tasks.hf.harness import SharedPrefixLM
+
+    folder = Path(tempfile.mkdtemp())
+    words = af.models.sample_text("hamlet").split()
+
+    def document(number: int) -> dict[str, object]:
+        at = 1_000 * number
+        endings = [" ".join(words[at + 300 * k + 60 : at + 300 * k + 75]) for k in range(4)]
+        passage = {"ctx_a": " ".join(words[at : at + 50]), "ctx_b": " ".join(words[at + 50 : at + 60])}
+        return {**passage, "activity_label": "Shakespeare", "endings": endings, "label": "0", "ind": number}
+
+    data = folder / "documents.jsonl"
+    data.write_text("\n".join(json.dumps(document(number)) for number in range(questions)))
+    shipped = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
+    (folder / "here.yaml").write_text(
+        f"include: {shipped}\ntask: hellaswag_here\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{train: {data}, validation: {data}}}, cache_dir: {folder}}}\n"
+    )
+    model, tokenizer = af.load_model("smollm2-135m")
+    hosts = {
+        kind: kind(pretrained=model.float(), tokenizer=tokenizer, batch_size=8, device="cpu")
+        for kind in ([SharedPrefixLM, HFLM] if share else [HFLM])
+    }
+
+    def run(kind: type = SharedPrefixLM if share else HFLM) -> Any:
+        with contextlib.redirect_stdout(None):
+            return lm_eval.simple_evaluate(
+                model=hosts[kind],
+                tasks=["hellaswag_here"],
+                task_manager=TaskManager(include_path=str(folder)),
+                num_fewshot=shots,
+                log_samples=True,
+                bootstrap_iters=0,
+            )
+
+    if not share:
+        return run
+    answers = []
+    for kind in hosts:
+        samples = run(kind)["samples"]["hellaswag_here"]
+        answers.append([float(value) for sample in samples for value, _ in sample["filtered_resps"]])
+    away = max(abs(a - b) / abs(b) for a, b in zip(*answers, strict=True))
+    assert away < 1e-4, away
+    host = hosts[SharedPrefixLM]
+    return Noted(run, f"{host.tokens_before} -> {host.tokens_after} tokens, log-likelihoods {away:.0e}")
