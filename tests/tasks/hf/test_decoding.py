@@ -173,6 +173,9 @@ def test_what_cannot_be_decoded_is_refused(name):
         ({"ids": [3, 7], "per_pass": 3}, r"per_pass must be at most 2"),
         ({"ids": [3, 7], "threshold": 0.5}, r"threshold goes with per_pass"),
         ({"ids": [3, 7], "temperature": 0.0}, r"temperature must be above 0"),
+        ({"ids": [3, 77]}, r"ids must hold ids of the 50 entries.*got 77"),
+        ({"ids": [3, 7], "mask_token": 50}, r"mask_token must hold ids of the 50 entries"),
+        ({"ids": [3, 7], "eos_token": -2}, r"eos_token must be at least -1"),
         ({"ids": [3, 7], "top_p": 1.5}, r"top_p must be above 0 and at most 1"),
         (
             {"ids": torch.tensor([[3, 7, 5]]), "attention_mask": torch.tensor([[1, 0, 1]])},

@@ -69,6 +69,7 @@ def test_arguments():
     for arguments, message in (
         (([3], [[4], [5]], 2), r"got 1 left and 2 right"),
         (([], [], 2), r"at least one side"),
+        (([3], [77], 2), r"left and right must hold ids of the 50 entries.*got 77"),
         (([3], [4], 63), r"64 positions, but the text would take 65"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -226,6 +226,8 @@ def test_bad_input():
         (lambda: ahead.generate([]), r"got 1 prompts of \[0\] tokens"),
         (lambda: ahead.generate(PROMPT, max_new_tokens=62), r"64 positions, but the text would take 65"),
         (lambda: ahead.generate(PROMPT, max_new_tokens=4, drafts=3), r"drafts must be at most 2"),
+        (lambda: ahead.generate([77], max_new_tokens=4), r"ids must hold ids of the 50 entries.*got 77"),
+        (lambda: ahead.fit([[3, 4, 5, 6, 77]]), r"texts must hold ids of the 50 entries.*got 77"),
         (lambda: ahead.fit([[3, 4, 5]]), r"must have at least 4, got 3"),
         (lambda: tasks.lookahead(tiny("Mistral")).generate(PROMPT, max_new_tokens=4), r"window of 4 positions"),
     ):

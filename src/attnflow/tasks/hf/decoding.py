@@ -16,7 +16,14 @@ from attnflow.tasks.decoded import Decoded
 from attnflow.tasks.families import MASK_TOKEN
 from attnflow.tasks.hf.decoding_choice import Choice
 from attnflow.tasks.hf.decoding_fill import Fill, schedule
-from attnflow.tasks.hf.decoding_pass import CachedPasses, decodable, end_tokens, prompts, until_end
+from attnflow.tasks.hf.decoding_pass import (
+    CachedPasses,
+    decodable,
+    end_tokens,
+    prompts,
+    require_in_vocabulary,
+    until_end,
+)
 
 
 @torch.no_grad()
@@ -89,6 +96,8 @@ def generate_blocks(
     texts = prompts("ids", ids, attention_mask)
     longest = max(map(len, texts))
     model = decodable(model, -(-(longest + most) // block) * block)
+    require_in_vocabulary(model, "ids", texts)
+    require_in_vocabulary(model, "mask_token", [[mask_token := integer("mask_token", mask_token)]])
     run = CachedPasses(model)
     choice = Choice(temperature, top_k, top_p, seed)
     ends = end_tokens(model, eos_token)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from attnflow._core.checks import index_array
+from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.models.sites import find_sites, mixers_beside
@@ -116,6 +116,14 @@ def prompts(name: str, ids: object, attention_mask: object = None) -> list[list[
     return [[token for token, there in zip(*pair, strict=True) if there] for pair in zip(tokens, real, strict=True)]
 
 
+def require_in_vocabulary(model: PreTrainedModel, name: str, texts: Iterable[Iterable[int]]) -> None:
+    """Raise `ValueError` unless the model has an embedding for every id."""
+    size = len(cast(Tensor, next(model.get_input_embeddings().parameters())))
+    wrong = next((token for text in texts for token in text if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ValueError(f"{name} must hold ids of the {size} entries of the model's vocabulary, got {wrong}")
+
+
 def end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
     """Ids that end a text: those asked for, else those of the model's generation config; -1 for none."""
     value = eos_token
@@ -123,7 +131,8 @@ def end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) ->
         value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if value is None:
         return frozenset()
-    return frozenset(value if isinstance(value, list | tuple) else [cast(int, value)]) - {-1}
+    several = cast("Sequence[object]", value if isinstance(value, list | tuple) else [value])
+    return frozenset(integer("eos_token", one, -1) for one in several) - {-1}
 
 
 def until_end(tokens: Sequence[int], ends: frozenset[int], most: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from attnflow.tasks.decoded import Decoded
 from attnflow.tasks.families import MASK_TOKEN
 from attnflow.tasks.hf.decoding_choice import Choice
 from attnflow.tasks.hf.decoding_fill import Fill, schedule
-from attnflow.tasks.hf.decoding_pass import CachedPasses, decodable, prompts
+from attnflow.tasks.hf.decoding_pass import CachedPasses, decodable, prompts, require_in_vocabulary
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
@@ -82,11 +82,13 @@ def infill(
     if not all(one or other for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on both")
     model = decodable(model, max(len(one) + len(other) for one, other in sides) + length)
+    require_in_vocabulary(model, "left and right", [*before, *after])
+    require_in_vocabulary(model, "mask_token", [[mask_token := integer("mask_token", mask_token)]])
     run = CachedPasses(model)
     choice = Choice(temperature, top_k, top_p, seed)
     ids, places = _context(sides, length)
     gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
-    fill = Fill(torch.full(gap.shape, integer("mask_token", mask_token)), torch.ones(gap.shape, dtype=torch.bool))
+    fill = Fill(torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool))
     first = max(map(len, before))
     with evaluating(model):
         while not fill.done:

@@ -16,7 +16,7 @@ from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
 from attnflow.tasks.decoded import Decoded, GreedyComparison
 from attnflow.tasks.hf.decoding_choice import Choice
-from attnflow.tasks.hf.decoding_pass import decodable, end_tokens, prompts
+from attnflow.tasks.hf.decoding_pass import decodable, end_tokens, prompts, require_in_vocabulary
 from attnflow.tasks.hf.lookahead_adapter import GatedAdapter
 from attnflow.tasks.hf.lookahead_decode import Mode, decode
 from attnflow.tasks.hf.lookahead_fit import fit
@@ -87,6 +87,7 @@ class Lookahead(Handle):
             )
         self._require_active()
         decodable(self.model, length)
+        require_in_vocabulary(self.model, "texts", rows)
         return fit(
             self.model,
             self.adapter,
@@ -196,6 +197,7 @@ class Lookahead(Handle):
                 f"lookahead writes one text at a time (each accepts another number of drafts), from a prompt of at "
                 f"least one token; got {len(rows)} prompts of {[len(row) for row in rows][:4]} tokens: call it for each"
             )
+        require_in_vocabulary(self.model, "ids", rows)
         return rows[0]
 
     def _require_room(self, positions: int) -> None:
