@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 import attnflow as af
@@ -140,3 +141,38 @@ def test_training_with_flex_attention_equals_sdpa(mask):
     for name, gradient in right.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-2, atol=1e-3 * scale)
+
+
+def bucket(seed: int, lengths: list[int]):
+    """Masks of one bucket: three sequences of any lengths up to 96, one to four intervals a query."""
+    draw = torch.Generator().manual_seed(seed)
+    kinds = [
+        lambda n: af.masks.causal(n),
+        lambda n: af.masks.document([n // 3, n - n // 3]),
+        lambda n: af.masks.attention_sink(n, 2, 5),
+        lambda n: af.masks.longformer(n, 4, [0, n // 2]),
+    ]
+    chosen = torch.randint(len(kinds), (3,), generator=draw).tolist()
+    grid = af.masks.batch([kinds[kind](n) for kind, n in zip(chosen, lengths, strict=True)], size=96)
+    return tokens(3, 96), grid.row_intervals(min_width=4)
+
+
+BUCKETED = [bucket(0, [96, 63, 7]), bucket(1, [50, 96, 1]), bucket(2, [9, 11, 96]), bucket(3, [96, 95, 94])]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_one_compiled_graph_serves_a_bucketed_run(implementation):
+    """Whatever masks the batches bring: their values are data. FlexAttention has no gradients on the CPU."""
+    model = tiny("Llama", torch.float32)
+    with af.masks.attach(model, "batch", backend="sdpa"), torch.no_grad():
+        expected = [outputs(model, input_ids=ids, attention_mask=rows, use_cache=False) for ids, rows in BUCKETED]
+    counter = CompileCounterWithBackend("inductor" if implementation == "flex_attention" else "aot_eager")
+    with af.masks.attach(model, "batch", backend=implementation):
+        compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+        for (ids, rows), each in zip(BUCKETED, expected, strict=True):
+            with torch.set_grad_enabled(implementation != "flex_attention"):
+                ours = outputs(compiled, input_ids=ids, attention_mask=rows, use_cache=False)
+            if ours.requires_grad:
+                ours.square().sum().backward()
+            torch.testing.assert_close(ours.detach(), each, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
