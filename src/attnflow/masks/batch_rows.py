@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, no_type_check
 
 import torch
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int, Int32, UInt8
 from torch import Tensor
 
 from attnflow.masks.flex import MaskMod
@@ -23,7 +23,7 @@ from attnflow.masks.flex import MaskMod
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
+MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
 _BITS: Final = 8
 
 
@@ -57,8 +57,10 @@ def allowed_of_rows(
 
 def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: int) -> MaskMod:
     """`mask_mod(b, h, q, k)`, vectorised; it captures one tensor, so masks of one shape share one kernel."""
-    if rows.shape[2] > 2 * _MAX_UNROLLED + 1:
-        return _bit_mask_mod(rows, num_keys)
+    if rows.shape[2] > 2 * MAX_UNROLLED + 1:
+        allowed = torch.nn.functional.pad(allowed_of_rows(rows, num_keys), (0, -num_keys % _BITS))
+        weight = 1 << torch.arange(_BITS, device=rows.device, dtype=torch.uint8)
+        return mask_mod_of_bits((allowed.unflatten(-1, (-1, _BITS)) * weight).sum(-1, dtype=torch.uint8))
     several, heads, renumbered = rows.shape[0] > 1, rows.shape[1] > 1, rows.shape[2] % 2 == 1
     intervals = rows.shape[2] // 2
 
@@ -74,12 +76,9 @@ def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: 
     return compare
 
 
-def _bit_mask_mod(rows: Tensor, num_keys: int) -> MaskMod:
-    """One bit a pair, for rows of many intervals: comparing with each would be slow."""
-    allowed = torch.nn.functional.pad(allowed_of_rows(rows, num_keys), (0, -num_keys % _BITS))
-    weight = 1 << torch.arange(_BITS, device=rows.device, dtype=torch.uint8)
-    bits = (allowed.unflatten(-1, (-1, _BITS)) * weight).sum(-1, dtype=torch.uint8)
-    several, heads = rows.shape[0] > 1, rows.shape[1] > 1
+def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
+    """`mask_mod` of one bit a pair, eight keys a byte, the first in the lowest bit: for rows of many intervals."""
+    several, heads = bits.shape[0] > 1, bits.shape[1] > 1
 
     @no_type_check
     def look_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -97,21 +96,26 @@ def block_mask_of_rows(
     Identical to `create_block_mask`, which also leaves a block that sticks out of the sequence partial.
     Cost: O(rows x width + blocks); where keys are numbered anew, also a number for each key in each block of queries.
     """
+    counts = block_counts_of_rows(rows, num_keys, blocks)
+    return block_mask_of_counts(counts, blocks, mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
+
+
+def block_mask_of_counts(
+    counts: Int[Tensor, "batch heads query_blocks key_blocks"],
+    blocks: tuple[int, int],
+    mask_mod: MaskMod,
+    shape: tuple[int, int],
+) -> BlockMask:
+    """The `BlockMask` of the allowed pairs in each block."""
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
-    counts = block_counts_of_rows(rows, num_keys, blocks)
     full = counts == blocks[0] * blocks[1]
     tables: list[Tensor] = []
     for part in ((counts > 0) & ~full, full):
         present = part.to(torch.int32)
         order = torch.argsort(present, dim=-1, descending=True, stable=True).to(torch.int32)
         tables += [present.sum(-1, dtype=torch.int32), order.contiguous()]
-    return BlockMask.from_kv_blocks(
-        *tables,
-        BLOCK_SIZE=blocks,
-        mask_mod=mask_mod_of_rows(rows, num_keys),
-        seq_lengths=(rows.shape[-1], num_keys),
-    )
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=shape)
 
 
 def block_counts_of_rows(

@@ -15,7 +15,13 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
 from attnflow.masks import flex
-from attnflow.masks.batch_rows import block_mask_of_rows, mask_mod_of_rows
+from attnflow.masks.batch_rows import (
+    MAX_UNROLLED,
+    block_mask_of_counts,
+    block_mask_of_rows,
+    mask_mod_of_bits,
+    mask_mod_of_rows,
+)
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
@@ -89,7 +95,7 @@ class MaskGrid:
         Cost: O(queries x room).
         """
         relations, ranks = self._relations()
-        width = max((int(np.diff(rows.indptr).max(initial=0)) for rows in relations), default=1)
+        width = max((_width(rows) for rows in relations), default=1)
         room = 1 << (max(width, checks.integer("min_width", min_width, 1)) - 1).bit_length()
         if 2 * room + (ranks is not None) == self.num_queries:
             room *= 2  # no kernel can take it for a mask of pairs
@@ -110,20 +116,36 @@ class MaskGrid:
         return self.mask_mod_on("cpu")
 
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
-        """`mask_mod(b, h, q, k)` whose one captured tensor lives on `device`."""
-        return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
+        """`mask_mod(b, h, q, k)` whose one captured tensor lives on `device`.
+
+        It holds the intervals of each query or, where one has over 32 of them, a bit a pair.
+        """
+        if not self._wide():
+            return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
+        bits = np.empty((*self.shape[:3], -(-self.num_keys // 8)), dtype=np.uint8)
+        for b, row in enumerate(self._padded()):
+            for h, mask in enumerate(row):
+                for start, part in mask.dense_chunks():
+                    bits[b, h, start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
+        return mask_mod_of_bits(torch.from_numpy(bits).to(device))
 
     def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
         """The masks as one `BlockMask`, identical to `create_block_mask(grid.mask_mod, *grid.shape)`.
 
-        Cost: O(queries x intervals of a query + blocks); n x n is never built.
+        Cost: O(queries x intervals of a query + blocks), and a bit a pair where a query has over 32 intervals; n x n is
+        never built.
 
         Raises:
             ValueError: there are no queries, or no keys.
         """
         if 0 in self.shape:
             raise ValueError(f"a BlockMask needs at least one query and one key, got shape {self.shape}")
-        return block_mask_of_rows(self.row_intervals(device=device), self.num_keys, flex.block_sizes(block_size))
+        blocks = flex.block_sizes(block_size)
+        if not self._wide():
+            return block_mask_of_rows(self.row_intervals(device=device), self.num_keys, blocks)
+        counts = torch.from_numpy(np.stack([[mask.block_counts(blocks) for mask in row] for row in self._padded()]))
+        size = self.num_queries, self.num_keys
+        return block_mask_of_counts(counts.to(device), blocks, self.mask_mod_on(device), size)
 
     def __getitem__(self, place: tuple[int, int]) -> Mask:
         """The mask of a sequence and a head, without padding: `grid[b, h]`."""
@@ -189,6 +211,9 @@ class MaskGrid:
         size = self.num_queries, self.num_keys
         for row in self.masks:
             yield [mask if mask.shape == size else _padded(mask, *size) for mask in row]
+
+    def _wide(self) -> bool:
+        return max((_width(rows) for rows in self._relations()[0]), default=0) > MAX_UNROLLED
 
     def _relations(self) -> tuple[list[IntervalRows], list[IntArray] | None]:
         """(rows of each sequence and head; the number that each key goes by in them, None where that is its own)."""
@@ -310,4 +335,9 @@ def _narrow(mask: Mask) -> IntervalRows | None:
     if pieces is None:
         return None
     rows = IntervalRows.build(*pieces, *mask.shape)
-    return rows if int(np.diff(rows.indptr).max(initial=0)) <= _NARROW else None
+    return rows if _width(rows) <= _NARROW else None
+
+
+def _width(rows: IntervalRows) -> int:
+    """The most intervals of a row."""
+    return int(np.diff(rows.indptr).max(initial=0))

@@ -1,6 +1,7 @@
 """Masks that come with each batch: values and gradients of each sequence alone, on every backend; and bad input."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -170,3 +171,75 @@ def test_bad_calls():
         masks.attach(tiny("Llama"), "batch", layers=[0])
     with pytest.raises(ValueError, match="one half of the encoder-decoder model"):
         masks.attach(tiny("T5"), "batch")
+
+
+FIXED = masks.batch([masks.sliding_window(9, 3), masks.document([2, 4]), masks.permutation_lm([2, 0, 1, 3])])
+HEADS = masks.per_head([masks.sliding_window(12, 1 + 2 * head) for head in range(4)])
+
+
+def left_and_right(lengths, size):
+    """Pads of each side, mixed: every other sequence has one at each end, the others theirs behind."""
+    real = torch.zeros(len(lengths), size, dtype=torch.int64)
+    for b, length in enumerate(lengths):
+        start = (size - length) // 2 if b % 2 else 0
+        real[b, start : start + length] = 1
+    return real
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_mask_for_each_sequence_gives_each_what_it_gives_alone(backend):
+    """With the pads of a 2D mask in front, behind, or on both sides."""
+    model, size = tiny("Llama"), 12
+    lengths = [mask[0].num_queries for mask in FIXED.masks]
+    ids, real = tokens(3, size), left_and_right(lengths, size)
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        with masks.attach(model, FIXED, backend=backend):
+            together = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
+        for b in range(3):
+            with masks.attach(model, FIXED[b, 0], backend=backend):
+                alone = outputs(model, input_ids=ids[b : b + 1, real[b] == 1])
+            torch.testing.assert_close(together[b, real[b] == 1], alone[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_mask_for_each_head(backend):
+    model, ids = tiny("Llama", eos_token_id=None), tokens(2, 12)
+    rows = HEADS.row_intervals()
+    with torch.no_grad():
+        with masks.attach(model, "batch", backend=backend):
+            expected = outputs(model, input_ids=ids, attention_mask=rows)
+            alike = outputs(model, input_ids=ids, attention_mask=masks.batch([HEADS[0, 3]]).row_intervals())
+        with masks.attach(model, HEADS, backend=backend) as handle:
+            assert torch.equal(outputs(model, input_ids=ids), expected)
+            assert not torch.allclose(expected, alike)
+            past = model(ids[:, :7], use_cache=True).past_key_values
+            again = model(ids[:, 7:], past_key_values=past).logits
+            torch.testing.assert_close(again, expected[:, 7:], rtol=1e-6, atol=1e-7)
+            generated = model.generate(ids[:, :4], max_new_tokens=5, do_sample=False)
+            again = model.generate(ids[:, :4], max_new_tokens=5, do_sample=False, use_cache=False)
+            assert torch.equal(generated, again)
+            assert "<masks of 1 sequence x 4 heads, 12 positions" in str(handle)
+
+
+@pytest.mark.parametrize(
+    ("mask", "inputs", "message"),
+    [
+        (FIXED, {"input_ids": tokens(2, 9)}, "attends with 2 sequences, but its masks are for 3"),
+        (masks.per_head([masks.causal(4)] * 3), {"input_ids": tokens(1, 4)}, "with 4 heads, but its masks are for 3"),
+        (FIXED, {"input_ids": tokens(3, 9)}, r"has 9 positions, but document\(lengths=\[2, 4\].* covers 6"),
+    ],
+)
+def test_bad_calls_under_fixed_masks(mask, inputs, message):
+    model = tiny("Llama")
+    with masks.attach(model, mask), pytest.raises(ValueError, match=message):
+        model(**inputs)
+
+
+def test_a_mask_for_each_sequence_survives_a_copy():
+    model, ids = tiny("Llama"), tokens(2, 6)
+    with masks.attach(model, masks.batch([masks.causal(6), masks.full(6)])):
+        expected = outputs(model, input_ids=ids)
+        assert torch.equal(outputs(pickle.loads(pickle.dumps(model)), input_ids=ids), expected)
+    with pytest.raises(ValueError, match=r"square mask, got .* of shape \(2, 3\)"):
+        masks.attach(model, masks.per_head([masks.full(2, 3)]))

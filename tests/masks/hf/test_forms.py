@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attnflow as af
 from attnflow.masks.hf.attention import Positions
-from attnflow.masks.hf.forms import MaskForms, Span
+from attnflow.masks.hf.forms import GridForms, MaskForms, Span
 from attnflow.models.mask_request import MaskRequest
 from tests.strategies import square_masks
 
@@ -52,7 +52,7 @@ def expected(mask, first, queries, keys, padding):
 def native(call, implementation, dtype=torch.float64):
     mask, first, queries, keys, padding = call
     request = MaskRequest(1 if padding is None else len(padding), queries, keys, first, 0, padding)
-    return Positions(request).native(MaskForms(mask), False, True, implementation, CPU, dtype)
+    return Positions(request).native(GridForms.of(mask), False, True, implementation, CPU, dtype)
 
 
 @given(calls())
@@ -62,7 +62,7 @@ def test_dense_forms(call):
     for implementation in ("sdpa", "eager"):
         found, empty = native(call, implementation)
         allowed = found if implementation == "sdpa" else found == 0
-        shut = torch.zeros(len(allowed), call[2], dtype=torch.bool) if empty is None else empty
+        shut = torch.zeros(len(allowed), call[2], dtype=torch.bool) if empty is None else empty[:, 0]
         assert torch.equal((allowed[:, 0] & ~shut[..., None]).expand_as(wanted), wanted)
         assert torch.equal(shut.expand(wanted.shape[:2]), ~wanted.any(dim=-1))
         assert allowed.any(dim=-1).all()  # no softmax over nothing
@@ -70,7 +70,7 @@ def test_dense_forms(call):
 
 
 def test_additive_forms_of_one_call_keep_their_dtypes():
-    positions, forms = Positions(MaskRequest(1, 3, 3)), MaskForms(af.masks.causal(3))
+    positions, forms = Positions(MaskRequest(1, 3, 3)), GridForms.of(af.masks.causal(3))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         found, _ = positions.native(forms, False, False, "eager", CPU, dtype)
         assert found.dtype == dtype
@@ -113,11 +113,11 @@ def test_block_masks_of_longer_padded_batches_are_exact(block, monkeypatch):
 
 
 def test_flex_attention_never_builds_a_table_of_all_pairs():
-    forms = MaskForms(af.masks.butterfly(10_000))  # 900 MB as a table
+    forms = GridForms.of(af.masks.butterfly(10_000))  # 900 MB as a table
     size = forms.mask.num_queries
     found = forms.block_mask(Span(0, size, 0, size, size), CPU)
     assert found.shape[-2:] == (size, size)
-    assert forms._dense == {}
+    assert forms.parts[0][0]._dense == {}
     assert forms.block_mask(Span(0, size, 0, size, size), CPU) is found  # kept
     padding = torch.ones(1, size, dtype=torch.bool)
     padding[0, size - 5 :] = False

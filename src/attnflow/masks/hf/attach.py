@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 from attnflow._core.checks import boolean, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.hf.attention import FlexOnCpu, MaskedAttention
 from attnflow.masks.hf.batched import BatchAttention
-from attnflow.masks.hf.forms import MaskForms
+from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
 
+AnyMask = Mask | MaskGrid
 OtherMixers = Literal["error", "keep"]
 
 _log: Final = logging.getLogger("attnflow.masks")
@@ -41,7 +43,7 @@ class MaskHandle(Handle):
         self,
         model: nn.Module,
         backend: str,
-        masks: Mapping[str, Mask],
+        masks: Mapping[str, AnyMask],
         interception: Interception,
         unchecked: str,
     ) -> None:
@@ -70,9 +72,9 @@ class MaskHandle(Handle):
 
 def attach(
     model: nn.Module | Loaded,
-    mask: Mask | Mapping[str, Mask] | Literal["batch"] | None = None,
+    mask: AnyMask | Mapping[str, AnyMask] | Literal["batch"] | None = None,
     *,
-    per_layer: Sequence[Mask] | Mapping[str, Sequence[Mask]] | None = None,
+    per_layer: Sequence[AnyMask] | Mapping[str, Sequence[AnyMask]] | None = None,
     layers: Sequence[int] | None = None,
     backend: str | None = None,
     crop: bool = False,
@@ -99,9 +101,10 @@ def attach(
         model: any model whose attention goes through the attention interface of transformers, or a part of it that
             is a model itself (`model.get_decoder()`, the language model of a vision model), or what `load_model`
             returns.
-        mask: one mask for all layers; "batch" for those of each batch; or, for an encoder-decoder model, a dict with
-            any of "encoder", "decoder" (square) and "cross" (decoder x encoder positions); parts that it leaves out
-            keep the model's own mask.
+        mask: one mask for all layers, also `per_head([...])`, or `batch([...])` with one for each sequence of every
+            batch, in order and each for its own length; "batch" for masks that come with each batch; or, for an
+            encoder-decoder model, a dict with any of "encoder", "decoder" (square) and "cross" (decoder x encoder
+            positions); parts that it leaves out keep the model's own mask.
         per_layer: in place of `mask`, one mask for each attention layer, in order; for an encoder-decoder model a dict
             of such lists.
         layers: numbers of the attention layers that `mask` is for; the others keep the model's own mask.
@@ -152,7 +155,7 @@ def attach(
         _refuse_mixers(model, [site for site in sites if any(site.owner is owner for owner in owners)])
     unchecked = "; ".join(filter(None, (_checked_by_running(model, owner, sites, other_mixers) for owner in owners)))
     backend = _implementation(model, masked, backend)
-    forms = {one: MaskForms(one) for one in set(masks.values())}  # equal masks share theirs
+    forms = {one: GridForms.of(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
         devices = {parameter.device for site in masked for parameter in site.module.parameters()}
         for form in forms.values():
@@ -217,7 +220,7 @@ def _sites_of_batches(sites: Sequence[Site], layers: Sequence[int] | None) -> li
 
 def _assign(
     sites: Sequence[Site], mask: object, per_layer: object, layers: Sequence[int] | None
-) -> dict[nn.Module, Mask]:
+) -> dict[nn.Module, AnyMask]:
     """The mask of each attention module that gets one."""
     if (mask is None) == (per_layer is None):
         raise TypeError(
@@ -230,7 +233,7 @@ def _assign(
     by_part: dict[str, list[Site]] = {}
     for site in sites:
         by_part.setdefault("cross" if site.kind == "cross" else site.part, []).append(site)
-    masks: dict[nn.Module, Mask] = {}
+    masks: dict[nn.Module, AnyMask] = {}
     for part, one in _by_part(sites, value).items():
         here = by_part.get(part, [])
         if not here:
@@ -280,19 +283,19 @@ def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
     return masks
 
 
-def _checked(mask: object, part: str) -> Mask:
+def _checked(mask: object, part: str) -> AnyMask:
     if isinstance(mask, list | tuple):  # could mean one for each layer, or for each sequence of a batch
         by_name = f'{{"{part}": [...]}}' if part else "[...]"
         raise TypeError(
             f"expected one Mask, got a {type(mask).__name__}: one mask for each layer is per_layer={by_name}, one for "
             "each sequence of a batch af.masks.batch([...]), one for each head af.masks.per_head([...])"
         )
-    if not isinstance(mask, Mask):
+    if not isinstance(mask, Mask | MaskGrid):
         raise not_a_mask(mask)
     if part != "cross" and mask.num_queries != mask.num_keys:
         raise ValueError(
-            f"self-attention needs a square mask, got {mask!r} of shape {mask.shape}; a cache is handled by taking "
-            "the rows of the new tokens from a square mask over all tokens"
+            f"self-attention needs a square mask, got {mask!r} of shape {mask.num_queries, mask.num_keys}; a cache is "
+            "handled by taking the rows of the new tokens from a square mask over all tokens"
         )
     return mask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.masks.hf.forms import MaskForms, Span
+from attnflow.masks.hf.forms import GridForms, MaskForms, Span
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest
 
@@ -30,7 +31,7 @@ class Positions:
         self._masks: dict[tuple[object, ...], Native] = {}
 
     def native(
-        self, forms: MaskForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
+        self, forms: GridForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
     ) -> Native:
         """(mask in the form that `implementation` takes, queries that may attend to nothing or None)."""
         key = (id(forms), implementation, str(device), dtype)
@@ -39,12 +40,15 @@ class Positions:
         return self._masks[key]
 
     def _make(
-        self, forms: MaskForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
+        self, forms: GridForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
     ) -> Native:
-        may_be_empty = forms.has_empty_rows or self.padding is not None
+        may_be_empty = self.padding is not None
+        sequences = [self] if forms.shape[0] == 1 else [self._sequence(b) for b in range(forms.shape[0])]
         if isinstance(self.first_query, int):
             span = self._span(cross)
-            may_be_empty |= self._check(forms, span, cross, crop)
+            for positions, row in zip(sequences, forms.parts, strict=True):
+                for form in row:
+                    may_be_empty |= form.has_empty_rows | positions._check(form, span, cross, crop)
             if implementation == FLEX:
                 if self.padding is None:
                     return forms.block_mask(span, device), None
@@ -54,8 +58,20 @@ class Positions:
             raise RuntimeError("flex_attention needs the cache length as a number: compile with a dynamic cache")
         else:
             may_be_empty = True
-        allowed = self._allowed(forms, cross, device)
-        return dense_form(allowed, may_be_empty, implementation, dtype)
+        rows = [
+            torch.cat([positions._allowed(form, cross, device) for form in row], dim=1)
+            for positions, row in zip(sequences, forms.parts, strict=True)
+        ]
+        return dense_form(rows[0] if len(rows) == 1 else torch.cat(rows), may_be_empty, implementation, dtype)
+
+    def _sequence(self, number: int) -> Positions:
+        """Of one sequence of the batch alone."""
+        one = copy.copy(self)
+        part = slice(number, number + 1)
+        one._shape = 1, *self._shape[1:]
+        one.padding, one.left = (None if each is None else each[part] for each in (self.padding, self.left))
+        one._lefts = None if self._lefts is None else self._lefts[part]
+        return one
 
     def _span(self, cross: bool) -> Span:
         _, queries, keys = self._shape
@@ -169,18 +185,28 @@ class MaskedAttention:
     """The interceptor that puts a mask of ours in the place of the model's, at one attention module."""
 
     name: str  # the module's path, for messages
-    forms: MaskForms
+    forms: GridForms
     cross: bool  # whether its keys are another sequence's
     crop: bool  # whether keys beyond the sequence may be dropped
     flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
         """Attention under the mask, by whatever computes it."""
+        self._check(call)
         positions = self._positions(call)
         route = route_of(self.name, self.flex_on_cpu, call, proceed)
         query = call.query
         native = positions.native(self.forms, self.cross, self.crop, route, query.device, query.dtype)
         return attend(call, proceed, route, native)
+
+    def _check(self, call: AttentionCall) -> None:
+        """Raise unless there is a mask for each sequence and head of the call."""
+        for own, size, what in zip(self.forms.shape, call.query.shape, ("sequences", "heads"), strict=False):
+            if own not in (1, size):
+                raise ValueError(
+                    f"{self.name} attends with {size} {what}, but its masks are for {own}: {self.forms.mask!r}"
+                    + (" (a mask for each head of the queries, where keys have fewer)" if what == "heads" else "")
+                )
 
     def _positions(self, call: AttentionCall) -> Positions:
         """Where the call's tokens lie: shared by the layers that the model gave one mask."""

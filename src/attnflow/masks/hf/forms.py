@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeVar, cast
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.mask import Mask
 
 _WHOLE: Final = 4096  # a mask of at most this many queries is made dense at once; a larger one grows by doubling
@@ -117,43 +118,6 @@ class MaskForms:
         self._blocks.move_to_end(key)
         return self._blocks[key]
 
-    @_untraced
-    def padded_block_mask(
-        self, span: Span, padding: Tensor, left: tuple[int, ...], key_only: bool, device: torch.device
-    ) -> BlockMask:
-        """The BlockMask of one call on a padded batch, exact per batch element: O(batch x rows x intervals).
-
-        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts the leading pads per element, by
-        which positions of the mask are shifted, those of keys alone if `key_only` (cross-attention).
-        """
-        padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
-        real = padding.cpu().numpy()
-        parts: list[BlockMask] = []
-        for shift, keep in zip(left, real, strict=True):
-            placed = self.placed(span, 0 if key_only else shift, shift)
-            columns = IntervalRows.from_bool(keep[None, span.first_key : span.first_key + span.num_keys])
-            rows = placed.intervals().intersection(columns.take(np.zeros(span.num_queries, np.int64)))
-            parts.append(Mask(rows).block_mask(device=device))
-        tables = [
-            torch.cat([cast(Tensor, getattr(part, name)) for part in parts])
-            for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-        ]
-        inside = self.mask.mask_mod_on(device)
-        keys, queries = self.mask.num_keys, self.mask.num_queries
-        shifts = torch.tensor(left, device=device)
-        first_query, first_key = (torch.tensor(value, device=device) for value in (span.first_query, span.first_key))
-        keep = padding.to(device)
-        query_shifts = torch.zeros_like(shifts) if key_only else shifts
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            query, key = q + first_query - query_shifts[b], k + first_key - shifts[b]
-            valid = keep[b, k + first_key] & (query >= 0) & (query < queries) & (key >= 0) & (key < keys)
-            return inside(b, h, query.clamp(0, queries - 1), key.clamp(0, keys - 1)) & valid
-
-        return BlockMask.from_kv_blocks(
-            *tables, BLOCK_SIZE=parts[0].BLOCK_SIZE, mask_mod=mask_mod, seq_lengths=(span.num_queries, span.num_keys)
-        )
-
     def placed(self, span: Span, query_shift: int = 0, key_shift: int = 0) -> Mask:
         """The mask as seen by one call: rows and keys moved up by the shifts, then cut to the span."""
         whole = (span.first_query, span.first_key, query_shift, key_shift) == (0, 0, 0, 0)
@@ -165,3 +129,76 @@ class MaskForms:
         starts, ends = starts[keep] + key_shift, np.minimum(ends[keep] + key_shift, span.end)
         starts, ends = starts - span.first_key, ends - span.first_key
         return Mask(IntervalRows.build(query[keep], starts, ends, span.num_queries, span.num_keys))
+
+    def padded(self, span: Span, real: BoolArray, query_shift: int, key_shift: int) -> Mask:
+        """The mask as seen by one call of a padded sequence: moved up by its leading pads, without keys that are pads.
+
+        `real` is bool[>= span keys], False at slots to skip.
+        """
+        keys = real[None, span.first_key : span.first_key + span.num_keys]
+        columns = IntervalRows.from_bool(keys).take(np.zeros(span.num_queries, np.int64))
+        return Mask(self.placed(span, query_shift, key_shift).intervals().intersection(columns))
+
+
+@dataclass(frozen=True, eq=False)
+class GridForms:
+    """The forms of a mask, or of each sequence's and head's mask: what all layers under it share."""
+
+    mask: Mask | MaskGrid
+    parts: tuple[tuple[MaskForms, ...], ...]  # of each sequence and head; one row, or one column, stands for all
+    _blocks: OrderedDict[tuple[Span, str], BlockMask] = field(default_factory=OrderedDict)
+
+    @classmethod
+    def of(cls, mask: Mask | MaskGrid) -> GridForms:
+        """Equal masks share theirs."""
+        rows = ((mask,),) if isinstance(mask, Mask) else mask.masks
+        forms = {one: MaskForms(one) for row in rows for one in row}
+        return cls(mask, tuple(tuple(forms[one] for one in row) for row in rows))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"mask": self.mask, "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, value in {**state, "_blocks": OrderedDict()}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(sequences, heads); a 1 stands for any number."""
+        return len(self.parts), len(self.parts[0])
+
+    def prepare(self, devices: set[torch.device]) -> None:
+        """Build what a compiled model cannot build on its way, where that is cheap."""
+        for form in {id(form): form for row in self.parts for form in row}.values():
+            form.prepare(devices)
+
+    @_untraced
+    def block_mask(self, span: Span, device: torch.device) -> BlockMask:
+        """The BlockMask of one call without padding."""
+        if self.shape == (1, 1):
+            return self.parts[0][0].block_mask(span, device)
+        key = (span, str(device))
+        if key not in self._blocks:
+            rows = tuple(tuple(form.placed(span) for form in row) for row in self.parts)
+            self._blocks[key] = MaskGrid(rows, span.num_queries, span.num_keys).block_mask(device=device)
+            while len(self._blocks) > _MAX_BLOCK_MASKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
+
+    @_untraced
+    def padded_block_mask(
+        self, span: Span, padding: Tensor, left: tuple[int, ...], key_only: bool, device: torch.device
+    ) -> BlockMask:
+        """The BlockMask of one call on a padded batch, exact per batch element: O(batch x rows x intervals).
+
+        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts the leading pads per element, by
+        which positions of the mask are shifted, those of keys alone if `key_only` (cross-attention).
+        """
+        padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
+        forms = self.parts * (1 if len(self.parts) > 1 else len(left))
+        rows = tuple(
+            tuple(form.padded(span, real, 0 if key_only else shift, shift) for form in row)
+            for row, real, shift in zip(forms, padding.cpu().numpy(), left, strict=True)
+        )
+        return MaskGrid(rows, span.num_queries, span.num_keys).block_mask(device=device)
