@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attnflow import masks
 from attnflow.masks.batch_rows import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
 from attnflow.masks.batches import MaskGrid
+from tests.refused import refused
 from tests.strategies import square_masks
 
 TABLES = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"]
@@ -193,5 +194,5 @@ def test_block_counts_at_length_take_no_table_of_pairs():
     ],
 )
 def test_bad_input(make, error, message):
-    with pytest.raises(error, match=message):
+    with refused(error, message):
         make()

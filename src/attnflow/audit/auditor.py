@@ -15,7 +15,7 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit import cached
-from attnflow.audit.declared import pairs_passed, relation_of
+from attnflow.audit.declared import Order, pairs_passed, relation_of
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.findings import AuditReport, ModuleResult, Violation, few
 from attnflow.audit.gradients import Puller
@@ -25,10 +25,8 @@ from attnflow.audit.passes import FirstPass, Recording, Runner, surveyed
 from attnflow.audit.perturb import Prober
 from attnflow.audit.survey import Survey, survey
 from attnflow.audit.trace import Watch
-from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
-from attnflow.order.flow import Flow
 
 Mode = Literal["perturb", "vjp", "quick"]
 
@@ -38,7 +36,7 @@ _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits fo
 def check(
     model: nn.Module | Loaded,
     inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
-    order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = None,
+    order: Order = None,
     mode: Mode = "perturb",
     *,
     cache: bool | Sequence[int] = False,
@@ -61,7 +59,8 @@ def check(
         inputs: keyword arguments of the model's forward, token ids [batch, n] or [n], or a text if the model came with
             its tokenizer. Keyword arguments are passed as they are (`use_cache`, `position_ids`, `attention_mask`,
             `pixel_values`, ...): the audit is of this very call.
-        order: one mask for all layers, one mask per layer call, or a `Flow`; "mask" for the pairs of the
+        order: one mask for all layers (also of `af.masks.batch([...])`, one for each sequence, or of `per_head([...])`,
+            the union of its heads), one mask per layer call, or a `Flow`; "mask" for the pairs of the
             `attention_mask` among the inputs; None for what inputs and model declare (see `declared_order`).
             Positions of an encoder-decoder are counted through, encoder first.
         mode: "perturb" changes inputs (any model, also through argmax, routing or hashing); "vjp" pulls random

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, real_positions
 from attnflow.audit.survey import LayerCall, Survey, survey
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import evaluating
@@ -30,6 +31,8 @@ from attnflow.order.flow import Flow, analyze
 
 if TYPE_CHECKING:
     from attnflow.models.mask_request import MaskRequest
+
+Order = Mask | MaskGrid | Sequence[Mask | MaskGrid] | Flow | Literal["mask"] | None
 
 # Layers that keep positions apart, and layers whose state runs forward over the sequence.
 _POINTWISE = frozenset({"moe", "mlp", "sparse", "dense"})
@@ -61,12 +64,13 @@ def declared_order(
     return analyze(masks[0] if relation.repeat else masks)
 
 
-def relation_of(model: nn.Module, seen: Survey, order: Mask | Sequence[Mask] | Flow | str | None) -> Relation:
+def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
     """The relation to audit against: `order` if given, else what is declared.
 
     Raises:
         TypeError: `order` is of another type.
-        ValueError: `order` is not square or not of the inputs' size, or "mask" without a mask of pairs.
+        ValueError: `order` is not square or not of the inputs' size or number of sequences, or "mask" without a mask of
+            pairs.
         UnsupportedArchitecture: nothing is given and nothing declared.
     """
     inputs = seen.inputs
@@ -80,31 +84,34 @@ def relation_of(model: nn.Module, seen: Survey, order: Mask | Sequence[Mask] | F
         return Relation((allow,), True, "the pairs that attention_mask allows")
     repeat, masks = _masks_of(cast(object, order))
     for mask in masks:
-        if mask.shape != (inputs.size, inputs.size):
+        if (mask.num_queries, mask.num_keys) != (inputs.size, inputs.size):
             parts = " + ".join(f"{slot.length} of {slot.title}" for slot in inputs.slots)
             raise ValueError(
                 f"expected an order over {inputs.size} positions ({parts}), got a mask of shape {mask.shape}"
             )
-    dense = {id(mask): mask.dense()[None] for mask in masks}
+        if isinstance(mask, MaskGrid) and mask.shape[0] not in (1, inputs.batch):
+            raise ValueError(f"expected an order for {inputs.batch} sequences, got {mask!r}")
+    dense = {id(mask): mask.dense().any(1) if isinstance(mask, MaskGrid) else mask.dense()[None] for mask in masks}
     name = repr(masks[0])
     if any(repr(mask) != name for mask in masks):
-        counts = Counter(mask.name for mask in masks)
+        counts = Counter(mask.name if isinstance(mask, Mask) else repr(mask) for mask in masks)
         name = f"{len(masks)} masks, one per layer: {', '.join(f'{count} {kind}' for kind, count in counts.items())}"
-    return Relation(tuple(dense[id(mask)] for mask in masks), repeat, name)
+    rows = max(map(len, dense.values()))
+    return Relation(tuple(dense[id(mask)].expand(rows, -1, -1) for mask in masks), repeat, name)
 
 
-def _masks_of(order: object) -> tuple[bool, tuple[Mask, ...]]:
-    if isinstance(order, Mask):
+def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
+    if isinstance(order, Mask | MaskGrid):
         return True, (order,)
     if isinstance(order, Flow):
         return order.num_layers is None, order.masks
     if isinstance(order, Sequence) and not isinstance(order, str):
         masks = tuple(cast(Sequence[object], order))
-        if masks and all(isinstance(mask, Mask) for mask in masks):
-            return False, cast(tuple[Mask, ...], masks)
+        if masks and all(isinstance(mask, Mask | MaskGrid) for mask in masks):
+            return False, cast(tuple[Mask | MaskGrid, ...], masks)
     raise TypeError(
-        "order must be a Mask, a list with one Mask per layer, a Flow, or 'mask' for the pairs of attention_mask, got "
-        f"{order!r}"[:200]
+        "order must be a Mask, a batch of masks, a list with one of them per layer, a Flow, or 'mask' for the pairs of "
+        f"attention_mask, got {order!r}"[:200]
         + "; wrap a bool tensor with af.masks.from_dense"
     )
 

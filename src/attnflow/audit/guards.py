@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.audit.auditor import check
+from attnflow.audit.declared import Order
 from attnflow.audit.findings import AuditReport
 from attnflow.audit.packing import BOUNDARIES
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import REFUSALS
 from attnflow.models.loaded import Loaded, split
-from attnflow.order.flow import Flow
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
@@ -41,7 +42,7 @@ class Guard(Handle):
         model: nn.Module,
         every: int | None,
         on_leak: str,
-        order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None,
+        order: Order,
         passes: int,
         sequences: int,
     ) -> None:
@@ -49,7 +50,7 @@ class Guard(Handle):
         self.reports: list[AuditReport] = []
         self.refusals: dict[int, str] = {}
         self._every, self._on_leak = every, on_leak
-        self._order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = order
+        self._order: Order = order
         self._passes, self._sequences = passes, sequences
         self._calls = 0
         self._busy = False
@@ -100,7 +101,7 @@ class Guard(Handle):
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         with torch.autocast(device, enabled=False):
             batch = without_loss(model, call, self._sequences)
-            return check(model, batch, self._order, both_sides=False, passes=self._passes)
+            return check(model, batch, _of_first(self._order, self._sequences), both_sides=False, passes=self._passes)
 
     def _restore(self) -> None:
         self._hook.remove()
@@ -129,7 +130,7 @@ def guard(
     every: int | None = None,
     *,
     on_leak: str = "raise",
-    order: Mask | Sequence[Mask] | Flow | Literal["mask"] | None = None,
+    order: Order = None,
     passes: int = 8,
     sequences: int = 2,
 ) -> Guard:
@@ -189,6 +190,15 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
     return {
         name: _rows(name, value, batch_size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS
     }
+
+
+def _of_first(order: Order, sequences: int) -> Order:
+    """What may flow in the first sequences of a batch."""
+    if isinstance(order, MaskGrid):
+        return MaskGrid(order.masks[:sequences], order.num_queries, order.num_keys)
+    if isinstance(order, Sequence) and not isinstance(order, str):
+        return [cast(Mask | MaskGrid, _of_first(each, sequences)) for each in order]
+    return order
 
 
 def _rows(name: str, value: Any, batch: int, sequences: int) -> Any:

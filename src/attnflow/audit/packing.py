@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
+from attnflow.masks.batch_rows import allowed_of_rows, is_row_intervals
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
@@ -128,7 +129,8 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     """bool [batch or 1, n, n], the pairs that a mask allows in any head; None of a mask of positions.
 
     Args:
-        mask: a `BlockMask`, a tensor of 0 and 1 or bool, or an additive one with 0 for allowed.
+        mask: a `BlockMask`, a tensor of 0 and 1 or bool, an additive one with 0 for allowed, or the row intervals of
+            `af.masks.batch`.
         batch: number of sequences.
         n: number of positions.
 
@@ -140,6 +142,8 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     pairs = as_tensor(mask)
     if pairs.ndim < 3:
         return None
+    if is_row_intervals(pairs) and pairs.shape[-2] != n:
+        pairs = allowed_of_rows(pairs, n)
     if pairs.shape[-2:] != (n, n) or pairs.shape[0] not in (1, batch):
         raise ValueError(f"attention_mask must be [{batch}, heads, {n}, {n}], got {list(pairs.shape)}")
     zero_one = not pairs.is_floating_point() or bool(((pairs == 0) | (pairs == 1)).all() and (pairs == 1).any())

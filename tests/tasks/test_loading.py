@@ -1,0 +1,75 @@
+"""Batches of row intervals on their way: worker processes, pinning, `accelerate`, several processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+import attnflow as af
+
+FAMILY = partial(af.tasks.block_two_stream, block=2, mask_token=31)
+SAMPLES = [[(7 * i + j) % 31 for j in range(n)] for i, n in enumerate([4, 8, 6, 8, 2 + 2, 6, 8, 4])]
+PROGRAM = Path(__file__).with_name("distributed_loading.py")
+
+
+def collate():
+    return af.tasks.Collator(FAMILY, masks="intervals", pad_to_multiple_of=16, min_width=2)
+
+
+def same(batch, other):
+    return batch.keys() == other.keys() and all(torch.equal(batch[name], other[name]) for name in batch)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_worker_processes_give_the_same_batches(start):
+    expected = [collate()(SAMPLES[i : i + 2]) for i in range(0, 8, 2)]
+    loader = DataLoader(
+        SAMPLES, 2, collate_fn=collate(), num_workers=1, multiprocessing_context=start, worker_init_fn=_leave_threads
+    )
+    assert all(map(same, list(loader), expected))
+
+
+def _leave_threads(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_accelerate_prepares_them(dispatch, split):
+    expected = [collate()(SAMPLES[i : i + 2]) for i in range(0, 8, 2)]
+    options = DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=split)
+    loader = Accelerator(cpu=True, dataloader_config=options).prepare(DataLoader(SAMPLES, 2, collate_fn=collate()))
+    assert all(map(same, list(loader), expected))
+
+
+def test_a_batch_is_plain_tensors_with_the_sequences_in_front():
+    batch = collate()(SAMPLES[:3])
+    assert {type(value) for value in batch.values()} == {torch.Tensor}
+    assert {len(value) for value in batch.values()} == {3}
+    assert same(copy.deepcopy(batch), batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["sampler", "dispatch", "dispatch split"])
+def test_two_processes_train_what_one_does(dispatch, tmp_path):
+    """The same parameters after three steps, with batches sliced, broadcast and joined in between."""
+    results = []
+    for processes in (1, 2):
+        target = tmp_path / f"{processes}.pt"
+        command = [str(PROGRAM), str(target), dispatch, str(8 // processes if dispatch != "dispatch split" else 8)]
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+        subprocess.run(
+            [sys.executable, *(launch if processes > 1 else []), *command], check=True, env=environment, timeout=300
+        )
+        results.append(torch.load(target))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)
