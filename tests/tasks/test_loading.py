@@ -66,7 +66,7 @@ def test_two_processes_train_what_one_does(dispatch, tmp_path):
     for processes in (1, 2):
         target = tmp_path / f"{processes}.pt"
         command = [str(PROGRAM), str(target), dispatch, str(8 // processes if dispatch != "dispatch split" else 8)]
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
         subprocess.run(
             [sys.executable, *(launch if processes > 1 else []), *command], check=True, env=environment, timeout=300
