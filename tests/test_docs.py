@@ -21,6 +21,7 @@ BLOCK = re.compile(
 TRAINS = re.compile(r"\.backward\(\)|\.train\(")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SHORT = {"train_on_text": ["--steps", "2", "--length", "64"]}  # arguments for a run that takes minutes otherwise
 
 
 def snippets(page):
@@ -105,6 +106,7 @@ def test_the_watch_sees_labels_that_their_own_positions_read():
 def test_example_runs(example, tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-m", "tests.training_watch", str(example)]
+    command += SHORT.get(example.stem, [])
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout

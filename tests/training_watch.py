@@ -1,6 +1,6 @@
 """Watches code that trains: no label of a labelled forward pass may be readable at its own position.
 
-As a program it runs an example under the watch: `python -m tests.training_watch EXAMPLE.py`.
+As a program it runs an example under the watch: `python -m tests.training_watch EXAMPLE.py [ARGUMENTS]`.
 """
 
 from __future__ import annotations
@@ -122,5 +122,6 @@ def watching_training() -> Iterator[TrainingWatch]:
 
 if __name__ == "__main__":
     with watching_training() as seen:
-        runpy.run_path(sys.argv[1], run_name="__main__")
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
     print(f"{seen.proofs} labelled calls proved", file=sys.stderr)

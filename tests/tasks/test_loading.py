@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import attnflow as af
 
@@ -56,6 +57,65 @@ def test_a_batch_is_plain_tensors_with_the_sequences_in_front():
     assert {type(value) for value in batch.values()} == {torch.Tensor}
     assert {len(value) for value in batch.values()} == {3}
     assert same(copy.deepcopy(batch), batch)
+
+
+class Stream(IterableDataset):
+    """Samples that are made one at a time, always in the same order."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield {"input_ids": torch.randint(0, 31, (8,), generator=generator).tolist()}
+
+
+def trained(folder, steps, resume=False):
+    """Parameters after training on a stream, stopped or resumed."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        save_steps=2,
+        learning_rate=0.01,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    stop = [StopAt(steps)]
+    with af.masks.attach(model, "batch"):
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=Stream(),
+            data_collator=collate(),
+            compute_loss_func=af.tasks.loss,
+            callbacks=stop,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self.step
+        return control
+
+
+def test_a_training_on_a_stream_goes_on_where_it_stopped_bit_for_bit(tmp_path):
+    expected = trained(tmp_path / "whole", 4)
+    halfway = trained(tmp_path / "stopped", 2)
+    resumed = trained(tmp_path / "stopped", 4, resume=True)
+    assert all(torch.equal(resumed[name], parameter) for name, parameter in expected.items())
+    assert not any(torch.equal(halfway[name], parameter) for name, parameter in expected.items())
 
 
 @pytest.mark.slow
