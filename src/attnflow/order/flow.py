@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import cast, overload
 
 import numpy as np
@@ -22,10 +23,12 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.numbering import invert
 from attnflow.masks.spec import mask_from_dict
-from attnflow.order import bits, composition, walk
-from attnflow.order.closure import Order, close, renumbered
+from attnflow.order import composition, walk
+from attnflow.order.bits import chunks
+from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
 from attnflow.order.difference import OrderDifference, difference_of
 from attnflow.order.hasse import Hasse
+from attnflow.order.reach import Reach, common_numbering, products
 from attnflow.order.sparse import Sparse
 
 
@@ -154,29 +157,26 @@ class Flow(Result):
         if self.num_layers is None:
             rows, rank = self.masks[0].relabelled()
             return rows.with_diagonal(), rank
-        return bits.to_rows(self._products[-1], self.size), None
+        return self._products[-1].intervals(), self._rank
 
     @cached_property
-    def _rank(self) -> IntArray | None:
-        """The number of each position in `_layers`: a long mask is not taken out of its compact numbering."""
-        return self._step[1] if self.num_layers is None and self.size > composition.LONG else None
+    def _numbered(self) -> tuple[list[IntervalRows], IntArray | None]:
+        return common_numbering(self.masks)
 
-    @cached_property
+    @property
     def _layers(self) -> list[IntervalRows]:
-        """A = allow | I of each layer, in the numbers that `_rank` gives positions; equal masks are converted once."""
-        if self._rank is not None:
-            return [self._step[0]]
-        rows_of: dict[int, IntervalRows] = {id(mask): mask.intervals().with_diagonal() for mask in self.masks}
-        return [rows_of[id(mask)] for mask in self.masks]
+        """A = allow | I of each layer (one for all of a single mask), in the numbers that `_rank` gives positions."""
+        return self._numbered[0]
+
+    @property
+    def _rank(self) -> IntArray | None:
+        """The number of each position in `_layers`: long masks are not taken out of their compact numbering."""
+        return self._numbered[1]
 
     @cached_property
-    def _products(self) -> list[bits.Words]:
-        """The products A_l x ... x A_1 of a stack, for l = 0..num_layers; n^2 / 8 bytes each."""
-        bits.require_room(len(self.masks) + 1, self.size, f"the flow through {len(self.masks)} layers")
-        products = [bits.from_rows(_diagonal(self.size))]
-        for rows in self._layers:
-            products.append(bits.product(rows, products[-1]))
-        return products
+    def _products(self) -> list[Reach]:
+        """The products A_l x ... x A_1 of a stack, for l = 0..num_layers."""
+        return products(self._layers)
 
     @cached_property
     def _order(self) -> Order:
@@ -189,7 +189,7 @@ class Flow(Result):
 
     @cached_property
     def _nnz(self) -> int:
-        return self._order.nnz if self.num_layers is None else bits.count(self._products[-1])
+        return self._order.nnz if self.num_layers is None else int(self._products[-1].counts().sum())
 
     @cached_property
     def depth(self) -> int:
@@ -199,25 +199,20 @@ class Flow(Result):
         Boolean ones (`attnflow.order.bits.product`).
 
         Raises:
-            ValueError: bit matrices of so many positions do not fit into memory.
+            ValueError: there are too many intervals, and bit matrices of so many positions do not fit into memory.
         """
         if self.num_layers is not None:
-            counts = [bits.count(words) for words in self._products]
+            counts = [int(reached.counts().sum()) for reached in self._products]
             return max(1, counts.index(counts[-1]))
-        by_intervals = composition.depth_of(self._step[0]) if self.size > composition.LONG else None
-        return bits.depth_of(self._step[0], self._nnz) if by_intervals is None else by_intervals
+        return depth_of(self._step[0])
 
     @cached_property
     def is_dense(self) -> bool:
         """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
         if self.num_layers is not None:
             return self.depth == 1
-        rows = self._step[0]
-        if self.size > composition.LONG:
-            square = composition.compose(rows, rows, 2 * len(rows.starts))
-            if square is not None:
-                return rows.equals(square)
-        return int(rows.counts().sum()) == self._nnz
+        closed = is_closed(self._step[0]) if self.size > composition.LONG else None
+        return int(self._step[0].counts().sum()) == self._nnz if closed is None else closed
 
     @property
     def closure_density(self) -> float:
@@ -229,7 +224,7 @@ class Flow(Result):
         source, target = self._position("source", source), self._position("target", target)
         if layers is None and self.num_layers is None:
             lower, upper = int(self._class_of[source]), int(self._class_of[target])
-            return bool(self._order.below[upper] >> lower & 1)
+            return self._order.reaches(lower, upper)
         return source in self.receptive_field(target, layers).tolist()
 
     def receptive_field(self, query: int, layers: int | None = None) -> Int[Tensor, " field"]:
@@ -265,13 +260,15 @@ class Flow(Result):
     @cached_property
     def _members(self) -> tuple[list[tuple[int, ...]], IntArray]:
         """(the classes as `classes` lists them, number there of each class of `_order`)."""
-        rank = self._step[1]
-        parts = self._order.members
-        if rank is not None:
-            position = np.argsort(rank)
-            parts = [sorted(position[part].tolist()) for part in parts]
-        number = renumbered(self._order, np.array([part[0] for part in parts], dtype=np.int64))
-        return [tuple(parts[c]) for c in np.argsort(number).tolist()], number
+        first = np.full(self._order.num_classes, self.size)
+        np.minimum.at(first, self._class_of, np.arange(self.size))
+        number = renumbered(self._order, first)
+        class_of = number[self._class_of]
+        positions = np.argsort(class_of, kind="stable").tolist()
+        if self._order.num_classes == self.size:
+            return list(zip(positions)), number
+        cuts = np.concatenate([[0], np.cumsum(np.bincount(class_of))]).tolist()
+        return [tuple(positions[first:last]) for first, last in pairwise(cuts)], number
 
     @property
     def classes(self) -> list[tuple[int, ...]]:
@@ -290,9 +287,9 @@ class Flow(Result):
     def hasse(self) -> Hasse:
         """The Hasse diagram of the classes; equal orders have equal diagrams."""
         nodes, number = self._members
-        covers = number[np.array(self._order.covers, dtype=np.int64).reshape(-1, 2)]
-        covers = covers[np.lexsort((covers[:, 0], covers[:, 1]))]
-        return Hasse(nodes, [(lower, upper) for lower, upper in covers.tolist()])
+        lower, upper = number[self._order.covers.T]
+        order = np.lexsort((lower, upper))
+        return Hasse(nodes, list(zip(lower[order].tolist(), upper[order].tolist(), strict=True)))
 
     @overload
     def reachability(self, layers: int | None = None, chunk: None = None) -> Bool[Tensor, "n n"]: ...
@@ -310,21 +307,21 @@ class Flow(Result):
             chunk: return an iterator of (first row, bool [rows, n]) with this many rows each, instead of n x n.
         """
         layers = self._layer_count(layers)
-        words = None if layers is None else self._power(layers)
+        reached = None if layers is None else self._power(layers)
+        position = np.arange(self.size)
 
         def rows(part: slice) -> Tensor:
-            if words is not None and self._rank is not None:
-                return torch.from_numpy(bits.unpack(words[self._rank[part]], self.size)[:, self._rank])
-            if words is not None:
-                return torch.from_numpy(bits.unpack(words[part], self.size))
-            return torch.from_numpy(self._order.table(self._class_of[part])[:, self._class_of])
+            if reached is None:
+                return torch.from_numpy(self._order.table(self._class_of[part])[:, self._class_of])
+            number = position if self._rank is None else self._rank
+            return torch.from_numpy(reached.table(number[part])[:, number])
 
         if chunk is not None:
             step = checks.integer("chunk", chunk, 1)
             cuts = range(0, self.size, step)
             return ((start, rows(slice(start, min(start + step, self.size)))) for start in cuts)
         result = torch.empty(self.size, self.size, dtype=torch.bool)
-        for part in bits.chunks(self.size, self.size):
+        for part in chunks(self.size, self.size):
             result[part] = rows(part)
         return result
 
@@ -332,13 +329,13 @@ class Flow(Result):
         """Size of every position's receptive field after l = 0, 1, ... layers, up to the depth or `max_layers`."""
         last = self.depth if max_layers is None else min(self.depth, checks.integer("max_layers", max_layers))
         if self.num_layers is not None:
-            sizes = [bits.row_counts(words) for words in self._products[: last + 1]]
+            sizes = [reached.counts() for reached in self._products[: last + 1]]
         else:
-            words = self._power(0)
-            sizes = [bits.row_counts(words)]
+            reached = self._power(0)
+            sizes = [reached.counts()]
             for _ in range(last):
-                words = bits.product(self._layers[0], words)
-                sizes.append(bits.row_counts(words))
+                reached = reached.through(self._layers[0], "the flow of a mask")
+                sizes.append(reached.counts())
         return torch.from_numpy(np.stack(sizes) if self._rank is None else np.stack(sizes)[:, self._rank])
 
     def sparsify(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Sparse:
@@ -361,17 +358,18 @@ class Flow(Result):
         mask = from_edges(edges, self.size, name="sparse")
         keep = walk.budget(self.size, window, anchors)
         if keep is not None:
-            original = self.masks[0].intervals().with_diagonal() if self.num_layers is None else self._step[0]
+            rows, rank = self._step
+            original = Mask(rows, query_rank=rank, key_rank=rank).intervals()
             mask = Mask(mask.intervals().union(original.intersection(keep)), "sparse")
         return Sparse(mask, analyze(mask).depth)
 
-    def _power(self, layers: int) -> bits.Words:
+    def _power(self, layers: int) -> Reach:
         if self.num_layers is not None:
             return self._products[layers]
-        words = bits.from_rows(_diagonal(self.size))
+        reached = Reach.nothing_moved(self.size)
         for _ in range(min(layers, self.depth)):
-            words = bits.product(self._layers[0], words)
-        return words
+            reached = reached.through(self._layers[0], "the flow of a mask")
+        return reached
 
     def _stack(self, layers: int) -> list[IntervalRows]:
         # After as many layers as there are positions nothing new flows, however many follow.
@@ -389,8 +387,3 @@ class Flow(Result):
         if self.size == 0:
             raise ValueError(f"{name}: the mask has no positions")
         return checks.integer(name, value, 0, self.size - 1)
-
-
-def _diagonal(n: int) -> IntervalRows:
-    node = np.arange(n)
-    return IntervalRows.build(node, node, node + 1, n, n)

@@ -1,0 +1,95 @@
+"""Covers of an order whose closure is kept as row intervals."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from attnflow._core.checks import IntArray
+from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.order.composition import compose, room
+
+_ROUNDS: Final = 8  # covers of a node that are looked for one at a time
+LARGEST: Final = 1 << 25  # edges of a Hasse diagram: about 5 GB as pairs of Python's integers
+
+
+def covers_if_closed(rows: IntervalRows) -> IntArray | None:
+    """The covers (lower, upper) of a triangular relation with its diagonal, int64[covers, 2]; None if not transitive.
+
+    The latest key of a node that is not yet below one of its covers is a cover. The relation is transitive iff every
+    node reads what its covers read and nothing else beside itself, by induction. Most nodes of most masks have one
+    cover and read what it reads and themselves: these take O(intervals), the rest a few set operations.
+
+    Returns:
+        None also where unions over the keys of nodes with many covers have too many intervals.
+
+    Raises:
+        ValueError: there are more covers than memory has room for.
+    """
+    node = np.arange(rows.num_rows)
+    strict = _strict(rows)
+    node = node[np.diff(strict.indptr) > 0]
+    latest = strict.ends[strict.indptr[node + 1] - 1].astype(np.int64) - 1
+    pairs = [np.stack([latest, node], axis=1)]
+    rest = ~_is_extension(rows, node, latest)
+    node, below = node[rest], rows.take(latest[rest])
+    everything, left = rows.take(node), strict.take(node)
+    for _ in range(_ROUNDS):
+        if not len(node):
+            return np.concatenate(pairs)
+        if len(below.intersection(everything.complement()).starts):
+            return None
+        left = left.intersection(below.complement())
+        more = np.flatnonzero(np.diff(left.indptr))
+        node, everything, left = node[more], everything.take(more), left.take(more)
+        latest = left.ends[left.indptr[1:] - 1].astype(np.int64) - 1
+        pairs.append(np.stack([latest, node], axis=1))
+        below = rows.take(latest)
+    last = _many_covers(rows, strict, node, everything, left)
+    return None if last is None else np.concatenate([*pairs[:-1], last])
+
+
+def _many_covers(
+    rows: IntervalRows, strict: IntervalRows, node: IntArray, everything: IntervalRows, left: IntervalRows
+) -> IntArray | None:
+    """Of what is left: the keys that are below no other of them."""
+    reached = compose(left, rows, room(rows))
+    if reached is None or len(reached.intersection(everything.complement()).starts):
+        return None
+    under = compose(left, strict, room(rows))
+    if under is None:
+        return None
+    left = left.intersection(under.complement())
+    if (count := int(left.counts().sum())) > LARGEST:
+        raise ValueError(
+            f"the Hasse diagram has {count:,} edges, more than {LARGEST:,}: take a shorter sequence, or one position "
+            "for each block"
+        )
+    row, key = left.expand()
+    return np.stack([key, node[row]], axis=1)
+
+
+def _strict(rows: IntervalRows) -> IntervalRows:
+    """A triangular relation without its diagonal."""
+    ends = rows.ends.copy()
+    ends[rows.indptr[1:] - 1] -= 1
+    keep = rows.starts < ends
+    indptr = np.concatenate([[0], np.cumsum(keep)])[rows.indptr]
+    return IntervalRows(indptr, rows.starts[keep], ends[keep], rows.num_keys)
+
+
+def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolArray:
+    """bool[nodes]: whether row `node[i]` is row `latest[i]` and the node itself."""
+    mine, other = rows.take(node), rows.take(latest)
+    beside = latest == node - 1  # the last interval of the row is one longer, else there is one more
+    same = np.diff(mine.indptr) == np.diff(other.indptr) + ~beside
+    row = other.row_index()
+    inside = np.flatnonzero(same[row])
+    row = row[inside]
+    twin = inside - other.indptr[row] + mine.indptr[row]
+    last = inside == other.indptr[row + 1] - 1
+    grown = other.ends[inside] + (last & beside[row])
+    apart = (other.starts[inside] != mine.starts[twin]) | (grown != mine.ends[twin])
+    same[row[apart]] = False
+    return same

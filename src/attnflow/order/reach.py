@@ -1,0 +1,117 @@
+"""What has reached which position after some layers: row intervals where they stay few, else a bit matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnflow._core.checks import IntArray
+from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.mask import Mask
+from attnflow.masks.numbering import RENAMED, Numbered, same_rank
+from attnflow.order import bits, composition
+from attnflow.order.composition import compose, room
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """Row i holds the positions whose information can be in i."""
+
+    content: IntervalRows | bits.Words
+    size: int
+
+    @classmethod
+    def nothing_moved(cls, size: int) -> Reach:
+        """Before the first layer."""
+        node = np.arange(size)
+        diagonal = IntervalRows.build(node, node, node + 1, size, size)
+        return cls(diagonal if size > composition.LONG else bits.from_rows(diagonal), size)
+
+    def through(self, layer: IntervalRows, what: str, matrices: int = 2) -> Reach:
+        """After one more layer (with its diagonal).
+
+        Args:
+            layer: the layer.
+            what: for the error.
+            matrices: how many bit matrices there may have to be, this one with them.
+
+        Raises:
+            ValueError: there are too many intervals, and bit matrices do not fit into memory.
+        """
+        content = self.content
+        if isinstance(content, IntervalRows):
+            product = compose(layer, content, max(room(layer), room(content)))
+            if product is not None:
+                return Reach(product, self.size)
+            bits.require_room(matrices, self.size, what)
+            content = bits.from_rows(content)
+        return Reach(bits.product(layer, content), self.size)
+
+    def counts(self) -> IntArray:
+        """Number of positions in each row, int64[n]."""
+        return self.content.counts() if isinstance(self.content, IntervalRows) else bits.row_counts(self.content)
+
+    def table(self, rows: IntArray) -> BoolArray:
+        """bool[rows, n] of the chosen rows."""
+        if isinstance(self.content, IntervalRows):
+            return self.content.to_bool(rows)
+        return bits.unpack(self.content[rows], self.size)
+
+    def intervals(self) -> IntervalRows:
+        """As row intervals."""
+        return self.content if isinstance(self.content, IntervalRows) else bits.to_rows(self.content, self.size)
+
+
+def products(layers: Sequence[IntervalRows]) -> list[Reach]:
+    """What has reached which position after 0..L layers.
+
+    Raises:
+        ValueError: it fits into memory neither as intervals nor as bits.
+    """
+    size, what = layers[0].num_rows, f"the flow through {len(layers)} layers"
+    if size <= composition.LONG:
+        bits.require_room(len(layers) + 1, size, what)
+    reached = [Reach.nothing_moved(size)]
+    for layer in layers:
+        reached.append(reached[-1].through(layer, what, len(layers) + 1))
+    return reached
+
+
+def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArray | None]:
+    """(relation of each mask with its diagonal, rank): all in the numbers that keep them small.
+
+    `rank[i]` is the number of position i; None is the identity. Equal masks are converted once. Short masks keep the
+    numbers of their positions.
+
+    Raises:
+        ValueError: in each numbering some mask has too many intervals.
+    """
+    distinct = {id(mask): mask for mask in masks}
+    if masks[0].num_queries <= composition.LONG:
+        plain = {key: mask.intervals().with_diagonal() for key, mask in distinct.items()}
+        return [plain[id(mask)] for mask in masks], None
+    if len(distinct) == 1:
+        rows, rank = masks[0].relabelled()
+        return [rows.with_diagonal()] * len(masks), rank
+    relations = {key: Numbered(*_relabelled(mask)) for key, mask in distinct.items()}
+    ranks: list[IntArray | None] = [None]
+    for relation in relations.values():
+        if not any(same_rank(relation.query_rank, rank) for rank in ranks):
+            ranks.append(relation.query_rank)
+    some_rows = next(iter(relations.values())).rows
+    numberings = [Numbered(some_rows, rank, rank) for rank in ranks]
+    costs = [sum(each.expected(numbers) for each in relations.values()) for numbers in numberings]
+    for index in np.argsort(costs, kind="stable").tolist():
+        numbered = {key: each.renumbered(numberings[index], RENAMED) for key, each in relations.items()}
+        rows_of = {key: rows.with_diagonal() for key, rows in numbered.items() if rows is not None}
+        if len(rows_of) == len(numbered):
+            return [rows_of[id(mask)] for mask in masks], ranks[index]
+    rows_of = {key: mask.intervals().with_diagonal() for key, mask in distinct.items()}
+    return [rows_of[id(mask)] for mask in masks], None
+
+
+def _relabelled(mask: Mask) -> tuple[IntervalRows, IntArray | None, IntArray | None]:
+    rows, rank = mask.relabelled()
+    return rows, rank, rank
