@@ -71,6 +71,7 @@ def test_long_masks():
 
 def test_what_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(bits, "_ROOM", 1000)
+    monkeypatch.setattr(composition, "LONG", 200)
     mask = af.masks.causal(200)
     with pytest.raises(
         ValueError, match=r"the flow through 4 layers over 200 positions takes [\d.]+ GB as bit matrices"

@@ -20,7 +20,7 @@ class IntervalRows:
 
     The intervals of a row are sorted, disjoint and never touch, so that equal relations have equal arrays.
     Memory is O(rows + intervals). All set operations put the rows end to end on one line (row r at offset
-    `r * (num_keys + 1)`, so that rows never touch) and sweep that line once: O(intervals log intervals).
+    `r * (num_keys + 1)`, so that rows never touch) and walk along that line: O(intervals log intervals).
     """
 
     indptr: IntArray
@@ -45,7 +45,7 @@ class IntervalRows:
         start, end = np.maximum(start, 0), np.minimum(end, num_keys)
         keep = start < end
         offset = row[keep] * (num_keys + 1)
-        return cls._from_line(*_sweep(start[keep] + offset, end[keep] + offset, 1), num_rows, num_keys)
+        return cls._from_line(*_union(start[keep] + offset, end[keep] + offset), num_rows, num_keys)
 
     @classmethod
     def from_bool(cls, table: BoolArray) -> IntervalRows:
@@ -135,11 +135,12 @@ class IntervalRows:
 
     def union(self, other: IntervalRows) -> IntervalRows:
         """Row by row, the keys in either."""
-        return self._combine(other, 1)
+        starts, ends = (np.concatenate(parts) for parts in zip(self._line(), other._line(), strict=True))
+        return self._from_line(*_union(starts, ends), self.num_rows, self.num_keys)
 
     def intersection(self, other: IntervalRows) -> IntervalRows:
         """Row by row, the keys in both."""
-        return self._combine(other, 2)
+        return self._from_line(*_intersection(*self._line(), *other._line()), self.num_rows, self.num_keys)
 
     def complement(self) -> IntervalRows:
         """Row by row, the keys not in this."""
@@ -174,23 +175,29 @@ class IntervalRows:
         keys = np.arange(first[-1]) + np.repeat(self.starts - first[:-1], length)
         return np.repeat(self.row_index(), length), keys
 
-    def _combine(self, other: IntervalRows, threshold: int) -> IntervalRows:
-        (a_start, a_end), (b_start, b_end) = self._line(), other._line()
-        line = _sweep(np.concatenate([a_start, b_start]), np.concatenate([a_end, b_end]), threshold)
-        return self._from_line(*line, self.num_rows, self.num_keys)
-
     def _line(self) -> tuple[IntArray, IntArray]:
         offset = self.row_index() * (self.num_keys + 1)
         return self.starts + offset, self.ends + offset
 
 
-def _sweep(starts: IntArray, ends: IntArray, threshold: int) -> tuple[IntArray, IntArray]:
-    """The maximal stretches of the line covered by at least `threshold` of the intervals."""
-    position = np.concatenate([starts, ends])
-    change = np.concatenate([np.ones(len(starts), np.int64), np.full(len(ends), -1, np.int64)])
-    order = np.argsort(position)
-    position, cover = position[order], np.cumsum(change[order])
-    last = np.flatnonzero(np.diff(position, append=position[-1:] + 1))  # the cover after all changes at a position
-    position, inside = position[last], cover[last] >= threshold
-    turn = np.diff(inside, prepend=False)
-    return position[turn & inside], position[turn & ~inside]
+def _union(starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
+    """The maximal stretches of the line that intervals cover, those that touch made one."""
+    if not len(starts):
+        return starts, ends
+    if (starts[1:] < starts[:-1]).any():
+        order = np.argsort(starts, kind="stable")  # linear in the runs that ascend already
+        starts, ends = starts[order], ends[order]
+    reach = np.maximum.accumulate(ends)
+    apart = starts[1:] > reach[:-1]
+    return starts[np.append(True, apart)], reach[np.append(apart, True)]
+
+
+def _intersection(
+    starts: IntArray, ends: IntArray, other_starts: IntArray, other_ends: IntArray
+) -> tuple[IntArray, IntArray]:
+    """What two sequences of sorted, disjoint intervals of the line have in common, in order."""
+    first = np.searchsorted(other_ends, starts, side="right")  # the first that ends behind the start
+    count = np.maximum(np.searchsorted(other_starts, ends) - first, 0)
+    mine = np.repeat(np.arange(len(starts)), count)
+    other = np.arange(len(mine)) + np.repeat(first - (np.cumsum(count) - count), count)
+    return np.maximum(starts[mine], other_starts[other]), np.minimum(ends[mine], other_ends[other])

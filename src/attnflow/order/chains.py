@@ -28,7 +28,7 @@ class Chains:
     head_row: IntArray
     lows: IntArray
     highs: IntArray
-    ascending: bool  # whether starts and ends only grow along each chain
+    ascending: tuple[bool, bool]  # whether starts only grow along each chain, and whether ends do
 
     @classmethod
     def of(cls, rows: IntervalRows) -> Chains:
@@ -58,7 +58,7 @@ class Chains:
         last = np.append(first[1:], count)[chain]
         lows, highs = starts[order], ends[order]
         inside = ~leads[order[1:]]
-        ascending = bool(((np.diff(lows) >= 0) & (np.diff(highs) >= 0) | ~inside).all())
+        ascending = (bool((np.diff(lows)[inside] >= 0).all()), bool((np.diff(highs)[inside] >= 0).all()))
         return cls(rows, place, last, head, row[head], lows, highs, ascending)
 
     def count(self, starts: IntArray, ends: IntArray) -> IntArray:
@@ -96,10 +96,9 @@ class Chains:
         row[~begun] = self.head_row[(low - alive)[which[~begun]] + nth[~begun]]
         first = self.place[interval]
         last = np.minimum(first + ends[which] - row, self.last[interval])
-        if self.ascending:
-            return which, self.lows[first], self.highs[last - 1]
-        lows = range_reduce(np.minimum, self.lows, first, last)
-        return which, lows, range_reduce(np.maximum, self.highs, first, last)
+        lows = self.lows[first] if self.ascending[0] else range_reduce(np.minimum, self.lows, first, last)
+        highs = self.highs[last - 1] if self.ascending[1] else range_reduce(np.maximum, self.highs, first, last)
+        return which, lows, highs
 
 
 def _followers(rows: IntervalRows, row: IntArray, starts: IntArray, ends: IntArray) -> IntArray:

@@ -21,7 +21,7 @@ from attnflow.order.components import (
     topological_classes,
 )
 from attnflow.order.composition import closure_of, compose, room
-from attnflow.order.covers import covers_if_closed
+from attnflow.order.covers import covers_if_closed, refuse_more
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def _close_by_bits(rows: IntervalRows) -> Order:
             down |= below[lower]
             rest ^= rest & below[lower]
         below.append(down)
+        refuse_more(len(covers))
     return Order(class_of, below, np.array(covers, dtype=np.int64).reshape(-1, 2))
 
 

@@ -46,28 +46,36 @@ def covers_if_closed(rows: IntervalRows) -> IntArray | None:
         latest = left.ends[left.indptr[1:] - 1].astype(np.int64) - 1
         pairs.append(np.stack([latest, node], axis=1))
         below = rows.take(latest)
-    last = _many_covers(rows, strict, node, everything, left)
-    return None if last is None else np.concatenate([*pairs[:-1], last])
+    last = _many_covers(rows, strict, everything, left)
+    if last is None:
+        return None
+    refuse_more(sum(map(len, pairs[:-1])) + int(last.counts().sum()))
+    row, key = last.expand()
+    return np.concatenate([*pairs[:-1], np.stack([key, node[row]], axis=1)])
+
+
+def refuse_more(edges: int) -> None:
+    """Refuse a Hasse diagram that memory has no room for.
+
+    Raises:
+        ValueError: with the number of its edges.
+    """
+    if edges > LARGEST:
+        raise ValueError(
+            f"the Hasse diagram has at least {edges:,} edges, more than {LARGEST:,}: take a shorter sequence, or one "
+            "position for each block"
+        )
 
 
 def _many_covers(
-    rows: IntervalRows, strict: IntervalRows, node: IntArray, everything: IntervalRows, left: IntervalRows
-) -> IntArray | None:
-    """Of what is left: the keys that are below no other of them."""
+    rows: IntervalRows, strict: IntervalRows, everything: IntervalRows, left: IntervalRows
+) -> IntervalRows | None:
+    """Of what is left of the keys `everything` of some nodes: those that are below no other of them."""
     reached = compose(left, rows, room(rows))
     if reached is None or len(reached.intersection(everything.complement()).starts):
         return None
     under = compose(left, strict, room(rows))
-    if under is None:
-        return None
-    left = left.intersection(under.complement())
-    if (count := int(left.counts().sum())) > LARGEST:
-        raise ValueError(
-            f"the Hasse diagram has {count:,} edges, more than {LARGEST:,}: take a shorter sequence, or one position "
-            "for each block"
-        )
-    row, key = left.expand()
-    return np.stack([key, node[row]], axis=1)
+    return None if under is None else left.intersection(under.complement())
 
 
 def _strict(rows: IntervalRows) -> IntervalRows:

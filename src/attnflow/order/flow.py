@@ -250,11 +250,11 @@ class Flow(Result):
         Cost: O(intervals + n x positions visited).
         """
         source, target = self._position("source", source), self._position("target", target)
+        first, last = self._number(source), self._number(target)
         if self.num_layers is not None:
-            return walk.layered_path(self._layers, source, target)
-        if not self.reaches(source, target):
-            return []
-        path = walk.shortest_path(self._layers[0], self._number(source), self._number(target))
+            path = walk.layered_path(self._layers, first, last)
+        else:
+            path = walk.shortest_path(self._layers[0], first, last) if self.reaches(source, target) else []
         return path if self._rank is None else invert(self._rank)[path].tolist()
 
     @cached_property

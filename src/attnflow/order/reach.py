@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import RENAMED, Numbered, same_rank
 from attnflow.order import bits, composition
 from attnflow.order.composition import compose, room
+
+_LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as much memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class Reach:
         """
         content = self.content
         if isinstance(content, IntervalRows):
-            product = compose(layer, content, max(room(layer), room(content)))
+            product = compose(layer, content, max(room(layer), min(self.size**2 // 64, _LARGEST)))
             if product is not None:
                 return Reach(product, self.size)
             bits.require_room(matrices, self.size, what)

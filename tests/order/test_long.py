@@ -1,0 +1,208 @@
+"""Long masks: closure, covers, depth and stacks by intervals against brute force, on random interval relations."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnflow as af
+from attnflow import masks, testing
+from attnflow.masks.intervals import IntervalRows
+from attnflow.order import bits, composition, covers, reach
+from tests.strategies import square_masks
+
+N = 131_072
+
+
+@pytest.fixture(autouse=True, scope="module")
+def always_long():
+    """Every relation is taken for a long one, so that the brute force can follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "LONG", 0)
+        yield
+
+
+@st.composite
+def interval_masks(draw, max_size: int = 20):
+    """A few intervals in each row, alike in neighbouring rows or not, in a hidden numbering or not."""
+    n = draw(st.integers(1, max_size))
+    row, start, width = ([] for _ in range(3))
+    for _ in range(draw(st.integers(0, 4))):
+        first, last = sorted(draw(st.integers(0, n)) for _ in range(2))
+        origin, slope = draw(st.integers(-3, n)), draw(st.sampled_from([0, 0, 1, 1, -1, 2]))
+        reach, growth = draw(st.integers(1, 5)), draw(st.sampled_from([0, 0, 1]))
+        for q in range(first, last):
+            row.append(q)
+            start.append(origin + slope * (q - first))
+            width.append(reach + growth * (q - first))
+    start, row = np.array(start, dtype=int), np.array(row, dtype=int)
+    table = np.zeros((n, n), dtype=bool)
+    for q, s, w in zip(row.tolist(), start.tolist(), width, strict=True):
+        table[q, max(s, 0) : max(s + w, 0)] = True
+    if draw(st.booleans()):
+        table = np.tril(table)
+    mask = masks.from_dense(torch.from_numpy(table))
+    return mask.permute(draw(st.permutations(range(n)))) if draw(st.booleans()) else mask
+
+
+def combined(first, steps):
+    """`&`, `|` and `~` with masks of the catalogue."""
+    n = first.num_queries
+    others = [masks.causal(n), masks.sliding_window(n, 3), masks.dilated_window(n, 2, 3), masks.global_tokens(n, [0])]
+    others += [masks.longformer(n, 2, [n // 2]), masks.permutation_lm(range(n // 2)) if n % 2 == 0 else masks.full(n)]
+    mask = first
+    for number, inverted, both in steps:
+        other = ~others[number] if inverted else others[number]
+        mask = mask & other if both else mask | other
+    return mask
+
+
+def check(mask):
+    flow, allow = af.order.analyze(mask), mask.dense()
+    closure = testing.closure(allow)
+    assert np.array_equal(flow.reachability().numpy(), closure)
+    assert sorted(flow.classes) == testing.classes(allow)
+    assert {(flow.classes[a], flow.classes[b]) for a, b in flow.hasse.edges} == testing.covers(allow)
+    assert flow.depth == testing.depth(allow)
+    assert flow.is_dense == (testing.depth(allow) == 1)
+    assert flow.closure_density == pytest.approx(closure.mean())
+    last = mask.num_queries - 1
+    assert flow.reaches(0, last) == closure[last, 0]
+
+
+@settings(max_examples=300)
+@given(interval_masks())
+def test_orders_of_interval_relations(mask):
+    check(mask)
+
+
+@settings(max_examples=200)
+@given(interval_masks(14), st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), min_size=1, max_size=3))
+def test_orders_of_combinations(first, steps):
+    check(combined(first, steps))
+
+
+@settings(max_examples=200)
+@given(square_masks(9).filter(lambda mask: mask.num_queries))
+def test_orders_of_any_relation(mask):
+    check(mask)
+
+
+@settings(max_examples=50)
+@given(interval_masks(), st.integers(-1, 30))
+def test_what_has_too_many_intervals_is_done_by_bits(mask, room):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (composition, covers):
+            patch.setattr(module, "room", lambda _: room)
+        check(mask)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(interval_masks(12), min_size=1, max_size=4),
+    st.lists(st.integers(0, 2), max_size=2),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 11), min_size=2, max_size=2),
+)
+def test_stacks(drawn, compact, repeats, ends):
+    n = min(mask.num_queries for mask in drawn)
+    catalogue = masks.dilated_window(n, 2, 3), masks.global_tokens(n, [n - 1]), masks.sliding_window(n, 2)
+    layers = [mask[:n, :n] for mask in drawn] + [catalogue[number] for number in compact]
+    layers = layers + layers[:repeats]
+    flow, tables = af.order.analyze(layers), [mask.dense() for mask in layers]
+    whole = testing.product(tables)
+    assert np.array_equal(flow.reachability().numpy(), whole)
+    assert flow.depth == testing.product_depth(tables)
+    assert sorted(flow.classes) == testing.classes(whole)
+    assert {(flow.classes[a], flow.classes[b]) for a, b in flow.hasse.edges} == testing.covers(whole)
+    growth = flow.growth()
+    assert [sizes.tolist() for sizes in growth] == [
+        testing.product(tables[:count]).sum(1).tolist() if count else [1] * n for count in range(len(growth))
+    ]
+    source, target = (end % n for end in ends)
+    assert bool(flow.path(source, target)) == flow.reaches(source, target) == whole[target, source]
+    assert not (flow.sparsify(window=2).mask.dense().numpy() & ~testing.closure(whole)).any()
+
+
+@settings(max_examples=200)
+@given(interval_masks())
+def test_twins_do_not_change_the_depth(mask):
+    rows = mask.intervals().with_diagonal()
+    fewer = composition.without_twins(rows)
+    assert fewer.num_rows <= rows.num_rows
+    assert testing.depth(fewer.to_bool()) == testing.depth(mask.dense())
+
+
+@settings(max_examples=200)
+@given(interval_masks(), interval_masks())
+def test_intersections_and_unions(one, two):
+    n = min(one.num_queries, two.num_queries)
+    left, right = (mask[:n, :n].intervals() for mask in (one, two))
+    for rows, table in (
+        (left.intersection(right), left.to_bool() & right.to_bool()),
+        (left.union(right), left.to_bool() | right.to_bool()),
+    ):
+        assert rows.equals(IntervalRows.from_bool(table))
+
+
+def test_a_node_with_many_covers():
+    leaves = np.arange(300)
+    table = np.eye(301, dtype=bool)
+    table[300, :] = True
+    table[300, leaves[7::30]] = False
+    flow = af.order.analyze(masks.from_dense(torch.from_numpy(table)))
+    assert len(flow.hasse.edges) == 290
+    assert flow.is_dense
+
+
+def test_too_many_covers_are_refused(monkeypatch):
+    monkeypatch.setattr(covers, "LARGEST", 1000)
+    n = 64
+    two_floors = masks.from_intervals([[(0, n // 2 if q >= n // 2 else 0)] for q in range(n)])
+    with pytest.raises(
+        ValueError, match=r"the Hasse diagram has at least 1,024 edges, more than 1,000: take a shorter sequence"
+    ):
+        _ = af.order.analyze(two_floors).hasse
+
+
+LONG_MASKS = [
+    (masks.causal(N), 1, N, N - 1),
+    (masks.sliding_window(N, 512), 257, N, N - 1),
+    (masks.sliding_window(N, 512, causal=False), 257, 1, 0),
+    (masks.dilated_window(N, 64, 4), 521, N, N - 4),
+    (masks.document([N // 8] * 8), 1, N, N - 8),
+    (masks.block_diffusion(N // 32, 16), 1, N // 16, N // 16 - 2),
+    (masks.butterfly(43_000), 1, 3 * 43_000 - 2, 2 * 42_998 + 2 * 42_999),
+    (masks.big_bird(N), 2, 1, 0),
+    (masks.longformer(N, 512, [0, N // 2]), 2, 1, 0),
+    (masks.tree((np.arange(N) - 1) // 2), 1, N, N - 1),
+]
+
+
+@pytest.mark.parametrize(("mask", "depth", "classes", "edges"), LONG_MASKS, ids=lambda v: getattr(v, "name", None))
+def test_closed_forms_of_long_masks(mask, depth, classes, edges):
+    flow = af.order.analyze(mask)
+    assert (flow.depth, len(flow.classes), len(flow.hasse.edges)) == (depth, classes, edges)
+
+
+def test_long_stacks():
+    window, dilated = masks.sliding_window(N, 512), masks.dilated_window(N, 64, 4)
+    flow = af.order.analyze([window] * 4)
+    assert (flow.depth, len(flow.hasse.edges), len(flow.receptive_field(N - 1))) == (4, N - 1, 4 * 511 + 1)
+    flow = af.order.analyze([dilated, dilated, window])
+    assert flow.reaches(N - 1 - 2 * 63 * 4 - 511, N - 1)
+    assert not flow.reaches(N - 1 - 2 * 63 * 4 - 512, N - 1)
+    assert flow.growth(3)[:, -1].tolist() == [1, 64, 127, 127 * 4 - 3 + 511]
+
+
+def test_what_fits_nowhere_is_refused(monkeypatch):
+    monkeypatch.setattr(bits, "_ROOM", 1 << 21)
+    n = 5_000
+    key = (np.random.default_rng(0).random((2, n)) * np.arange(n)).astype(int)
+    scattered = masks.from_edges([(q, k) for row in key for q, k in enumerate(row.tolist()) if q], n)
+    with pytest.raises(ValueError, match=r"an order of classes over 5,000 positions takes [\d.]+ GB as bit matrices"):
+        _ = af.order.analyze(scattered).hasse
+    monkeypatch.setattr(reach, "_LARGEST", 1 << 10)
+    with pytest.raises(ValueError, match=r"the flow through 12 layers over 5,000 positions takes [\d.]+ GB as bit"):
+        _ = af.order.analyze([scattered] * 12).depth
