@@ -95,6 +95,14 @@ class IntervalRows:
         part = slice(int(self.indptr[index]), int(self.indptr[index + 1]))
         return list(zip(self.starts[part].tolist(), self.ends[part].tolist(), strict=True))
 
+    def holds(self, rows: IntArray, keys: IntArray) -> BoolArray:
+        """bool[pairs]: whether row `rows[t]` holds `keys[t]`. Cost: O(intervals + pairs log intervals)."""
+        if not len(self.starts):
+            return np.zeros(len(rows), dtype=np.bool_)
+        starts, ends = self._line()
+        point = rows * (self.num_keys + 1) + keys
+        return np.append(ends, -1)[np.searchsorted(starts, point, side="right") - 1] > point
+
     def take(self, rows: IntArray) -> IntervalRows:
         """The given rows, in the given order, repeats allowed."""
         length = np.diff(self.indptr)[rows]

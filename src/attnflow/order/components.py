@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import IntervalRows
 from attnflow.order import bits
 
 
@@ -28,32 +28,24 @@ def reads_only_after(rows: IntervalRows) -> bool:
     return bool((rows.starts[rows.indptr[:-1]] == np.arange(rows.num_rows)).all())
 
 
-def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows] | None:
-    """(class of each node, relation of the classes), classes numbered such that they read only before them.
+def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows]:
+    """(class of each node, relation of the classes): nodes that easily seen attend to each other are merged.
 
-    The relation must be square and hold its diagonal. Nodes that attend to each other and are easily seen (neighbours,
-    first and last keys) are merged until nothing is left but a triangular relation; only where that does not come to
-    an end are strong components searched.
+    The relation must be square and hold its diagonal. Neighbours, first and last keys are looked at until nothing is
+    left to merge. The classes are not all strong components, and their relation is not always triangular; one that
+    reads only after itself is turned round.
 
-    Returns:
-        None where the relation of the classes has too many intervals.
-
-    Cost: O(intervals log n) where merging is enough, else see `topological_classes`.
+    Cost: O(intervals log n) for each round, of which most masks need one.
     """
     class_of = np.arange(rows.num_rows)
     while not reads_only_before(rows):
         if reads_only_after(rows):
             return rows.num_rows - 1 - class_of, _mirrored(rows)
         label = _merged(rows)
-        done = int(label.max()) + 1 == rows.num_rows
-        if done:
-            label = topological_classes(rows)
-        between = quotient(rows, label)
+        between = quotient(rows, label) if int(label.max()) + 1 < rows.num_rows else None
         if between is None:
-            return None
+            break
         class_of, rows = label[class_of], between
-        if done and not reads_only_before(rows):
-            raise AssertionError("strong components are numbered in a topological order")
     return class_of, rows
 
 
@@ -69,19 +61,11 @@ def _merged(rows: IntervalRows) -> IntArray:
     queries = np.tile(node, 3)
     first, last = rows.starts[rows.indptr[:-1]], rows.ends[rows.indptr[1:] - 1] - 1
     keys = np.concatenate([np.minimum(node + 1, len(node) - 1), first, last]).astype(np.int64)
-    mutual = _holds(rows, queries, keys) & _holds(rows, keys, queries) & (queries != keys)
+    mutual = rows.holds(queries, keys) & rows.holds(keys, queries) & (queries != keys)
     edges = np.ones(int(mutual.sum()), np.int8), (queries[mutual], keys[mutual])
     graph = csr_array(edges, shape=(rows.num_rows, rows.num_rows))
     label = connected_components(graph, directed=False)[1]
     return np.argsort(np.argsort(np.unique(label, return_index=True)[1]))[label]
-
-
-def _holds(rows: IntervalRows, queries: IntArray, keys: IntArray) -> BoolArray:
-    """bool[pairs]: whether row `queries[t]` holds `keys[t]`."""
-    stride, offset = rows.num_keys + 1, rows.row_index() * (rows.num_keys + 1)
-    point = queries * stride + keys
-    slot = np.searchsorted(rows.starts + offset, point, side="right") - 1
-    return (slot >= 0) & ((rows.ends + offset)[slot] > point)
 
 
 def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
@@ -116,11 +100,14 @@ def topological_classes(rows: IntervalRows) -> IntArray:
     np.minimum.at(first, component, np.arange(rows.num_rows))
     np.maximum.at(last, component, np.arange(rows.num_rows))
     for number in (np.argsort(np.argsort(first)), np.argsort(np.argsort(-last))):
-        class_of = number[component]
-        highest = bits.range_reduce(np.maximum, class_of, rows.starts, rows.ends)
-        if (highest <= class_of[rows.row_index()]).all():
-            return class_of
+        if _ascends(rows, number[component]):
+            return number[component]
     return component
+
+
+def _ascends(rows: IntervalRows, number: IntArray) -> bool:
+    """Whether no node reads one with a higher number."""
+    return bool((bits.range_reduce(np.maximum, number, rows.starts, rows.ends) <= number[rows.row_index()]).all())
 
 
 def _by_intervals(rows: IntervalRows) -> IntArray:

@@ -8,6 +8,7 @@ import numpy as np
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.order.bits import range_reduce
 from attnflow.order.composition import compose, room
 
 _ROUNDS: Final = 8  # covers of a node that are looked for one at a time
@@ -101,3 +102,58 @@ def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolA
     apart = (other.starts[inside] != mine.starts[twin]) | (grown != mine.ends[twin])
     same[row[apart]] = False
     return same
+
+
+def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
+    """(class of each node, first node of each class) of a transitive, reflexive relation; lower classes come first.
+
+    Nodes reach one another iff they reach the same, and what lies below a node reaches fewer.
+    """
+    counts = closure.counts()
+    values = np.random.default_rng().integers(1 << 64, size=closure.num_keys, dtype=np.uint64)
+    upto = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+    total = np.concatenate([upto[:1], np.cumsum(upto[closure.ends] - upto[closure.starts], dtype=np.uint64)])
+    sums = total[closure.indptr[1:]] - total[closure.indptr[:-1]]
+    order = np.lexsort((sums, counts))
+    fresh = np.append(True, (np.diff(counts[order]) != 0) | (np.diff(sums[order]) != 0))
+    number = np.empty(len(order), dtype=np.int64)
+    number[order] = np.cumsum(fresh) - 1
+    first = order[fresh]  # lexsort is stable
+    if not closure.take(first[number]).equals(closure):  # two sums were equal by chance, one of 2^64
+        return classes_of_closure(closure)
+    return number, first
+
+
+def covers_of_closure(closure: IntervalRows, number: IntArray, first: IntArray) -> IntArray | None:
+    """The covers (lower, upper) of a transitive, reflexive relation in any numbering of its nodes.
+
+    Args:
+        closure: the relation.
+        number: class of each node; lower classes come first.
+        first: a node of each class.
+
+    Returns:
+        None where unions over the keys of nodes with many covers have too many intervals.
+    """
+    count, node = len(first), np.arange(closure.num_rows)
+    own = IntervalRows.build(number, node, node + 1, count, closure.num_keys)
+    every = closure.take(first)
+    strict = every.intersection(own.complement())
+    upper, left = np.arange(count), strict
+    pairs = [np.zeros((0, 2), dtype=np.int64)]
+    for _ in range(_ROUNDS):
+        more = np.flatnonzero(np.diff(left.indptr))
+        upper, left = upper[more], left.take(more)
+        if not len(upper):
+            return np.concatenate(pairs)
+        highest = range_reduce(np.maximum, number, left.starts, left.ends)
+        lower = np.maximum.reduceat(highest, left.indptr[:-1])
+        pairs.append(np.stack([lower, upper], axis=1))
+        left = left.intersection(every.take(lower).complement())
+    under = compose(left, strict.take(number), room(closure))
+    if under is None:
+        return None
+    left = left.intersection(under.complement())
+    refuse_more(sum(map(len, pairs)) + int(left.counts().sum()))
+    row, key = left.expand()
+    return np.concatenate([*pairs, np.unique(np.stack([number[key], upper[row]], axis=1), axis=0)])

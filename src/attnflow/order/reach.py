@@ -11,7 +11,7 @@ import numpy as np
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.masks.numbering import RENAMED, Numbered, same_rank
+from attnflow.masks.numbering import RENAMED, Numbered, same_rank, too_many
 from attnflow.order import bits, composition
 from attnflow.order.composition import compose, room
 
@@ -107,12 +107,13 @@ def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArra
     numberings = [Numbered(some_rows, rank, rank) for rank in ranks]
     costs = [sum(each.expected(numbers) for each in relations.values()) for numbers in numberings]
     for index in np.argsort(costs, kind="stable").tolist():
+        if costs[index] > 4 * RENAMED:  # the cost is a guess; the limit is kept exactly
+            break
         numbered = {key: each.renumbered(numberings[index], RENAMED) for key, each in relations.items()}
         rows_of = {key: rows.with_diagonal() for key, rows in numbered.items() if rows is not None}
         if len(rows_of) == len(numbered):
             return [rows_of[id(mask)] for mask in masks], ranks[index]
-    rows_of = {key: mask.intervals().with_diagonal() for key, mask in distinct.items()}
-    return [rows_of[id(mask)] for mask in masks], None
+    raise too_many("a stack of masks, in the numbering that suits them best,", min(costs))
 
 
 def _relabelled(mask: Mask) -> tuple[IntervalRows, IntArray | None, IntArray | None]:
