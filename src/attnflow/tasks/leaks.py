@@ -13,6 +13,7 @@ from attnflow._core.errors import LeakFound
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.order.flow import analyze
 from attnflow.tasks.density import holds
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
@@ -72,7 +73,7 @@ class LeakReport(Result):
         dead: positions that no labelled position reaches: they cost compute and train nothing.
         unsupervised: data tokens that occur in the task but that no label asks for.
         depth: layers until all information has flowed.
-        density: share of allowed pairs.
+        density: share of allowed pairs, of a mask per layer the mean.
         num_positions: length of the sequence.
         num_labels: number of labels.
         layers: the number of layers that was checked; None means any number.
@@ -150,7 +151,9 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
 
     Args:
         task: any task, dense or not; or what `merge` gave.
-        layers: number of layers of the model; by default the closure, which holds for every depth.
+        layers: number of layers of the model; by default the closure, which holds for every depth. Of a task with a
+            mask per layer the first so many, by default all: what flows is the product of their relations, and a
+            witness says where the information is after each of these layers.
 
     Cost: of a dense task, as merged ones are, O(log intervals) for each pair of a label and an input that is made of
     its token; else one row of the closure per labelled position. A search per leak for its path.
@@ -172,7 +175,8 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
             "af.tasks.merge(family)"
         )
     if layers is not None:
-        layers = integer("layers", layers)
+        layers = integer("layers", layers, 0, task.num_layers)
+    layers = task.num_layers if layers is None else layers
     data, carrier = task.sequence.carriers()
     asked = task.targets.column("data_index")
     alive = np.zeros(task.size, dtype=np.bool_)
@@ -185,8 +189,8 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
         tuple(leaks),
         tuple(np.flatnonzero(~alive).tolist()),
         tuple(np.setdiff1d(data, asked).tolist()),
-        1 if task.is_dense else task.flow.depth,
-        task.mask.density,
+        task.depth,
+        sum(mask.density for mask in task.masks) / len(task.masks),
         task.size,
         len(task.targets),
         layers,
@@ -256,6 +260,7 @@ def _leak(task: Task, number: int, carrier: int, layers: int | None) -> Leak:
     if task.is_dense:
         witness = [carrier, label.position][carrier == label.position :]
     else:
-        witness = task.flow.path(carrier, label.position)
+        flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
+        witness = flow.path(carrier, label.position)
     assert 0 < len(witness) <= (task.size if layers is None else layers + 1)
     return Leak(label.position, label, carrier, tuple(witness))

@@ -22,6 +22,7 @@ from attnflow.tasks.isomorphism import Work
 from attnflow.tasks.labels import Labels
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.posets import Poset, amalgamate, isomorphism, typed
+from attnflow.tasks.stacks import merge_stacks
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs, numbered
 
@@ -92,9 +93,22 @@ class MergedTask:
         proof = "minimal" if self.is_minimal else f"not proved minimal: at least {self.lower_bound} are needed"
         return (
             f"{plural(len(self.positions), 'task')} with {before} in {self.task.size}: "
-            f"{plural(self.num_nodes, 'node')} ({proof}), {plural(self.task.mask.nnz, 'pair')}; "
-            "every down-set of every task is embedded (checked)" + (f"; {self.note}" if self.note else "")
+            f"{plural(self.num_nodes, 'node')} ({proof}), "
+            f"{plural(sum(mask.nnz for mask in self.task.masks), 'pair')}{self._embedded}"
+            + (f"; {self.note}" if self.note else "")
         )
+
+    @property
+    def _embedded(self) -> str:
+        if self.task.num_layers is not None:
+            return f" in {plural(self.task.num_layers, 'layer')}, with a mask for each"
+        return "; every down-set of every task is embedded (checked)"
+
+    def sparsified(
+        self, window: int | None = None, anchors: int | Sequence[int] | None = None, layers: int | None = None
+    ) -> Task:
+        """The merged task under a sparser mask of the same order, with the `depth` that it needs: `Task.sparsified`."""
+        return self.task.sparsified(window, anchors, layers)
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,10 @@ def merge(family: Sequence[Task]) -> MergedTask:
     `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)` (eq. 58 corrected).
 
     Args:
-        family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
+        family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family. Or tasks
+            with a mask per layer, all of as many layers: positions with the same values after every layer are joined,
+            which is exact for models of that many layers and needs no dense masks (`attnflow.tasks.stacks`). Whether
+            fewer positions would do is not known there: `is_minimal` says so only where the lower bound is met.
 
     Returns:
         The merged task. Its positions are ordered as `attnflow.tasks.layout` says, its mask is dense. Where tasks
@@ -161,8 +178,9 @@ def merge(family: Sequence[Task]) -> MergedTask:
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
-            (`task.densified()` makes both true); inputs repeat in so symmetric a pattern that telling nodes apart takes
-            more than a fixed amount of work.
+            (`task.densified()` makes both true); tasks with a mask per layer differ in their
+            number of layers; inputs repeat in so symmetric a pattern that telling nodes apart takes more than a fixed
+            amount of work.
 
     Cost: O(positions + intervals) where inputs do not repeat within a down-set; subtasks that are the beginning of
     another count nothing. A tree of 65,000 positions takes about a second. Otherwise isomorphism and a search, bounded,
@@ -174,6 +192,8 @@ def merge(family: Sequence[Task]) -> MergedTask:
     (True, [0, 1, 1, 2, 0, 1, 2])
     """
     tasks = _family(family)
+    if any(task.num_layers is not None for task in tasks):
+        return _merged_stack(tasks)
     beginnings = Beginnings.of_family(tasks)
     for number in beginnings.longest:
         _require_dense(number, tasks[number])
@@ -187,6 +207,18 @@ def merge(family: Sequence[Task]) -> MergedTask:
     merged = Task(Inputs(tokens, quotient.inputs), _labels(tasks, positions), quotient.mask)
     note = "" if repeats or len(longest) == 1 else _note(longest, len(node), sum(task.size for task in tasks))
     return MergedTask(merged, tuple(positions), node, quotient.lower_bound, quotient.is_minimal, note)
+
+
+def _merged_stack(tasks: Sequence[Task]) -> MergedTask:
+    tokens, inputs = numbered([task.sequence for task in tasks])
+    stack = merge_stacks(tasks, inputs)
+    merged = Task(Inputs(tokens, stack.inputs), _labels(tasks, stack.position), stack.masks)
+    size, total = len(stack.inputs), sum(task.size for task in tasks)
+    note = "nothing is shared: one merged pass costs what the tasks cost in one batch" if size == total > 0 else ""
+    note = note if len(tasks) > 1 else ""
+    return MergedTask(
+        merged, tuple(stack.position), np.arange(size), stack.lower_bound, size == stack.lower_bound, note
+    )
 
 
 def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
@@ -290,6 +322,11 @@ def _family(family: Sequence[Task]) -> list[Task]:
 
 
 def _require_dense(number: int, task: Task) -> None:
+    if task.num_layers is not None:
+        raise ValueError(
+            f"task {number} has a mask per layer: embedding is a matter of down-sets, which dense tasks have; compare "
+            "with af.tasks.verify"
+        )
     if not task.is_dense:
         raise ValueError(
             f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "

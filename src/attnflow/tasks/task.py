@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeVar
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attnflow._core.checks import integer
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
@@ -31,10 +32,15 @@ class Task:
     Inputs and labels are kept as arrays (`sequence`, `targets`); as objects they are made when they are asked for, at
     about 5 us each.
 
+    A task may also have a mask per layer: it is then for models of exactly that many layers, what flows is the
+    *product* of the layers' relations and not their closure, and `mask` is refused in favour of `masks`.
+
     Attributes:
         sequence: the input tokens as arrays.
         targets: the labels as one array.
-        mask: which position may attend to which; square, as long as the inputs.
+        masks: which position may attend to which, square and as long as the inputs: one mask for all layers, or one
+            for each.
+        num_layers: how many layers a mask per layer is for; None where one mask serves any number of layers.
 
     >>> import attnflow as af
     >>> tokens = [Token(id, i) for i, id in enumerate([5, 7, 5])]
@@ -45,32 +51,57 @@ class Task:
 
     sequence: Inputs
     targets: Labels
-    mask: Mask
+    masks: tuple[Mask, ...]
+    num_layers: int | None
 
     def __init__(
-        self, inputs: Iterable[Token], labels: Iterable[Label | tuple[int, Token, int, float]], mask: Mask
+        self,
+        inputs: Iterable[Token],
+        labels: Iterable[Label | tuple[int, Token, int, float]],
+        mask: Mask | Sequence[Mask],
     ) -> None:
         """Make a task.
 
-        A label may also be given as its tuple (position, target token, task, weight).
+        A label may also be given as its tuple (position, target token, task, weight), and a mask for each layer, first
+        layer first, in place of one for all.
 
         Raises:
             TypeError: the mask is no `Mask`, or an input no `Token`, or a label no `Label`.
             ValueError: the mask is not square or not as long as the inputs, or a label lies outside the sequence.
         """
-        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise not_a_mask(mask)
+        masks = tuple(mask) if isinstance(mask, Sequence) else (mask,)
+        if not masks:
+            raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
+        for each in masks:
+            if not isinstance(each, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise not_a_mask(each)
         sequence, targets = Inputs.of(inputs), Labels.of(labels)
         size = len(sequence)
-        if mask.num_queries != mask.num_keys:
-            raise ValueError(f"mask must be square, got shape {mask.shape}")
-        if mask.num_queries != size:
-            raise ValueError(f"mask must be as long as the inputs ({size}), got shape {mask.shape}")
+        for each in masks:
+            if each.num_queries != each.num_keys:
+                raise ValueError(f"mask must be square, got shape {each.shape}")
+            if each.num_queries != size:
+                raise ValueError(f"mask must be as long as the inputs ({size}), got shape {each.shape}")
         if len(targets) and (last := int(targets.column("position").max())) >= size:
             raise ValueError(f"labels must lie within the {size} inputs, got position {last}")
         object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "targets", targets)
-        object.__setattr__(self, "mask", mask)
+        object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "num_layers", len(masks) if isinstance(mask, Sequence) else None)
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of all layers.
+
+        Raises:
+            ValueError: the task has a mask per layer.
+        """
+        if self.num_layers is not None:
+            raise ValueError(
+                f"this task has a mask per layer ({self.num_layers}), not one for all: use task.masks, and run models "
+                "under af.masks.attach(model, per_layer=task.masks)"
+            )
+        return self.masks[0]
 
     @cached_property
     def inputs(self) -> tuple[Token, ...]:
@@ -86,14 +117,16 @@ class Task:
         """Whether inputs, labels (in their order) and mask are the same."""
         if not isinstance(other, Task):
             return NotImplemented
-        return self.sequence.equals(other.sequence) and self.targets.equals(other.targets) and self.mask == other.mask
+        same = self.sequence.equals(other.sequence) and self.targets.equals(other.targets)
+        return same and (self.num_layers, self.masks) == (other.num_layers, other.masks)
 
     def __hash__(self) -> int:
         labels = (self.targets.column(name).tobytes() for name in ("position", "target_id", "task"))
-        return hash((self.sequence.position.tobytes(), *labels, self.mask))
+        return hash((self.sequence.position.tobytes(), *labels, self.masks))
 
     def __repr__(self) -> str:
-        return f"Task({self.size} inputs, {len(self.targets)} labels, {self.mask!r})"
+        mask = self.masks[0] if self.num_layers is None else list(self.masks)
+        return f"Task({self.size} inputs, {len(self.targets)} labels, {mask!r})"
 
     @property
     def size(self) -> int:
@@ -107,25 +140,43 @@ class Task:
 
     @cached_property
     def flow(self) -> Flow:
-        """The information flow of the mask (`af.order.analyze`)."""
-        return analyze(self.mask)
+        """The information flow of the mask, or of the masks layer by layer (`af.order.analyze`)."""
+        return analyze(self.masks[0] if self.num_layers is None else self.masks)
+
+    @property
+    def depth(self) -> int:
+        """Layers until all has flowed that ever will; a model of fewer layers has not what the mask allows."""
+        return 1 if self.is_dense else self.flow.depth
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
+        """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2).
+
+        Never of a task with a mask per layer, whose flow is no closure.
+        """
+        if self.num_layers is not None:
+            return False
         quick = is_transitive(self.mask.relabelled()[0])
         return self.flow.is_dense if quick is None else quick
 
     @cached_property
     def attends_itself(self) -> bool:
         """Whether every position may attend to itself; the residual connection alone is not attention."""
-        return bool(holds_diagonal(self.mask.relabelled()[0]).all())
+        return all(bool(holds_diagonal(mask.relabelled()[0]).all()) for mask in self.masks)
 
     def densified(self) -> Task:
         """The same task with the mask R: every position attends to all that can ever reach it, and to itself.
 
         The information flow is the same; what a model computes is not, since it now takes one layer (def. 3.8).
+
+        Raises:
+            ValueError: the task has a mask per layer: no single mask has the flow of their product.
         """
+        if self.num_layers is not None:
+            raise ValueError(
+                f"a task with a mask per layer ({self.num_layers}) has no dense form: what flows is the product of its "
+                "masks, which repeated would let more flow"
+            )
         if self.is_dense and self.attends_itself:
             return self
         chunks = self.flow.reachability(chunk=max(1, (1 << 23) // max(1, self.size)))
@@ -134,13 +185,50 @@ class Task:
             self.sequence, self.targets, Mask(IntervalRows.stack(parts, self.size), f"densified({self.mask!r})")
         )
 
+    def sparsified(
+        self, window: int | None = None, anchors: int | Sequence[int] | None = None, layers: int | None = None
+    ) -> Task:
+        """The same task under a sparser mask of the same order (`Flow.sparsify`; hasse, def. 3.8); see its `depth`.
+
+        No label can leak that did not, but what a model computes is not what the dense task computes: information takes
+        up to `depth` layers, where it took one, and is mixed on its way. In a model of fewer layers some of it never
+        arrives.
+
+        Args:
+            window: also keep the original pairs with |q - k| < window, of positions in the task's sequence.
+            anchors: also keep the original pairs whose key is an anchor: positions, or how many to spread evenly.
+            layers: of the model it is for.
+
+        Raises:
+            ValueError: the result needs more layers than there are; the task has a mask per layer.
+
+        >>> import attnflow as af
+        >>> merged = af.tasks.merge(af.tasks.causal_lm(range(64)))
+        >>> [merged.sparsified(window=window).depth for window in (None, 8, 62)]
+        [62, 9, 2]
+        """
+        if self.num_layers is not None:
+            raise ValueError(
+                f"a task with a mask per layer ({self.num_layers}) is sparse as its masks are: no single mask has the "
+                "flow of their product"
+            )
+        sparse = self.flow.sparsify(window=window, anchors=anchors)
+        available = None if layers is None else integer("layers", layers, 1)
+        if available is not None and sparse.depth > available:
+            raise ValueError(
+                f"this sparse form needs {sparse.depth} layers until all information has flowed, and the model has "
+                f"{available}: allow a wider window or more anchors"
+            )
+        return Task(self.sequence, self.targets, sparse.mask)
+
     def to_dict(self) -> dict[str, object]:
         """The task as plain data for JSON; `from_dict` reads it back."""
+        masks = [mask.to_dict() for mask in self.masks]
         return {
             "version": _VERSION,
             "inputs": [token.to_dict() for token in self.inputs],
             "labels": [label.to_dict() for label in self.labels],
-            "mask": self.mask.to_dict(),
+            **({"mask": masks[0]} if self.num_layers is None else {"masks": masks}),
         }
 
     @classmethod
@@ -154,20 +242,23 @@ class Task:
 
         An input that is a bare number stands for the data token at that place. `provenance` is by default the token's
         own position; `version`, `task` and `weight` are by default 1, 0 and 1. For the forms of a mask see
-        `attnflow.masks.spec`; it may also be a `Mask`.
+        `attnflow.masks.spec`; it may also be a `Mask`. In place of "mask" there may be a list "masks", one per layer.
 
         Raises:
             ValueError: a part is missing, unknown or malformed; the message says where it stands.
         """
         values = as_object(spec, where)
-        only_keys(values, where, ("inputs", "labels", "mask"), ("version",))
+        stacked = "masks" in values
+        only_keys(values, where, ("inputs", "labels", "masks" if stacked else "mask"), ("version",))
         version = values.get("version", _VERSION)
         if version != _VERSION:
             raise ValueError(f"{where}: this release reads version {_VERSION}, got version {version!r}")
         inputs = [_at(f"{where}: inputs[{i}]", _input, each, i) for i, each in _numbered(values, "inputs", where)]
         labels = [_at(f"{where}: labels[{i}]", Label.from_dict, each) for i, each in _numbered(values, "labels", where)]
-        mask = mask_from_dict(values["mask"], f"{where}: mask")
-        return _at(where, cls, inputs, labels, mask)
+        if not stacked:
+            return _at(where, cls, inputs, labels, mask_from_dict(values["mask"], f"{where}: mask"))
+        masks = [mask_from_dict(each, f"{where}: masks[{i}]") for i, each in _numbered(values, "masks", where)]
+        return _at(where, cls, inputs, labels, masks)
 
 
 def _numbered(values: Mapping[str, object], name: str, where: str) -> Iterable[tuple[int, object]]:

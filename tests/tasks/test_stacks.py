@@ -1,0 +1,258 @@
+"""Tasks with a mask per layer, and sparse forms of merged tasks: proofs, merging and values against brute force."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnflow as af
+from attnflow import masks, testing
+from attnflow.tasks import Label, Task, Token
+
+LAYERS = 3
+
+
+def tiny_llama(layers=LAYERS):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+@st.composite
+def stacks(draw, max_size=6, layers=None, ids=9):
+    """(tokens, labels, tables) of a task over few different tokens, with a random mask in each layer."""
+    n, layers = draw(st.integers(1, max_size)), draw(st.integers(1, 3)) if layers is None else layers
+    index = st.integers(0, 3)
+    tokens = [
+        (draw(st.integers(0, ids)), draw(st.integers(0, 1)), draw(st.frozensets(index, max_size=2))) for _ in range(n)
+    ]
+    tables = [draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n)) for _ in range(layers)]
+    labels = draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, ids), index), max_size=4))
+    return tokens, labels, tables
+
+
+def build(stack):
+    tokens, labels, tables = stack
+    n = len(tokens)
+    return Task(
+        [Token(*token) for token in tokens],
+        [Label(place, target=Token(id, 0, (index,))) for place, id, index in labels],
+        [masks.from_dense(torch.tensor(table).reshape(n, n)) for table in tables],
+    )
+
+
+@settings(max_examples=200)
+@given(stacks(), st.integers(0, 3))
+def test_leaks_are_those_of_the_product(stack, cut):
+    task = build(stack)
+    tables = [mask.dense() for mask in task.masks]
+    for layers in (None, min(cut, task.num_layers)):
+        first = tables if layers is None else tables[:layers]
+        flows = testing.product(first) if first else np.eye(task.size, dtype=bool)
+        report = af.tasks.check(task, layers)
+        expected = {
+            (number, place)
+            for number, label in enumerate(task.labels)
+            for place, token in enumerate(task.inputs)
+            if flows[label.position, place] and label.data_index in token.provenance
+        }
+        assert {(task.labels.index(leak.label), leak.carrier) for leak in report.leaks} <= {
+            (task.labels.index(task.labels[number]), place) for number, place in expected
+        }
+        assert len(report.leaks) == len(expected)
+        assert report.dead == tuple(
+            place for place in range(task.size) if not any(flows[label.position, place] for label in task.labels)
+        )
+        assert report.layers == (task.num_layers if layers is None else layers)
+        for leak in report.leaks:
+            assert (leak.witness[0], leak.witness[-1]) == (leak.carrier, leak.position)
+            assert len(leak.witness) in (1, len(first) + 1)
+            steps = zip(first, pairwise(leak.witness), strict=len(leak.witness) > 1)
+            assert all(here == there or table[there, here] for table, (here, there) in steps)
+
+
+def test_more_layers_than_masks_are_refused():
+    task = Task([Token(1, 0)], [], [masks.causal(1)] * 2)
+    with pytest.raises(ValueError, match="layers must be at most 2, got 3"):
+        af.tasks.check(task, layers=3)
+
+
+def test_a_stack_proves_what_a_closure_cannot():
+    """Layer 1 reads one back, layer 2 nothing: two steps back never arrive, though the closure of layer 1 says so."""
+    tokens = [Token(id, i) for i, id in enumerate([5, 6, 7, 8])]
+    window, itself = masks.sliding_window(3, 2), masks.sliding_window(3, 1)
+    labels = [Label(2, target=tokens[0])]
+    assert not af.tasks.check(Task(tokens[:3], labels, window)).ok
+    report = af.tasks.check(Task(tokens[:3], labels, [window, itself]))
+    assert report.ok
+    assert str(report).startswith("no label leaks within 2 layers")
+    leak = af.tasks.check(Task(tokens[:3], labels, [window, window])).leaks[0]
+    assert leak.route == "layer 1: 0 -> 1, layer 2: 1 -> 2"
+
+
+def values(task):
+    """What every position computes, layer by layer, spelt out: its own value and the sorted values that it reads."""
+    current = [repr(token) for token in task.inputs]
+    for mask in task.masks:
+        table = mask.dense().tolist()
+        current = [
+            f"<{own}|{','.join(sorted(value for value, read in zip(current, row, strict=True) if read))}>"
+            for own, row in zip(current, table, strict=True)
+        ]
+    return current
+
+
+@settings(max_examples=200)
+@given(st.lists(stacks(4, layers=2, ids=1), min_size=1, max_size=3))
+def test_merged_positions_compute_what_the_tasks_compute(drawn):
+    family = [build(stack) for stack in drawn]
+    merged = af.tasks.merge(family)
+    whole = values(merged.task)
+    for task, places in zip(family, merged.position_of, strict=True):
+        assert [whole[place] for place in places] == values(task)
+        assert len(set(places)) == task.size
+        assert [merged.task.inputs[place] for place in places] == list(task.inputs)
+    most = {}
+    for task in family:
+        own = values(task)
+        for value in own:
+            most[value] = max(most.get(value, 0), own.count(value))
+    assert merged.task.size == sum(most.values())
+    assert len(merged.task.labels) == sum(len(task.labels) for task in family)
+    labelled = {values(task)[label.position] for task in family for label in task.labels}
+    assert merged.lower_bound == len(labelled) <= merged.task.size
+
+
+@settings(max_examples=100)
+@given(st.lists(stacks(4, layers=2, ids=1), min_size=1, max_size=3))
+def test_merging_neither_makes_nor_hides_leaks(drawn):
+    family = [build(stack) for stack in drawn]
+    merged = af.tasks.check(af.tasks.merge(family))
+    alone = sum(len({leak.label for leak in af.tasks.check(task).leaks}) > 0 for task in family)
+    assert len({leak.label.task for leak in merged.leaks}) == alone
+
+
+def rollouts(lengths=((6, 4), (6, 3))):
+    """Causal sequences with a common prompt, under a window in one layer and a dilated window in another."""
+    tasks = []
+    for branch, (prompt, rest) in enumerate(lengths):
+        n = prompt + rest
+        ids = [*range(prompt), *(20 + 10 * branch + i for i in range(rest + 1))]
+        data = [*range(prompt), *(100 * (branch + 1) + i for i in range(rest + 1))]
+        tokens = [Token(id, place, (index,)) for place, (id, index) in enumerate(zip(ids, data, strict=True))]
+        labels = [Label(i, target=Token(tokens[i + 1].id, 0, (data[i + 1],))) for i in range(prompt - 1, n)]
+        stack = [masks.sliding_window(n, 3), masks.dilated_window(n, 2, 3), masks.causal(n)]
+        tasks.append(Task(tokens[:n], labels, stack))
+    return tasks
+
+
+def test_verified_on_a_model():
+    family = rollouts()
+    merged = af.tasks.merge(family)
+    assert merged.task.size == 6 + 4 + 3
+    assert "in 3 layers, with a mask for each" in str(merged)
+    assert af.tasks.check(merged).ok
+    model = tiny_llama()
+    assert af.tasks.verify(family, merged, model).ok
+    wrong = replace(merged, task=Task(merged.task.inputs, merged.task.labels, merged.task.masks[::-1]))
+    assert not af.tasks.verify(family, wrong, model).ok
+    with pytest.raises(ValueError, match="one mask per attention module, 2, got 3"):
+        af.tasks.verify(family, merged, tiny_llama(2))
+
+
+def test_refusals():
+    stack = rollouts()[0]
+    single = Task(stack.inputs, stack.labels, masks.causal(stack.size))
+    with pytest.raises(
+        ValueError, match=r"merge only with tasks for as many layers, got one mask for all layers, 3 layers"
+    ):
+        af.tasks.merge([stack, single])
+    with pytest.raises(ValueError, match=r"for as many layers, got 2 layers, 3 layers: give every task a list"):
+        af.tasks.merge([stack, Task(stack.inputs, stack.labels, stack.masks[:2])])
+    with pytest.raises(ValueError, match=r"a mask per layer \(3\), not one for all: use task.masks"):
+        _ = stack.mask
+    with pytest.raises(ValueError, match="has no dense form"):
+        stack.densified()
+    with pytest.raises(ValueError, match="is sparse as its masks are"):
+        stack.sparsified()
+    with pytest.raises(ValueError, match="task 0 has a mask per layer"):
+        af.tasks.embedded(single, [stack])
+    with pytest.raises(ValueError, match="sample 0 of the batch: this task has a mask per layer"):
+        af.tasks.Collator(lambda tokens: stack)([[1, 2]])
+    with pytest.raises(ValueError, match="at least one mask per layer, got an empty sequence"):
+        Task(stack.inputs, stack.labels, [])
+    with pytest.raises(ValueError, match=r"as long as the inputs \(10\), got shape \(3, 3\)"):
+        Task(stack.inputs, stack.labels, [masks.causal(10), masks.causal(3)])
+
+
+def test_as_plain_data():
+    stack = rollouts()[0]
+    again = Task.from_dict(stack.to_dict())
+    assert again == stack
+    assert hash(again) == hash(stack)
+    assert (again.num_layers, again.masks) == (3, stack.masks)
+    assert stack != Task(stack.inputs, stack.labels, masks.causal(stack.size))
+    assert stack != Task(stack.inputs, stack.labels, stack.masks[:2])
+    with pytest.raises(ValueError, match="task: masks"):
+        Task.from_dict({**stack.to_dict(), "masks": ["no mask"]})
+
+
+@pytest.mark.parametrize(
+    "family", [af.tasks.causal_lm, af.tasks.butterfly, partial(af.tasks.block_two_stream, block=2, mask_token=63)]
+)
+@pytest.mark.parametrize(("window", "anchors"), [(None, None), (3, None), (2, 2)])
+def test_sparse_forms_keep_the_order(family, window, anchors):
+    merged = af.tasks.merge(family(range(10)))
+    sparse = merged.sparsified(window=window, anchors=anchors)
+    assert np.array_equal(testing.closure(sparse.mask.dense()), testing.closure(merged.task.mask.dense()))
+    assert sparse.depth == testing.depth(sparse.mask.dense())
+    assert af.tasks.check(sparse, sparse.depth).ok
+    assert (sparse.inputs, sparse.labels) == (merged.task.inputs, merged.task.labels)
+    assert merged.sparsified(window, anchors, layers=sparse.depth) == sparse
+    if sparse.depth > 1:
+        with pytest.raises(
+            ValueError, match=rf"needs {sparse.depth} layers .* the model has {sparse.depth - 1}: allow"
+        ):
+            merged.sparsified(window, anchors, layers=sparse.depth - 1)
+
+
+def sparse_family(tokens):
+    return af.tasks.merge(af.tasks.causal_lm(tokens)).sparsified(window=4, layers=LAYERS)
+
+
+def test_sparse_forms_are_collated_and_trained():
+    model = tiny_llama().float()
+    collate = af.tasks.Collator(sparse_family, by_length=True)
+    batch = collate([list(range(10)), list(range(3, 10))])
+    allowed = batch["attention_mask"][0, 0] == 0
+    assert torch.equal(allowed[:9, :9], sparse_family(range(10)).mask.dense())
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        output = model(**{name: value for name, value in batch.items() if name != "labels"})
+        losses.append(af.tasks.loss(output, batch))
+        losses[-1].backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[-1] < 0.5 * losses[0]
+    alone = af.tasks.Collator(sparse_family)([list(range(10))])
+    inputs = {name: value for name, value in alone.items() if name != "labels"}
+    moved = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    moved["input_ids"][0, 0] = 50
+    with torch.no_grad():
+        difference = (model(**inputs).logits - model(**moved).logits).abs().amax(-1)[0]
+    assert difference[8] > 0  # two windows of four, and a third layer: all of it has arrived
