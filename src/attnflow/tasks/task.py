@@ -248,7 +248,7 @@ class Task:
             ValueError: a part is missing, unknown or malformed; the message says where it stands.
         """
         values = as_object(spec, where)
-        stacked = "masks" in values
+        stacked = "masks" in values and "mask" not in values
         only_keys(values, where, ("inputs", "labels", "masks" if stacked else "mask"), ("version",))
         version = values.get("version", _VERSION)
         if version != _VERSION:
