@@ -1,4 +1,4 @@
-"""What merged tasks cost and give in practice: decoding against greedy `generate`.
+"""What merged tasks cost and give in practice: decoding against greedy `generate`, merging at scale.
 
 Each function of cases is one topic. `--only decoding` chooses the cases whose name contains the word.
 """
@@ -101,9 +101,24 @@ def sharing(device: str, group: int = 8, prompt: int = 512, completion: int = 64
     ]
 
 
+def merging(device: str, levels: int = 7, length: int = 516, n: int = 8192) -> list[Case]:
+    """Merging at scale."""
+    if device != "cpu":
+        return []
+    here = "benchmarks.merging"
+    tree, causal = f"merge at scale, tree of {1 << (levels - 1)} rollouts", "merge at scale, causal_lm"
+    positions = ((1 << levels) - 1) * length - (1 << (levels - 1))
+    return [
+        Case(tree, OURS, positions, here, "merge_tree", (levels, length, False), repeats=5),
+        Case(tree, "attnflow, from objects", positions, here, "merge_tree", (levels, length, True), repeats=3),
+        Case(tree, "masks.tree alone", positions, here, "tree_alone", (levels, length), repeats=3),
+        Case(causal, OURS, n, here, "merge_causal", (n,), repeats=5),
+    ]
+
+
 def cases(device: str) -> list[Case]:
     """All topics."""
-    return [*decoding(device), *sharing(device)]
+    return [*decoding(device), *sharing(device), *merging(device)]
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ def merge(family: Sequence[Task]) -> MergedTask:
     if any(task.num_layers is not None for task in tasks):
         return _merged_stack(tasks)
     beginnings = Beginnings.of_family(tasks)
-    for number in beginnings.longest:
+    by_mask = {id(tasks[number].mask): number for number in reversed(beginnings.longest)}
+    for number in sorted(by_mask.values()):
         _require_dense(number, tasks[number])
     longest = [tasks[number] for number in beginnings.longest]
     tokens, inputs = numbered([task.sequence for task in longest])

@@ -83,6 +83,7 @@ def rollouts(
     ids = np.concatenate(sequences)[trie.source]
     table = TokenTable.data(ids, trie.depth)
     rows = causal(max(map(len, sequences)) - 1).intervals()
+    masks = {size: beginning(rows, "causal", n=size) for size in {0, *(len(sequence) - 1 for sequence in sequences)}}
     tasks: list[Task] = []
     for number, (start, answer) in enumerate(zip(starts, answers, strict=True)):
         path = trie.node_of[trie.offsets[number] : trie.offsets[number + 1]]
@@ -91,7 +92,7 @@ def rollouts(
         own = {name: values[number] for name, values in columns.items()}
         place = np.arange(len(start) - 1, len(start) - 1 + len(answer))
         labels = Labels.columns(place, ids[target], trie.depth[target], target, task=number, **own)
-        tasks.append(Task(Inputs(table, path[:size]), labels, beginning(rows, "causal", n=size)))
+        tasks.append(Task(Inputs(table, path[:size]), labels, masks[size]))
     return tuple(tasks)
 
 
