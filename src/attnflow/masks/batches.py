@@ -71,7 +71,7 @@ class MaskGrid:
         [[[[1, 0], [1, 1]]], [[[1, 0], [0, 1]]]]
         """
         table = torch.empty(self.shape, dtype=torch.bool)
-        for b, row in enumerate(self._padded()):
+        for b, row in enumerate(self.padded()):
             for h, mask in enumerate(row):
                 for start, part in mask.dense_chunks():
                     table[b, h, start : start + len(part)] = torch.from_numpy(part)
@@ -207,7 +207,8 @@ class MaskGrid:
             raise ValueError(f"cannot combine masks for {a} {name} with masks for {b}")
         return b if a == 1 else a
 
-    def _padded(self) -> Iterator[list[Mask]]:
+    def padded(self) -> Iterator[list[Mask]]:
+        """The masks of each sequence, by head, with the padding of `dense()`."""
         size = self.num_queries, self.num_keys
         for row in self.masks:
             yield [mask if mask.shape == size else _padded(mask, *size) for mask in row]
@@ -217,7 +218,7 @@ class MaskGrid:
 
     def _relations(self) -> tuple[list[IntervalRows], list[IntArray] | None]:
         """(rows of each sequence and head; the number that each key goes by in them, None where that is its own)."""
-        masks = [mask for row in self._padded() for mask in row]
+        masks = [mask for row in self.padded() for mask in row]
         plain = [_narrow(mask) for mask in masks]
         if all(rows is not None for rows in plain):
             return cast(list[IntervalRows], plain), None

@@ -8,7 +8,7 @@ import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow.masks.export.refusal import NotExpressible
+from attnflow.masks.export.refusal import NotExpressible, end_to_end
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
@@ -91,6 +91,26 @@ def bands_of(mask: Mask, format: str) -> Bands:
     lengths = tuple(np.diff(cuts).tolist())
     bands = _with_window(lengths, lengths, first, last)
     _compare(mask, bands, first, last, format)
+    return bands
+
+
+def bands_of_batch(masks: list[Mask], format: str) -> Bands:
+    """The documents and the window of sequences end to end; one that is not square is one document.
+
+    Raises:
+        NotExpressible: as `bands_of`, of the sequences as one.
+    """
+    whole = end_to_end(masks)
+    if len(masks) == 1 or all(mask.num_queries == mask.num_keys for mask in masks):
+        return bands_of(whole, format)
+    parts = [bands_of(mask, format) for mask in masks]
+    queries, keys = (tuple(size for part in parts for size in getattr(part, side)) for side in ("queries", "keys"))
+    left, right = (
+        max((getattr(part, side) for part in parts if getattr(part, side) is not None), default=None)
+        for side in ("left", "right")
+    )
+    bands = Bands(queries, keys, left, right)
+    _compare(whole, bands, *_one_interval(whole, whole.intervals(), format), format)
     return bands
 
 

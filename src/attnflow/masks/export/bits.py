@@ -11,10 +11,11 @@ from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
 from attnflow._core.results import Result
+from attnflow.masks.batches import MaskGrid, batch
 from attnflow.masks.build import from_dense
 from attnflow.masks.export.bands import Bands, bands_of
 from attnflow.masks.export.packed import _cumulative, _lengths
-from attnflow.masks.export.refusal import NotExpressible, checked
+from attnflow.masks.export.refusal import NotExpressible, checked, sequences
 from attnflow.masks.mask import Mask
 
 PresetType = Literal["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"]
@@ -49,15 +50,14 @@ class FlashInferMask(Result):
         """The first key of each request and the end."""
         return _cumulative(self.kv_lengths)
 
-    def to_mask(self) -> Mask:
-        """The relation of the only request.
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation of the request; of several, the batch of them.
 
         Raises:
-            ValueError: there are several, or the bytes are not as many as they need.
+            ValueError: the bytes are not as many as the requests need, or there is none.
         """
-        if len(self.qo_lengths) != 1:
-            raise ValueError(f"a mask is one request, got {len(self.qo_lengths)}")
-        return from_dense(next(iter(self._tables())), "flashinfer")
+        masks = [from_dense(table, "flashinfer") for table in self._tables()]
+        return masks[0] if len(masks) == 1 else batch(masks)
 
     def rows(self) -> list[dict[str, object]]:
         """One row a request."""
@@ -82,8 +82,11 @@ class FlashInferMask(Result):
     __repr__ = __str__
 
 
-def flashinfer(mask: Mask) -> FlashInferMask:
-    """The `packed_custom_mask` of FlashInfer's prefill wrappers; any mask can be said.
+def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
+    """The `packed_custom_mask` of FlashInfer's prefill wrappers; any mask can be said, a batch as a request each.
+
+    Raises:
+        NotExpressible: the heads of a sequence differ.
 
     Cost: one byte per pair while it is packed, one bit per pair after that.
 
@@ -92,8 +95,10 @@ def flashinfer(mask: Mask) -> FlashInferMask:
     >>> form.custom_mask.int().tolist(), form.packed_custom_mask.tolist()
     ([1, 0, 0, 1, 1, 0, 1, 1, 1], [217, 1])
     """
-    bits = np.packbits(checked(mask).dense().numpy(), axis=None, bitorder="little")
-    return FlashInferMask(torch.from_numpy(bits), (mask.num_queries,), (mask.num_keys,))
+    masks = sequences(mask, "flashinfer")
+    bits = [np.packbits(each.dense().numpy(), axis=None, bitorder="little") for each in masks]
+    lengths = (tuple(each.shape[axis] for each in masks) for axis in (0, 1))
+    return FlashInferMask(torch.from_numpy(np.concatenate(bits)), *lengths)
 
 
 @dataclass(frozen=True, eq=False)

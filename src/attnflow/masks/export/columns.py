@@ -12,6 +12,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.export.refusal import NotExpressible, checked
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
@@ -25,7 +26,7 @@ class FlashMask(Result):
     and all before the key; not causal [LTS, UTE], from LTS on and before UTE, or [LTS, LTE, UTS, UTE].
 
     Attributes:
-        startend_row_indices: int32[1, 1, keys, 1 or 2 or 4].
+        startend_row_indices: int32[sequences, heads, keys, 1 or 2 or 4].
         causal: the argument of that name.
         num_queries: rows of the mask.
     """
@@ -34,18 +35,23 @@ class FlashMask(Result):
     causal: bool
     num_queries: int
 
-    def to_mask(self) -> Mask:
-        """The relation that FlashMask computes (its own `flashmask_to_densemask`).
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation that FlashMask computes (its own `flashmask_to_densemask`); of several, the grid of them.
 
         Raises:
-            ValueError: several sequences or heads, or a number of bounds that does not go with `causal`.
+            ValueError: a number of bounds that does not go with `causal`, or no sequence.
         """
-        batch, heads, num_keys, width = self.startend_row_indices.shape
-        if (batch, heads) != (1, 1):
-            raise ValueError(f"one mask has bounds [1, 1, keys, bounds], got {tuple(self.startend_row_indices.shape)}")
+        batch, heads, num_keys, _ = self.startend_row_indices.shape
+        rows = [tuple(self._mask(self.startend_row_indices[b, h]) for h in range(heads)) for b in range(batch)]
+        if not batch * heads:
+            raise ValueError(f"expected a sequence and a head, got {tuple(self.startend_row_indices.shape)}")
+        return rows[0][0] if batch * heads == 1 else MaskGrid(tuple(rows), self.num_queries, num_keys)
+
+    def _mask(self, table: Tensor) -> Mask:
+        num_keys, width = table.shape
         if width not in ((1, 2) if self.causal else (2, 4)):
             raise ValueError(f"causal={self.causal} takes {'1 or 2' if self.causal else '2 or 4'} bounds, got {width}")
-        bounds = self.startend_row_indices[0, 0].numpy().astype(np.int64)
+        bounds = table.numpy().astype(np.int64)
         key, n = np.arange(num_keys), checks.size("num_queries", self.num_queries)
         if self.causal:
             stretches = [(key, bounds[:, 0], bounds[:, 1] if width == 2 else n), (key, 0, key)]
@@ -57,14 +63,16 @@ class FlashMask(Result):
         return Mask(transposed(allowed), "flashmask")
 
     def __str__(self) -> str:
-        _, _, keys, width = self.startend_row_indices.shape
+        *_, keys, width = self.startend_row_indices.shape
         return f"FlashMask: {width} bounds for each of {keys} keys, causal={self.causal}"
 
     __repr__ = __str__
 
 
-def flashmask(mask: Mask) -> FlashMask:
+def flashmask(mask: Mask | MaskGrid) -> FlashMask:
     """The `startend_row_indices` of FlashMask, in the form with the fewest bounds.
+
+    Masks by sequence and by head are said with the padding of `MaskGrid.dense()`.
 
     Raises:
         NotExpressible: the queries that may not attend to some key are more than two stretches.
@@ -76,7 +84,39 @@ def flashmask(mask: Mask) -> FlashMask:
     >>> form.startend_row_indices.squeeze().tolist(), form.causal
     ([2, 2, 3], True)
     """
-    rows = checked(mask).intervals()
+    if not isinstance(mask, MaskGrid):
+        return _one(checked(mask))
+    forms = [[_one(each) for each in row] for row in mask.padded()]
+    every = [form for row in forms for form in row]
+    causal = all(form.causal for form in every)
+    width = max(1 if causal else 2, *(_width(form, causal) for form in every))
+    tables = [torch.cat([_widened(form, causal, width) for form in row], 1) for row in forms]
+    return FlashMask(torch.cat(tables), causal, mask.num_queries)
+
+
+def _width(form: FlashMask, causal: bool) -> int:
+    """How many bounds a form takes where it stands beside others."""
+    width = form.startend_row_indices.shape[-1]
+    return width if causal or not form.causal else 2 * width
+
+
+def _widened(form: FlashMask, causal: bool, width: int) -> Tensor:
+    """The bounds of a form, said with `width` of them, causal or not."""
+    bounds, n = form.startend_row_indices, form.num_queries
+    if bounds.shape[-1] == width and form.causal == causal:
+        return bounds
+    end, zero = torch.full_like(bounds[..., :1], n), torch.zeros_like(bounds[..., :1])
+    key = torch.arange(bounds.shape[2], dtype=bounds.dtype)[:, None].expand_as(end)  # a causal form forbids rows before
+    last = bounds.shape[-1] == (2 if form.causal else 4)
+    lower = bounds[..., :2] if last else torch.cat([bounds[..., :1], end], -1)
+    if causal:
+        return lower
+    upper = torch.cat([zero, key], -1) if form.causal else torch.cat([zero, bounds[..., 1:]], -1)
+    return torch.cat([lower, upper] if width == 4 else [lower[..., :1], upper[..., 1:]], -1)
+
+
+def _one(mask: Mask) -> FlashMask:
+    rows = mask.intervals()
     n, num_keys = mask.shape
     forbidden = rows.complement()
     key = np.arange(num_keys)

@@ -12,8 +12,9 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from attnflow._core.results import Result
-from attnflow.masks.export.bands import Bands, bands_of
-from attnflow.masks.export.refusal import NotExpressible, checked
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.export.bands import Bands, bands_of_batch
+from attnflow.masks.export.refusal import NotExpressible, end_to_end, sequences
 from attnflow.masks.mask import Mask
 
 _OPEN: Final = -1  # flash-attn's word for a side of the window without a limit
@@ -72,8 +73,10 @@ class Varlen(Result):
     __repr__ = __str__
 
 
-def varlen(mask: Mask) -> Varlen:
+def varlen(mask: Mask | MaskGrid) -> Varlen:
     """The arguments of flash-attn's `flash_attn_varlen_func` for packed documents and windows.
+
+    The sequences of a batch are laid end to end, without padding.
 
     Raises:
         NotExpressible: it is something else; the error names a pair.
@@ -83,7 +86,7 @@ def varlen(mask: Mask) -> Varlen:
     >>> form.cu_seqlens_q.tolist(), form.causal, form.window_size
     ([0, 2, 5], True, (-1, -1))
     """
-    bands = bands_of(checked(mask), "varlen")
+    bands = bands_of_batch(sequences(mask, "varlen"), "varlen")
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     if bands.causal:
         right = _OPEN if bands.left is None else 0
@@ -158,8 +161,10 @@ class XFormersBias(Result):
     __repr__ = __str__
 
 
-def xformers(mask: Mask) -> XFormersBias:
+def xformers(mask: Mask | MaskGrid) -> XFormersBias:
     """The class of `xformers.ops.fmha.attn_bias` for packed documents and windows.
+
+    The sequences of a batch are laid end to end, without padding.
 
     Raises:
         NotExpressible: it is something else, or several documents with a window that looks ahead.
@@ -168,7 +173,8 @@ def xformers(mask: Mask) -> XFormersBias:
     >>> xformers(masks.causal(4)).kind
     'LowerTriangularMask'
     """
-    bands = bands_of(checked(mask), "xformers")
+    masks = sequences(mask, "xformers")
+    bands = bands_of_batch(masks, "xformers")
     several, square, local = len(bands.queries) != 1, bands.square, bands.left is not None
     if bands.causal and local:
         start = "BlockDiagonalCausal" if several else "LowerTriangularFromBottomRight"
@@ -179,7 +185,9 @@ def xformers(mask: Mask) -> XFormersBias:
     elif local or bands.right is not None:
         if several:
             pair = _beyond(bands)
-            raise NotExpressible("xformers", mask, pair, "its documents have windows only where they are causal")
+            raise NotExpressible(
+                "xformers", end_to_end(masks), pair, "its documents have windows only where they are causal"
+            )
         kind = "LocalAttentionFromBottomRightMask"
         left, right = (bands.keys[0] if side is None else side for side in (bands.left, bands.right))
         return XFormersBias(kind, bands.queries, bands.keys, left, right)

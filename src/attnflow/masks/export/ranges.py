@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.results import Result
-from attnflow.masks.export.refusal import checked
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.export.refusal import end_to_end, sequences
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
@@ -69,8 +70,10 @@ class MagiRanges(Result):
     __repr__ = __str__
 
 
-def magi(mask: Mask) -> MagiRanges:
+def magi(mask: Mask | MaskGrid) -> MagiRanges:
     """The slices of MagiAttention's `flex_flash_attn_func`: any mask can be said, the regular ones with few slices.
+
+    The sequences of a batch are laid end to end, without padding; heads share one mask.
 
     Each interval of keys continues the slice of the query before whose next row it is, or begins one.
 
@@ -81,7 +84,8 @@ def magi(mask: Mask) -> MagiRanges:
     >>> form.q_ranges.tolist(), form.k_ranges.tolist(), form.attn_type_map.tolist()
     ([[0, 2], [2, 4]], [[0, 2], [0, 4]], [0, 1])
     """
-    rows = checked(mask).intervals()
+    mask = end_to_end(sequences(mask, "magi"))
+    rows = mask.intervals()
     slices: list[_Slice] = []
     running: dict[tuple[int, int], list[_Slice]] = {}  # by the keys of the next query that would continue them
     starts, ends, indptr = rows.starts.tolist(), rows.ends.tolist(), rows.indptr.tolist()
