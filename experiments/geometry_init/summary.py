@@ -233,38 +233,45 @@ def table(every: Sequence[Curves], compared: Sequence[Comparison], contrasted: M
 
 
 def figure(every: Sequence[Curves]) -> Any:
-    """Held-out loss, S and D (medians over layers) over training, and S and D by layer at the end; by objective.
+    """Held-out loss less the default's, paired by seed, S and D (medians over layers) over training, by objective.
+
+    S and D by layer are in results.csv and results.json.
 
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    drawn, panels = canvas(19.0, 9.0, 2, 5)
-    titles = ("held-out loss, nats", "symmetry S", "directionality D", "S by layer at the end", "D by layer at the end")
-    for row, objective in zip(panels, ("masked", "causal"), strict=True):
+    drawn, panels = canvas(13.0, 12.0, 3, 2)
+    titles = {
+        "held_out": "held-out loss less default, nats",
+        "symmetry": "symmetry S",
+        "directionality": "directionality D",
+    }
+    for column, objective in enumerate(("masked", "causal")):
         mine = [one for one in every if one.objective == objective]
-        for axes, quantity in zip(row, _QUANTITIES, strict=False):
+        default = next((one for one in mine if one.arm == "default"), None)
+        for axes, (quantity, title) in zip(panels[:, column], titles.items(), strict=True):
+            axes.set_title(f"{objective}: {title}", fontsize=SIZE)
+            axes.tick_params(labelsize=SIZE)
+            axes.set_xlabel("training step", fontsize=SIZE)
             ends: dict[str, tuple[float, float]] = {}
             for one in mine:
-                values: Array = getattr(one, quantity)
-                values = values if values.ndim == 2 else np.median(values, axis=2)
-                bands = [over_seeds(column.tolist(), 500) for column in values.T]
-                curve = ([getattr(b, name) for b in bands] for name in ("mean", "low", "high"))
-                plot_band(axes, one.steps, *curve, color=colour(one.arm), marker="", linewidth=1.6)
-                ends[one.arm] = (float(one.steps[-1]), bands[-1].mean)
-            if quantity == "held_out" and mine:
-                low, high = min(y for _, y in ends.values()), float(np.median([one.held_out[:, 0] for one in mine]))
-                axes.set_ylim(low - 0.03 * (high - low), low + 0.5 * (high - low))  # the first steps are alike
-            axes.set_xlabel("training step", fontsize=SIZE)
-            if quantity == _QUANTITIES[-1]:
-                label_ends(axes, ends)
-        for axes, quantity in zip(row[3:], _QUANTITIES[1:], strict=True):
-            for one in mine:
-                values = getattr(one, quantity)[:, -1]
-                bands = [over_seeds(column.tolist(), 500) for column in values.T]
-                curve = ([getattr(b, name) for b in bands] for name in ("mean", "low", "high"))
-                plot_band(axes, range(1, values.shape[1] + 1), *curve, color=colour(one.arm))
-            axes.set_xlabel("layer", fontsize=SIZE)
-        for axes, title in zip(row, titles, strict=True):
-            axes.set_title(f"{objective}: {title}", fontsize=SIZE)
-            axes.tick_params(labelsize=SIZE - 1)
+                values = _drawn(one, default, quantity)
+                if values is not None:
+                    bands = [over_seeds(row.tolist(), 500) for row in values.T]
+                    curve = ([getattr(b, name) for b in bands] for name in ("mean", "low", "high"))
+                    plot_band(axes, one.steps, *curve, color=colour(one.arm), marker="", linewidth=2.0)
+                    ends[one.arm] = (float(one.steps[-1]), bands[-1].mean)
+            label_ends(axes, ends)
     return drawn
+
+
+def _drawn(one: Curves, default: Curves | None, quantity: str) -> Array | None:
+    """[seeds, steps] of a curve; of losses the difference from the default, if that has run."""
+    values: Array = getattr(one, quantity)
+    if quantity != "held_out":
+        return np.median(values, axis=2)
+    if default is None:
+        return None
+    seeds = [seed for seed in one.seeds if seed in default.seeds]
+    mine, theirs = (each.held_out[[each.seeds.index(seed) for seed in seeds]] for each in (one, default))
+    return mine - theirs

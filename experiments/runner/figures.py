@@ -42,7 +42,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "context or unknown": "#7a4fa3",
     "shuffled entries": "#999999",
 }
-SIZE: Final = 11.0  # points of all text: readable where the figure is shown at half its size
+SIZE: Final = 14.0  # points of all text: readable where the figure is shown at half its size
 
 
 def colour(arm: str) -> str:
