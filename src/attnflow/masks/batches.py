@@ -123,7 +123,7 @@ class MaskGrid:
         if not self._wide():
             return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
         bits = np.empty((*self.shape[:3], -(-self.num_keys // 8)), dtype=np.uint8)
-        for b, row in enumerate(self._padded()):
+        for b, row in enumerate(self.padded()):
             for h, mask in enumerate(row):
                 for start, part in mask.dense_chunks():
                     bits[b, h, start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
@@ -143,7 +143,7 @@ class MaskGrid:
         blocks = flex.block_sizes(block_size)
         if not self._wide():
             return block_mask_of_rows(self.row_intervals(device=device), self.num_keys, blocks)
-        counts = torch.from_numpy(np.stack([[mask.block_counts(blocks) for mask in row] for row in self._padded()]))
+        counts = torch.from_numpy(np.stack([[mask.block_counts(blocks) for mask in row] for row in self.padded()]))
         size = self.num_queries, self.num_keys
         return block_mask_of_counts(counts.to(device), blocks, self.mask_mod_on(device), size)
 
