@@ -39,6 +39,15 @@ MASKS = {
         (torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.5).tril()
     ),
 }
+LONG = 131_072  # where n^2 bits are 2 GB
+LONGEST = 1_048_576
+STREAMS = ("permutation_lm", "block_two_stream", "block_diffusion", "butterfly", "multi_token_prediction")
+TO_THE_LONGEST = ("causal", "sliding_window", "dilated_window", "document", *STREAMS)
+STACKS = {
+    "window": lambda n: [masks.sliding_window(n, 512)] * 4,
+    "window_and_dilated": lambda n: [masks.sliding_window(n, 512), masks.dilated_window(n, 64, 4)] * 2,
+    "longformer_and_global": lambda n: [masks.longformer(n, 512, [0]), masks.global_tokens(n, [0])] * 2,
+}
 WITH_PEERS = ("causal", "big_bird", "butterfly", "random_sparse")
 
 
@@ -56,6 +65,16 @@ def ours(name: str, n: int) -> Callable[[], object]:
 def our_depth(name: str, n: int) -> Callable[[], object]:
     mask = MASKS[name](n)
     return lambda: order.analyze(mask).depth
+
+
+def our_stack(name: str, n: int) -> Callable[[], object]:
+    stack = STACKS[name](n)
+
+    def run() -> object:
+        flow = order.analyze(stack)
+        return flow.depth, flow.hasse
+
+    return run
 
 
 def _edges(name: str, n: int) -> list[tuple[int, int]]:
@@ -139,6 +158,13 @@ def cases(device: str) -> list[Case]:
             if name in ("causal", "sliding_window", "random", "random_sparse"):
                 listed.append(Case(f"depth of {name}", "scipy shortest_path", n, here, "scipy_distances", (name, n)))
                 listed.append(Case(f"depth of {name}", "torch float32 powers", n, here, "torch_powers", (name, n)))
+    for name in MASKS:
+        for n in (LONG, LONGEST) if name in TO_THE_LONGEST else (LONG,):
+            if not name.startswith("random"):
+                listed.append(Case(f"order of {name}", "attnflow", n, here, "ours", (name, n), repeats=3))
+                listed.append(Case(f"depth of {name}", "attnflow", n, here, "our_depth", (name, n), repeats=3))
+    for name in STACKS:
+        listed.append(Case(f"order of a stack: {name}", "attnflow", LONG, here, "our_stack", (name, LONG), repeats=3))
     return listed
 
 
