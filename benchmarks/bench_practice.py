@@ -116,9 +116,24 @@ def merging(device: str, levels: int = 7, length: int = 516, n: int = 8192) -> l
     ]
 
 
+def batches(device: str, sizes: tuple[int, ...] = (2048, 8192)) -> list[Case]:
+    """A batch of eight different masks: FlexAttention against dense masks."""
+    if device != "cpu":
+        return []
+    here, made, run = "benchmarks.batched_masks", "batch of 8 masks, to a kernel's form", "batch of 8 masks, attention"
+    providers = [
+        (made, OURS, "build", "attnflow"),
+        (made, "torch create_block_mask", "build", "torch create_block_mask"),
+        (made, "dense bool", "build", "dense"),
+        (run, OURS, "attend", "flex"),
+        (run, "sdpa, dense bool", "attend", "sdpa, dense"),
+    ]
+    return [Case(what, name, n, here, call, (way, n), repeats=3) for n in sizes for what, name, call, way in providers]
+
+
 def cases(device: str) -> list[Case]:
     """All topics."""
-    return [*decoding(device), *sharing(device), *merging(device)]
+    return [*batches(device), *decoding(device), *sharing(device), *merging(device)]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ def main(target: str, way: str, batch_size: int) -> None:
         optimizer.step()
     if accelerator.is_main_process:
         torch.save(accelerator.unwrap_model(model).state_dict(), target)
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
