@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -11,13 +11,14 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal
 from attnflow.models.loaded import Loaded, split
+from attnflow.tasks.hf.group_shuffle import shuffle_groups
 from attnflow.tasks.hf.prefix_check import Backbone, compare
 from attnflow.tasks.hf.shared_calls import Calls, Counts
 
@@ -68,11 +69,19 @@ class SharedPrefixes(Handle):
         no_copies: why calls with labels run their head for every token of the rows; "" if once for a token.
     """
 
-    def __init__(self, model: nn.Module, calls: Calls, no_copies: str, hooks: list[RemovableHandle]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Calls,
+        no_copies: str,
+        hooks: list[RemovableHandle],
+        restore_shuffle: Callable[[], None] | None,
+    ) -> None:
         super().__init__(model)
         self.no_copies = no_copies
         self._calls = calls
         self._hooks = hooks
+        self._restore_shuffle = restore_shuffle
 
     @property
     def report(self) -> SharingReport:
@@ -83,20 +92,23 @@ class SharedPrefixes(Handle):
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._restore_shuffle is not None:
+            self._restore_shuffle()
 
     def _summary(self) -> str:
         head = f" (its head for each of them: {self.no_copies})" if self.no_copies else ""
         return f"{type(self.model).__name__} runs common beginnings of rows once{head}: {self.report}"
 
 
-def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
+def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
     """Let a causal model run the common beginnings of the rows of a batch once: same outputs, same gradients.
 
     The rows [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions in
     place of G x P + sum of completions), which run under the mask of ancestors at the positions that the rows have; the
     states are read back to [B, S, hidden], and their gradients add up. Callers see no difference, so that trl's
-    trainers (GRPO, RLOO, DPO, KTO, SFT), `Trainer`, or a loop of your own stay as they are; share the model that they
-    call: `share_prefixes(trainer.model)`.
+    trainers (GRPO, RLOO, DPO, KTO, SFT), `Trainer`, or a loop of your own stay as they are: `share_prefixes(trainer)`
+    shares the model that the trainer calls. GRPO and RLOO shuffle the rows of `steps_per_generation` batches, which
+    takes groups apart; a trainer that is given shuffles whole groups.
 
     - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
       a token that predicts c labels takes c slots. `loss` (and the fields of trl's fused head) come out of the same
@@ -109,7 +121,8 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
       rows); `handle.report` counts these by reason, and the log names each once.
 
     Args:
-        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, or what `load_model` returns.
+        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns, or
+            a transformers or trl trainer of one. A reference model is another: `share_prefixes(trainer.ref_model)`.
 
     Returns:
         A handle: `.report` has the tokens before and after, `.remove()` restores the model.
@@ -118,7 +131,8 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
         UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
             whose attention is not causal or in chunks, or whose states came out different when both forms were run.
         RuntimeError: it shares prefixes already.
-        ValueError: at a call, while dropout is active: rows would share it.
+        ValueError: a trainer of groups that trl 1.16 does not have; at a call, while dropout is active: rows would
+            share it.
 
     Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa and
     eager a dense mask, width x width bytes a row; for flex_attention blocks, never dense.
@@ -133,13 +147,15 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
     >>> handle.report.last_before, handle.report.last_after, bool(torch.allclose(stock, shared, atol=1e-5))
     (18, 10, True)
     """
-    model, _ = split(model)
-    outer, backbone, calls, in_force = prepared(model)
+    trainer = model if isinstance(model, Trainer) else None
+    module = cast(nn.Module, model.model) if isinstance(model, Trainer) else split(model)[0]
+    outer, backbone, calls, in_force = prepared(module)
     if in_force:
         raise RuntimeError(f"{type(outer).__name__} shares prefixes already: remove that handle first, or use it")
     no_copies = check_sharing(outer, backbone, calls)
     calls.with_labels = not no_copies
-    handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls))
+    restore = None if trainer is None else shuffle_groups(trainer)
+    handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls), restore)
     _log.info("%s", str(handle))
     return handle
 
