@@ -189,7 +189,7 @@ def test_bad_inputs_of_a_sequence_to_sequence_model():
         (af.masks.causal(5), ValueError, "over 13 positions"),
         (af.masks.full(13, 12), ValueError, "over 13 positions"),
         ([af.masks.causal(13)] * 2, ValueError, "one mask per layer call, 3 of them"),
-        ([], TypeError, "one Mask per layer"),
+        ([], TypeError, "a list with one of them per layer"),
         (torch.ones(13, 13).bool(), TypeError, "from_dense"),
         ("causal", TypeError, "order must be"),
     ],
