@@ -101,7 +101,7 @@ def test_loss_and_gradients_in_float64(name, tmp_path):
 def test_log_probabilities_of_grpo_in_float64(tmp_path):
     """The loss of the first iteration is trivially equal, since its ratio is 1: these are not."""
     one = model()
-    trainer = grpo(one, tmp_path)
+    trainer = grpo(one, tmp_path, per_device_train_batch_size=32)  # all eight prompts
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
