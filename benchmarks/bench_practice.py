@@ -87,15 +87,21 @@ def decoding(device: str, new: int = 64) -> list[Case]:
 
 
 def sharing(device: str, group: int = 8, prompt: int = 512, completion: int = 64, questions: int = 6) -> list[Case]:
-    """Shared prefixes: a step of trl's GRPO with gradient checkpointing, and lm-eval's hellaswag with five shots."""
+    """Shared prefixes: steps of trl with gradient checkpointing, and lm-eval's hellaswag with five shots."""
     if device != "cpu":
         return []
-    here, size, shots = "benchmarks.shared_prefixes", (group, prompt, completion), 5
-    step, task = f"grpo step, {group} x ({prompt} + {completion})", f"hellaswag, {shots} shots"
-    rows = group * (prompt + completion)
+    here, task, shots = "benchmarks.shared_prefixes", "hellaswag, 5 shots", 5
+    steps = [
+        (f"grpo step, {group} x ({prompt} + {completion})", "grpo_step", group, group),
+        (f"dpo step, {group // 2} x ({prompt} + 2 x {completion})", "dpo_step", group // 2, group),
+        (f"sft step, {group} x ({prompt} + {completion})", "sft_step", group, group),
+    ]
     return [
-        Case(step, OURS, rows, here, "grpo_step", (True, *size), repeats=3),
-        Case(step, "trl", rows, here, "grpo_step", (False, *size), repeats=3),
+        *[
+            Case(what, name, rows * (prompt + completion), here, call, (name == OURS, size, prompt, completion), 3)
+            for what, call, size, rows in steps
+            for name in (OURS, "trl")
+        ],
         Case(task, OURS, questions, here, "hellaswag", (True, questions, shots), repeats=3),
         Case(task, "lm-eval HFLM", questions, here, "hellaswag", (False, questions, shots), repeats=3),
     ]

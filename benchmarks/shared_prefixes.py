@@ -1,4 +1,4 @@
-"""Shared prefixes on SmolLM2-135M against the software whose calls they take: trl's GRPO and lm-eval.
+"""Shared prefixes on SmolLM2-135M against the software whose calls they take: trl's GRPO, DPO and SFT, and lm-eval.
 
 Each function prepares one side, ours after a comparison of its numbers with the other's, and returns what is timed.
 """
@@ -6,6 +6,7 @@ Each function prepares one side, ours after a comparison of its numbers with the
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 import attnflow as af
+
+_QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
 
 
 class Noted:
@@ -34,13 +37,11 @@ def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable
 
     model, tokenizer = af.load_model("smollm2-135m")
     model.float().train()
-    quiet = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
     arguments = GRPOConfig(
         tempfile.mkdtemp(),
         num_generations=group,
         per_device_train_batch_size=group,
-        gradient_checkpointing=True,
-        **quiet,
+        **_QUIET,
     )
     data = Dataset.from_dict({"prompt": ["one", "two"]})
     trainer = GRPOTrainer(model, lambda **_: [0.0] * group, arguments, train_dataset=data, processing_class=tokenizer)
@@ -56,29 +57,91 @@ def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable
         "num_items_in_batch": torch.tensor(rest.numel()),
     }
 
-    def run() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        trainer.compute_loss(model, dict(inputs)).backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
     def log_probs() -> torch.Tensor:
         ids = torch.cat([inputs["prompt_ids"], rest], dim=1)
         with torch.no_grad():
             return trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), completion)[0]
 
+    return _step(trainer, inputs, log_probs, share)
+
+
+def dpo_step(share: bool, pairs: int, prompt: int, completion: int) -> Callable[[], object]:
+    """Loss and gradients of one batch of pairs of answers, each pair to its own prompt, by trl's own trainer."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    model, tokenizer = af.load_model("smollm2-135m")
+    model.float().train()
+    words = _texts(tokenizer, pairs * prompt + 2 * pairs * completion)
+    prompts, answers = words(0, pairs, prompt), words(pairs * prompt, 2 * pairs, completion)
+    data = Dataset.from_dict({"prompt": prompts, "chosen": answers[::2], "rejected": answers[1::2]})
+    arguments = DPOConfig(tempfile.mkdtemp(), per_device_train_batch_size=pairs, max_length=None, **_QUIET)
+    trainer = DPOTrainer(model, copy.deepcopy(model), arguments, train_dataset=data, processing_class=tokenizer)
+    return _step(trainer, _batch(trainer), None, share)
+
+
+def sft_step(share: bool, rows: int, prompt: int, completion: int) -> Callable[[], object]:
+    """Loss and gradients of one batch of answers to one prompt by trl's own trainer, on the answers alone."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = af.load_model("smollm2-135m")
+    model.float().train()
+    words = _texts(tokenizer, prompt + rows * completion)
+    data = Dataset.from_dict({"prompt": words(0, 1, prompt) * rows, "completion": words(prompt, rows, completion)})
+    arguments = SFTConfig(tempfile.mkdtemp(), per_device_train_batch_size=rows, max_length=None, **_QUIET)
+    trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+    return _step(trainer, _batch(trainer), None, share)
+
+
+def _texts(tokenizer: Any, tokens: int) -> Callable[[int, int, int], list[str]]:
+    """Texts of so many tokens each, one after the other from a place of a play on."""
+    ids = tokenizer(af.models.sample_text("hamlet"))["input_ids"][:tokens]
+    return lambda at, count, size: [tokenizer.decode(ids[at + k * size : at + (k + 1) * size]) for k in range(count)]
+
+
+def _batch(trainer: Any) -> dict[str, Any]:
+    trainer.current_gradient_accumulation_steps = 1  # what `train` sets
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def _step(
+    trainer: Any, inputs: dict[str, Any], log_probs: Callable[[], torch.Tensor] | None, share: bool
+) -> Callable[[], object]:
+    """Loss and gradients of a batch; shared ones after they were compared with those of the trainer as it is."""
+    model = trainer.model
+    model.gradient_checkpointing_enable()  # as `train` does, which is not called
+    assert model.is_gradient_checkpointing
+    assert model.training
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = trainer.compute_loss(model, dict(inputs))
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
     if not share:
         return run
-    stock, gradients = log_probs(), {name: g.clone() for name, g in run().items()}
-    handle = af.tasks.share_prefixes(model)
-    shared, others = log_probs(), run()
+    before = None if log_probs is None else log_probs()
+    loss, held = run()
+    gradients = {name: g.clone() for name, g in held.items()}
+    reports = [af.tasks.share_prefixes(trainer)]
+    if getattr(trainer, "ref_model", None) is not None:
+        reports.append(af.tasks.share_prefixes(trainer.ref_model))
+    after = None if log_probs is None else log_probs()
+    shared, others = run()
+    rounding = 1e3 * torch.finfo(torch.float32).eps
     largest = max(float(g.abs().max()) for g in gradients.values())
     off = max(float((g - others[name]).abs().max()) for name, g in gradients.items()) / largest
-    away = float((stock - shared).abs().max())
-    rounding = 1e3 * torch.finfo(torch.float32).eps
-    assert away <= rounding * float(stock.abs().max()), away
     assert off <= rounding, off
-    report = handle.report
-    return Noted(run, f"{report.last_before} -> {report.last_after} tokens, log-probs {away:.0e}, gradients {off:.0e}")
+    assert abs(float(shared - loss)) <= rounding * max(1.0, abs(float(loss)))
+    report = reports[0].report
+    note = f"{report.last_before} -> {report.last_after} tokens, gradients {off:.0e}"
+    if before is not None and after is not None:
+        away = float((before - after).abs().max())
+        assert away <= rounding * float(before.abs().max()), away
+        note += f", log-probs {away:.0e}"
+    return Noted(run, note)
 
 
 def hellaswag(share: bool, questions: int, shots: int) -> Callable[[], object]:
