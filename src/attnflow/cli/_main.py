@@ -60,7 +60,7 @@ def _group(name: str, about: str, *commands: Callable[..., None]) -> typer.Typer
 GROUPS: Final = {
     "mask": _group(
         "mask",
-        "Look at masks, check tasks, merge families of tasks, speak other kernels' formats.",
+        "Look at masks, check and merge tasks, export and debug.",
         mask.mask_list,
         mask.mask_show,
         mask.mask_check,

@@ -79,7 +79,7 @@ def mask_debug(
     ] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Say what a mask is that somebody brings, and what looks wrong with it.
+    """Say what a mask is and what looks wrong with it.
 
     Tensors are [queries, keys], with one or two more axes before them; True or 1 allows, and of floats 0. JSON is what
     `mask export` writes, or a mask as the guide has it. Exits with 1 if something looks wrong: queries without keys,
