@@ -125,6 +125,19 @@ def test_processes_that_replace_one_folder_at_once_never_mix_it(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_folder_that_appears_while_the_first_is_put_there_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "x"
+    with monkeypatch.context() as patched, write_folder(target) as new:
+        (new / "a").write_text("mine")
+        target.mkdir()
+        (target / "a").write_text("of another process")
+        patched.setattr(Path, "exists", lambda path: path != target and os.path.exists(path))
+    assert content(target) == {"a": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_a_sealed_folder_says_what_is_not_as_it_was(tmp_path: Path) -> None:
     fill(tmp_path, "text")
     with pytest.raises(ValueError, match=f"is not complete: it has no {SEAL}, which is written last"):

@@ -216,8 +216,12 @@ def _lock(path: Path) -> Generator[bool | None]:
 
 def _take_place(part: Path, target: Path) -> None:
     if not target.exists():
-        os.rename(part, target)
-        return
+        try:
+            os.rename(part, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # else another process has put its folder there since: it is replaced as any older one
     if _exchanged(part, target):
         return
     old = part.with_suffix(".old")
