@@ -88,6 +88,7 @@ docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are miss
 	$(call say,documentation)
 	$(PY) docs/pictures.py
 	$(PY) -m mkdocs build --strict --quiet
+	@! grep -rnE --include=*.html -o '\]\[attnflow[a-zA-Z_.]*\]' site || { echo "links to names that no reference page has"; exit 1; }
 	@echo "site/index.html"
 
 gpu: $(ENV)  ## on a machine with a GPU: the tests marked gpu, then the benchmarks on it

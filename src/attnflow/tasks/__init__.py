@@ -18,7 +18,7 @@ from attnflow.tasks.families import (
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.losses import label_tensors, loss
 from attnflow.tasks.merging import embedded, merge
-from attnflow.tasks.rollouts import rollouts
+from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.scores import log_probs
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify

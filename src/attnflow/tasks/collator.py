@@ -19,7 +19,7 @@ from attnflow.tasks.families import of_length_alone, unbound
 from attnflow.tasks.labels import Labels
 from attnflow.tasks.losses import batched, packed
 from attnflow.tasks.merging import merge
-from attnflow.tasks.rollouts import group, rollouts
+from attnflow.tasks.rollout_groups import group, rollouts
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 

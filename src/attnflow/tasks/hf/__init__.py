@@ -8,8 +8,8 @@ if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "a task on a model")
 
 from attnflow.tasks.hf.decoding import generate_blocks
-from attnflow.tasks.hf.infill import infill
-from attnflow.tasks.hf.lookahead import lookahead
+from attnflow.tasks.hf.gap_filling import infill
+from attnflow.tasks.hf.lookahead_handle import lookahead
 from attnflow.tasks.hf.scoring import score
 from attnflow.tasks.hf.sharing import share_prefixes
 
