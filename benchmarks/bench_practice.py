@@ -143,4 +143,4 @@ def cases(device: str) -> list[Case]:
 
 
 if __name__ == "__main__":
-    main(cases, ["torch", "transformers"], time_limit=300.0)
+    main(cases, ["torch", "transformers"], time_limit=900.0)
