@@ -18,12 +18,11 @@ import torch
 from jaxtyping import Bool, Int, Int32, UInt8
 from torch import Tensor
 
-from attnflow.masks.flex import MaskMod
+from attnflow.masks.flex import MAX_UNROLLED, MaskMod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
 _BITS: Final = 8
 
 

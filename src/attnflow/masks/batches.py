@@ -16,13 +16,12 @@ from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
 from attnflow.masks import flex
 from attnflow.masks.batch_rows import (
-    MAX_UNROLLED,
     block_mask_of_counts,
     block_mask_of_rows,
     mask_mod_of_bits,
     mask_mod_of_rows,
 )
-from attnflow.masks.flex import MaskMod
+from attnflow.masks.flex import MAX_UNROLLED, MaskMod
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 

@@ -16,8 +16,9 @@ _SHUFFLE: Final = "shuffle_sequence_dict"
 def shuffle_groups(trainer: Trainer) -> Callable[[], None] | None:
     """Let a trainer that shuffles the rows of several batches (trl's GRPO, RLOO) shuffle whole groups of rollouts.
 
-    Which rows make an optimiser's step over all of `steps_per_generation` batches does not change, only which of its
-    batches a row is in. A process that holds parts of groups shuffles rows, as before.
+    Where an optimiser's step takes all of `steps_per_generation` batches, as by default, its rows are the same as
+    before; where a generation serves several steps, a step takes whole groups in place of rows drawn from all of them.
+    A process that holds parts of groups shuffles rows, as before.
 
     Returns:
         What restores the trainer; None where it has no groups.
