@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.runner.training import Course, Loop, linear, train
+from tests.processes import leave
 
 
 def fit(folder: Path, steps: int = 4) -> Course:
@@ -29,4 +30,4 @@ if __name__ == "__main__":
     course = fit(Path(sys.argv[1]), int(sys.argv[2]))
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1], "course.json").write_text(json.dumps([course.log, course.measured]))
-    torch.distributed.destroy_process_group()
+    leave()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnflow.masks.sharding import ShardPlan
+from tests.processes import leave
 
 WIDTH, HEADS = 16, 2
 
@@ -82,8 +83,8 @@ def main(rank: int, world: int, plan_file: str, folder: str) -> None:
     for gradient in gradients:
         dist.all_reduce(gradient)
     torch.save({"out": out, "gradients": gradients}, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    leave()

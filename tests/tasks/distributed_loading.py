@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
+from tests.processes import leave
 
 
 def main(target: str, way: str, batch_size: int) -> None:
@@ -44,3 +45,4 @@ def main(target: str, way: str, batch_size: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    leave()

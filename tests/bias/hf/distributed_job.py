@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import attnflow as af
 from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, disturb, family
+from tests.processes import leave
 
 STEPS, BATCH, LENGTH = 3, 4, 8
 
@@ -72,9 +73,8 @@ def main(mode, target):
             "state": {name: state[name].double().flatten().tolist() for name in names},
         }
         Path(target).write_text(json.dumps(result))
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()
