@@ -11,7 +11,7 @@ from attnflow.knowledge.store import Store
 PROMISE = "approximate searches find 99 % of the ten best entries, old or new, for queries like them or not"
 TRIALS = 200
 SHORT = 2
-_DIM, _K, _STEPS, _QUERIES = 16, 10, 5, 20
+_DIM, _K, _STEPS, _QUERIES = 16, 10, 5, 400
 _TARGET = 0.99
 
 

@@ -336,6 +336,8 @@ def test_bad_collators():
         Collator(tasks.causal_lm, dtype=torch.int64)
     with pytest.raises(ValueError, match="pad_to_multiple_of must be at least 1"):
         Collator(tasks.causal_lm, pad_to_multiple_of=0)
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be at most"):
+        Collator(tasks.causal_lm, pad_to_multiple_of=2**40)
     with pytest.raises(TypeError, match="must hold integers"):
         Collator(tasks.causal_lm)([torch.tensor([0.5, 1.5])])
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import IntArray, boolean, index_array, integer
+from attnflow._core.checks import LARGEST_SIZE, IntArray, boolean, index_array, integer
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
@@ -131,9 +131,9 @@ class Collator:
         self.by_length = library if by_length is None else boolean("by_length", by_length)
         self.dtype = dtype
         self.pad_token = integer("pad_token", pad_token)
-        self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1)
+        self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, LARGEST_SIZE)
         self.masks = masks
-        self.min_width = integer("min_width", min_width, 1)
+        self.min_width = integer("min_width", min_width, 1, LARGEST_SIZE)
         self._test_first = not library
         self._templates: dict[int, _Template] = {}
         self._of_groups = unbound(family_fn) is rollouts
