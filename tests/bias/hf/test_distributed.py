@@ -11,23 +11,28 @@ import torch
 
 import attnflow as af
 from tests.bias.hf.distributed_job import model_and_data, train
+from tests.faults.checkpoints import outcome
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_train_as_one(mode, tmp_path):
-    target, job = tmp_path / "result.json", Path(__file__).with_name("distributed_job.py")
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(job), mode, str(target)]
+def processes(number: int, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A program beside this file, run in so many processes."""
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
     }
-    done = subprocess.run(
-        [sys.executable, *run], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)] if number > 1 else []
+    command = [sys.executable, *launch, str(Path(__file__).with_name(program)), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(mode, tmp_path):
+    target = tmp_path / "result.json"
+    done = processes(2, "distributed_job.py", mode, target)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(target.read_text())
     assert (found["type"], found["processes"]) == ("DistributedType.MULTI_CPU", 2)
@@ -44,3 +49,20 @@ def test_two_processes_train_as_one(mode, tmp_path):
         torch.testing.assert_close(theirs, parameter.double(), rtol=1e-4, atol=1e-5)
         if "score_terms" in name and "output_bias" not in name:
             assert not torch.equal(parameter, before[name])  # trained in both
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_that_was_killed_is_that_of_one(tmp_path):
+    """The losses of one process that reads the same rows, to rounding; after a kill, bit for bit those of two."""
+    for name, number, batch in (("one", 1, 2), ("two", 2, 1)):
+        done = processes(number, "distributed_training.py", tmp_path / name, "guidance", batch, 0)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert processes(2, "distributed_training.py", tmp_path / "cut", "guidance", 1, 5).returncode != 0
+    assert {path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    done = processes(2, "distributed_training.py", tmp_path / "cut", "guidance", 1, 0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert outcome(tmp_path / "cut") == outcome(tmp_path / "two")
+    one, two = (json.loads((tmp_path / name / "training.json").read_text())["curve"] for name in ("one", "two"))
+    assert [entry["step"] for entry in two] == [entry["step"] for entry in one]
+    for mine, theirs in zip(one, two, strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-4)

@@ -173,9 +173,21 @@ class BiasTrainer(Trainer):
             Diverged: a loss, gradient or weight is NaN or infinite.
         """
         path = self._checkpoint(resume_from_checkpoint)
+        self._forget_evaluation()
         output = super().train(None if path is None else str(path), *args, **kwargs)
         self._check_weights()
         return output
+
+    def _forget_evaluation(self) -> None:
+        """Let several processes train as one after an evaluation.
+
+        That prepares the model without DistributedDataParallel and marks it as prepared, and accelerate then leaves it
+        as it is: each process would train a model of its own, and say nothing.
+        """
+        model = cast(nn.Module, self.model)
+        own = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if own and self.model_wrapped is model and vars(model).pop("_is_accelerate_prepared", False):
+            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the forward pass, too, is as it was
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint of this run's folder: of all processes, what the first one sees."""
