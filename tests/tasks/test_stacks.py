@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnflow as af
 from attnflow import masks, testing
+from attnflow.models.evaluation import precision
 from attnflow.tasks import Label, Task, Token
 
 LAYERS = 3
@@ -191,8 +192,6 @@ def test_refusals():
         stack.sparsified()
     with pytest.raises(ValueError, match="task 0 has a mask per layer"):
         af.tasks.embedded(single, [stack])
-    with pytest.raises(ValueError, match="sample 0 of the batch: this task has a mask per layer"):
-        af.tasks.Collator(lambda tokens: stack)([[1, 2]])
     with pytest.raises(ValueError, match="at least one mask per layer, got an empty sequence"):
         Task(stack.inputs, stack.labels, [])
     with pytest.raises(ValueError, match=r"as long as the inputs \(10\), got shape \(3, 3\)"):
@@ -256,3 +255,166 @@ def test_sparse_forms_are_collated_and_trained():
     with torch.no_grad():
         difference = (model(**inputs).logits - model(**moved).logits).abs().amax(-1)[0]
     assert difference[8] > 0  # two windows of four, and a third layer: all of it has arrived
+
+
+def stacked_family(tokens):
+    """Two tasks of windowed layers that share their beginning, and another kind of task at their ends."""
+    n = len(tokens) - 1
+    data = [Token(id, place) for place, id in enumerate(tokens)]
+    layers = [masks.sliding_window(n, 3), masks.global_tokens(n, [0]) & masks.causal(n), masks.sliding_window(n, 3)]
+    first = Task(data[:-1], [Label(i, target=data[i + 1]) for i in range(n)], layers)
+    guess = Token(63, n, provenance=())  # in place of the last token, read by nothing
+    bigger = [mask & masks.causal(n) for mask in layers]
+    second = Task([*data[: n - 1], guess], [Label(n - 1, target=data[n], weight=0.5)], bigger)
+    return [first, second]
+
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+STACKED = [list(range(10)), list(range(3, 10)), [7, 5, 6, 1, 2]]
+
+
+def alone(model, tokens, backend=None):
+    """(summed loss, logits) of a sample by itself, under a mask for each layer."""
+    task = af.tasks.merge(stacked_family(tokens)).task
+    ids = torch.tensor([[token.ids[0] for token in task.inputs]])
+    with masks.attach(model, per_layer=task.masks, backend=backend):
+        logits = model(ids, position_ids=task.position_ids[None], use_cache=False).logits[0]
+    places = torch.tensor([label.position for label in task.labels])
+    targets = torch.tensor([label.target_id for label in task.labels])
+    weights = torch.tensor([label.weight for label in task.labels], dtype=torch.float64)
+    return (torch.nn.functional.cross_entropy(logits[places], targets, reduction="none") * weights).sum(), logits
+
+
+def gradients_of(model, total):
+    model.zero_grad()
+    total.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(("form", "by_length"), [("dense", True), ("intervals", True), ("intervals", False)])
+def test_stacks_are_collated(form, by_length, backend):
+    """A padded batch computes what each sample computes under its own stack: losses, logits, gradients."""
+    model = tiny_llama()
+    collate = af.tasks.Collator(stacked_family, by_length, torch.float64, pad_to_multiple_of=8, masks=form)
+    batch = collate(STACKED)
+    shapes = {"dense": (3, 1, LAYERS * 16, 16), "intervals": (3, LAYERS, 4, 16)}
+    assert batch["attention_mask"].shape == shapes[form]
+    with precision(model, torch.float64):
+        with masks.attach(model, "batch", backend=backend):
+            output = model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
+        ours = gradients_of(model, total := af.tasks.loss(output, batch, reduction="sum"))
+        parts = [alone(model, tokens, backend) for tokens in STACKED]
+        gradients = gradients_of(model, sum(part for part, _ in parts))
+    torch.testing.assert_close(total, sum(part for part, _ in parts), **EXACT)
+    for row, (_, expected) in zip(output.logits, parts, strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected, **EXACT)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, **EXACT)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, at compilation
+def test_stacks_run_under_flex_attention_and_compiled():
+    torch._dynamo.reset()
+    model, collate = tiny_llama().float(), af.tasks.Collator(stacked_family, masks="intervals")
+    inputs = {name: value for name, value in collate(STACKED).items() if name != "labels"}
+    with torch.no_grad():
+        with masks.attach(model, "batch"):
+            expected = model(**inputs, use_cache=False).logits
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+        with masks.attach(model, "batch", backend="flex_attention"):
+            torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_takes_no_dense_stacks():
+    model, batch = tiny_llama().float(), af.tasks.Collator(stacked_family)(STACKED)
+    refused = pytest.raises(ValueError, match=r"takes no dense masks: make the batches .*masks=\"intervals\"")
+    with masks.attach(model, "batch", backend="flex_attention"), torch.no_grad(), refused:
+        model(batch["input_ids"], batch["attention_mask"], batch["position_ids"])
+
+
+def test_a_task_with_one_mask_may_stand_beside_stacks():
+    model = tiny_llama()
+    window = af.tasks.merge(af.tasks.causal_lm([4, 5, 6, 7])).task
+    samples = {3: window, 10: af.tasks.merge(stacked_family(list(range(10)))).task}
+    batch = af.tasks.Collator(lambda tokens: samples[len(tokens)], masks="intervals")([[0] * 3, [0] * 10])
+    with masks.attach(model, "batch"), torch.no_grad():
+        row = model(batch["input_ids"], batch["attention_mask"], batch["position_ids"], use_cache=False).logits[0]
+    with masks.attach(model, masks.causal(3)), torch.no_grad():
+        torch.testing.assert_close(row[:3], model(torch.tensor([[4, 5, 6]])).logits[0], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["dense", "intervals"])
+def test_stacks_train_in_trainer(form, tmp_path):
+    """Three steps of `Trainer` are three steps of a loop over the samples one by one."""
+    samples = [{"input_ids": tokens} for tokens in [*STACKED, [1, 2, 3, 9, 8, 7], list(range(12)), [2, 4, 6, 8]]]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=0.1, lr_scheduler_type="constant",
+        optim="sgd", max_grad_norm=0.0, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    model, stock = tiny_llama(), tiny_llama()
+    collate = af.tasks.Collator(stacked_family, by_length=True, dtype=torch.float64, masks=form)
+    with precision(model, torch.float64), masks.attach(model, "batch"):
+        guard = af.audit.GuardCallback(order="mask")
+        Trainer(
+            model, arguments, train_dataset=samples, data_collator=collate, compute_loss_func=af.tasks.loss,
+            callbacks=[guard],
+        ).train()  # fmt: skip
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
+    with precision(stock, torch.float64):
+        for step in range(3):
+            chosen = [sample["input_ids"] for sample in samples[2 * step : 2 * step + 2]]
+            labels = sum(len(af.tasks.merge(stacked_family(tokens)).task.labels) for tokens in chosen)
+            optimizer.zero_grad()
+            (sum(alone(stock, tokens)[0] for tokens in chosen) / labels).backward()
+            optimizer.step()
+    before = dict(tiny_llama().named_parameters())
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **EXACT)
+        assert not torch.equal(ours, before[name]), name
+
+
+def test_stacks_of_a_batch_are_never_another_number():
+    batch = {form: af.tasks.Collator(stacked_family, masks=form)(STACKED) for form in ("dense", "intervals")}
+    inputs = {form: {name: value for name, value in each.items() if name != "labels"} for form, each in batch.items()}
+    for form in inputs:
+        for backend in ("sdpa", "eager"):
+            model = tiny_llama().float()
+            model.set_attn_implementation(backend)
+            with pytest.raises(RuntimeError):  # without attach
+                model(**inputs[form])
+            fewer = tiny_llama(2).float()
+            refused = pytest.raises(ValueError, match="masks for 3 layers, one each, but the model has 2 attention")
+            with masks.attach(fewer, "batch", backend=backend), refused:
+                fewer(**inputs[form])
+    one = af.tasks.merge(stacked_family(list(range(6)))).task
+    single = Task(one.sequence, one.targets, one.masks[:1])
+    with pytest.raises(ValueError, match="a list of one mask is for models of one layer"):
+        af.tasks.Collator(lambda tokens: single)([[1]])
+    rows = af.tasks.Collator(lambda tokens: single, masks="intervals")([[1]])
+    with masks.attach(model, "batch"), pytest.raises(ValueError, match="masks for 1 layers, one each"):
+        model(rows["input_ids"], rows["attention_mask"])
+    other = Task(one.sequence, one.targets, one.masks[:2])
+    both = iter([one, other])
+    with pytest.raises(
+        ValueError, match="sample 1 of the batch has a mask for each of 2 layers, sample 0 for each of 3"
+    ):
+        af.tasks.Collator(lambda tokens: next(both))([[1], [2]])
+
+
+def test_a_batch_of_stacks_is_audited_layer_by_layer():
+    model = tiny_llama().float()
+    for form in ("dense", "intervals"):
+        batch = af.tasks.Collator(stacked_family, masks=form)([list(range(10))])
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        with masks.attach(model, "batch"):
+            assert af.audit.check(model, inputs, order="mask").ok
+            more = [
+                mask & masks.causal(mask.num_queries) for mask in af.tasks.merge(stacked_family(range(10))).task.masks
+            ]
+            narrow = [*more[:2], masks.sliding_window(more[0].num_queries, 1)]
+            assert not af.audit.check(model, inputs, order=narrow).ok
+        assert af.audit.check_batch(batch).ok

@@ -20,7 +20,13 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, real_positions
+from attnflow.audit.packing import (
+    DOCUMENT_ARGUMENTS,
+    allowed_pairs,
+    documents,
+    masks_by_layer,
+    real_positions,
+)
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
@@ -81,7 +87,13 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
         allow = pairs_passed(inputs, slot)
         if allow is None or len(inputs.slots) > 1:
             raise ValueError("order='mask' needs an attention_mask of pairs, [batch, heads, n, n], among the inputs")
-        return Relation((allow,), True, "the pairs that attention_mask allows")
+        layers = masks_by_layer(inputs.kwargs["attention_mask"], slot.length)
+        if len(layers) == 1:
+            return Relation((allow,), True, "the pairs that attention_mask allows")
+        pairs = [allowed_pairs(each, inputs.batch, slot.length) for each in layers]
+        return Relation(
+            tuple(each for each in pairs if each is not None), False, "the pairs that attention_mask allows"
+        )
     repeat, masks = _masks_of(cast(object, order))
     for mask in masks:
         if (mask.num_queries, mask.num_keys) != (inputs.size, inputs.size):

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
 from attnflow.masks.batch_rows import allowed_of_rows, is_row_intervals
+from attnflow.masks.layers import mask_of_layer, num_layers_of
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
@@ -126,11 +127,11 @@ def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
 
 
 def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
-    """bool [batch or 1, n, n], the pairs that a mask allows in any head; None of a mask of positions.
+    """bool [batch or 1, n, n], the pairs that a mask allows in any head and layer; None of a mask of positions.
 
     Args:
         mask: a `BlockMask`, a tensor of 0 and 1 or bool, an additive one with 0 for allowed, or the row intervals of
-            `af.masks.batch`.
+            `af.masks.batch`; or one of these for each layer, as an `af.tasks.Collator` gives them.
         batch: number of sequences.
         n: number of positions.
 
@@ -142,6 +143,9 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     pairs = as_tensor(mask)
     if pairs.ndim < 3:
         return None
+    if num_layers_of(pairs, n) is not None:
+        layers = [allowed_pairs(each, batch, n) for each in masks_by_layer(pairs, n)]
+        return torch.stack([each for each in layers if each is not None]).any(0)
     if is_row_intervals(pairs) and pairs.shape[-2] != n:
         pairs = allowed_of_rows(pairs, n)
     if pairs.shape[-2:] != (n, n) or pairs.shape[0] not in (1, batch):
@@ -149,6 +153,14 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     zero_one = not pairs.is_floating_point() or bool(((pairs == 0) | (pairs == 1)).all() and (pairs == 1).any())
     allow = pairs != 0 if zero_one else pairs == 0
     return allow.any(1) if allow.ndim == 4 else allow
+
+
+def masks_by_layer(mask: object, n: int) -> list[object]:
+    """The masks of the layers where each has its own, else the one mask."""
+    layers = num_layers_of(mask, n)
+    if layers is None or not isinstance(mask, Tensor):
+        return [mask]
+    return [mask_of_layer(mask, layer, n) for layer in range(layers)]
 
 
 def computed_pairs(blocks: BlockMask) -> Tensor:

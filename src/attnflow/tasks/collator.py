@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attnflow._core.checks import LARGEST_SIZE, IntArray, boolean, index_array, integer
-from attnflow.masks.batches import MaskGrid
+from attnflow.masks.batches import MaskGrid, per_head
 from attnflow.masks.batches import batch as masks_of
+from attnflow.masks.layers import layered_dense, layered_rows
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone, unbound
@@ -50,7 +51,8 @@ class _Template:
     ids: Tensor  # [n, width]
     position_ids: Tensor  # [n]
     labels: Tensor  # [n, rows, labels], see `attnflow.tasks.losses`
-    mask: Mask
+    masks: tuple[Mask, ...]
+    num_layers: int | None  # of a mask for each layer; None with one for all
 
     @property
     def size(self) -> int:
@@ -58,7 +60,7 @@ class _Template:
 
     @classmethod
     def of(cls, task: Task) -> _Template:
-        return cls(id_table(task), task.position_ids, packed(task), task.mask)
+        return cls(id_table(task), task.position_ids, packed(task), task.masks, task.num_layers)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, labels) with the data tokens of a sample put in."""
@@ -81,6 +83,8 @@ class Collator:
     - `attention_mask`, by `masks`: "dense" [batch, 1, n, n], additive, of `dtype`, which any model takes; "intervals"
       int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`: a model under `af.masks.attach(model, "batch")`
       takes them with any backend (O(n) memory on the way and under FlexAttention; other models fail on them);
+      Of tasks with a mask per layer either form holds those of all layers (additive [batch, 1, layers x n, n]; int64
+      [batch, layers, rows, n]), and a model of that many layers takes it under `af.masks.attach(model, "batch")` alone;
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
@@ -186,20 +190,42 @@ class Collator:
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = self.pad_token
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
-        grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
+        layers = _common_layers([template.num_layers for template, _, _ in samples])
+        grid = masks_of([per_head(template.masks) for template, _, _ in samples], n)  # padding attends to itself
         for row, (template, ids, _) in enumerate(samples):
             size = template.size
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
         return {
             "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
-            "attention_mask": self._attention_mask(grid),
+            "attention_mask": self._attention_mask(grid, layers is not None),
             "position_ids": position_ids,
             "labels": batched([labels for *_, labels in samples], n),
         }
 
-    def _attention_mask(self, grid: MaskGrid) -> Tensor:
-        return additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
+    def _attention_mask(self, grid: MaskGrid, layered: bool) -> Tensor:
+        """The masks of a grid, whose heads are the layers where each has its own."""
+        if self.masks == "dense":
+            tables = additive(grid.dense(), self.dtype)
+            return layered_dense(tables) if layered else tables
+        return layered_rows(grid, self.min_width) if layered else grid.row_intervals(self.min_width)
+
+
+def _common_layers(layers: Sequence[int | None]) -> int | None:
+    """How many layers the tasks of a batch have a mask for each of; None with one for all.
+
+    Raises:
+        ValueError: they differ in it. (One mask serves any number of layers.)
+    """
+    number = next((each for each in layers if each is not None), None)
+    for sample, each in enumerate(layers):
+        if each not in (None, number):
+            first = layers.index(number)
+            raise ValueError(
+                f"sample {sample} of the batch has a mask for each of {each} layers, sample {first} for each of "
+                f"{number}: a batch is for models of one depth"
+            )
+    return number
 
 
 def _one_task(tasks: Tasks) -> Task:
@@ -237,4 +263,4 @@ def _with_tokens(task: Task, tokens: list[int]) -> Task:
     rows = [sorted(ids) for ids in Ragged(table.ids.indptr, real(table.ids.values)).lists()]
     labels["target_id"] = real(labels["target_id"])
     inputs = Inputs(TokenTable(Ragged.of(rows), table.position, table.provenance), task.sequence.index)
-    return Task(inputs, Labels(labels), task.mask)
+    return Task(inputs, Labels(labels), task.mask if task.num_layers is None else task.masks)

@@ -86,7 +86,7 @@ def attach(
     With "batch" the masks come with each batch: where `attention_mask` is what `af.masks.batch([...]).row_intervals()`
     or `af.tasks.Collator(..., masks="intervals")` gives, the model runs under those masks, and under its own in any
     other call (such as `generate`). Masks are then made for the backend where the model is, and one compiled model
-    serves all batches of a shape.
+    serves all batches of a shape. Of tasks with a mask per layer the collator gives each layer its own.
 
     Position i of the mask is the i-th token of the sequence: with a key-value cache the i-th since the cache was
     empty, and in a padded batch the i-th after the row's *leading* pads, so that a padded batch gives each row what
@@ -161,10 +161,10 @@ def attach(
         for form in forms.values():
             form.prepare(devices - {torch.device("meta")})
     interceptors = {
-        site.module: BatchAttention(site.name, flex_on_cpu)
+        site.module: BatchAttention(site.name, layer, len(masked), flex_on_cpu)
         if by_batch
         else MaskedAttention(site.name, forms[masks[site.module]], site.kind == "cross", crop, flex_on_cpu)
-        for site in masked
+        for layer, site in enumerate(masked)
     }
     interception = intercept(
         models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=not by_batch
