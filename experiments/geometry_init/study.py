@@ -14,12 +14,11 @@ from attnflow._core.progress import Progress
 from attnflow.bias.packing import Drawn
 from attnflow.geometry import score
 from experiments.geometry_init.model import INITIALISATIONS, PENALTIES, Objective, build, penalised, token_losses
-from experiments.runner.experiment import ROOT, Setup
+from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Record, swept
-from experiments.runner.text import learned_from_training, split_text, stream_rows
+from experiments.runner.text import load_text
 from experiments.runner.training import Loop, decayed, linear, train
 
-DATA: Final = ROOT.parent / "out" / "experiments" / "data"
 _EVALUATED: Final = 32  # rows of a pass
 
 
@@ -119,7 +118,8 @@ def paper_12() -> Initialisation:
 
 def setup(config: Initialisation) -> Setup:
     """A run for each objective and arm: every rate with the first seed, then the best rate with the others."""
-    rows, choosing, results, tokenizer = _text(config)
+    text = load_text(config.text, config.tokenizer, config.length, config.rows, config.held_out)
+    rows, choosing, results, tokenizer = text.rows, text.choosing, text.results, text.tokenizer
     vocabulary = {"vocab_size": len(tokenizer), "max_position_embeddings": config.length}
     model_sizes = {**config.sizes, **vocabulary, "pad_token_id": tokenizer.pad_token_id}
 
@@ -182,28 +182,3 @@ def setup(config: Initialisation) -> Setup:
 def choosing_loss(run: Record) -> float:
     """By which the learning rate of an arm is chosen, on rows that are not those of the results."""
     return run["measured"][-1]["choosing"]
-
-
-def _text(config: Initialisation) -> tuple[Any, Tensor, Tensor, Any]:
-    """(rows for training, tokens for choosing, tokens for the results, tokenizer)."""
-    if config.text == "shakespeare":
-        tokenizer = learned_from_training(cast(int, config.tokenizer))
-        split = split_text(tokenizer, config.length, -(-config.held_out // 8))
-        return split.training, split.validation.tokens, split.test.tokens, tokenizer
-    tokenizer = _named_tokenizer(cast(str, config.tokenizer))
-    count = config.held_out
-    held = stream_rows(config.text, tokenizer, config.length, 2 * count, DATA)
-    if len(held) < 2 * count:
-        raise ValueError(f"{config.text!r} has {len(held)} rows, too few for {2 * count} that are held out")
-    rows = stream_rows(config.text, tokenizer, config.length, config.rows, DATA, skip=held.documents)
-    tokens = held[list(range(2 * count))]["input_ids"]
-    return rows, tokens[:count], tokens[count:], tokenizer
-
-
-def _named_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(name)
-    if tokenizer.eos_token_id is None:
-        tokenizer.eos_token = tokenizer.sep_token
-    return tokenizer

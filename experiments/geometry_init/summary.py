@@ -14,7 +14,7 @@ from experiments.geometry_init.model import CONTROLS
 from experiments.geometry_init.study import choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import DIVERGED, Job, Record, best_rate
+from experiments.runner.jobs import Job, Record, chosen
 from experiments.runner.statistics import Array, Interval, over_seeds, permutation_test, speed_up
 from experiments.runner.study import read_study
 
@@ -86,15 +86,12 @@ def read_curves(folder: Path) -> list[Curves]:
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
     config = about["config"]
-    first, curves = config["seeds"][0], list[Curves]()
+    curves = list[Curves]()
     for objective in ("masked", "causal"):
         for arm in config[objective]:
-            tried = {rate: runs.get(Job(f"{objective} {arm}", rate, first)) for rate in config["rates"]}
-            if all(tried.values()):
-                best = best_rate(f"{objective} {arm}", config["rates"], first, runs.__getitem__, choosing_loss)
-                chosen = {seed: runs.get(Job(f"{objective} {arm}", best, seed)) for seed in config["seeds"]}
-                whole = {seed: run for seed, run in chosen.items() if run and DIVERGED not in run}
-                curves.append(_curves(objective, arm, best, whole))
+            best = chosen(f"{objective} {arm}", config["rates"], config["seeds"], runs, choosing_loss)
+            if best is not None:
+                curves.append(_curves(objective, arm, *best))
     return curves
 
 

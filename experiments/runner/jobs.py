@@ -104,3 +104,18 @@ def best_rate(arm: str, rates: Sequence[float], seed: int, read: Read, loss: Cal
     if not losses:
         raise ValueError(f"{arm} diverged with every learning rate: {runs[rates[0]][DIVERGED]}; try lower ones")
     return min(losses, key=losses.__getitem__)
+
+
+def chosen(
+    arm: str, rates: Sequence[float], seeds: Sequence[int], runs: Mapping[Job, Record], loss: Callable[[Record], float]
+) -> tuple[float, dict[int, Record]] | None:
+    """(best rate, finished runs with it by seed) of a `swept` arm; None while a rate has not been tried.
+
+    Raises:
+        ValueError: it diverged with every rate.
+    """
+    if any(Job(arm, rate, seeds[0]) not in runs for rate in rates):
+        return None
+    best = best_rate(arm, rates, seeds[0], runs.__getitem__, loss)
+    tried = {seed: runs.get(Job(arm, best, seed)) for seed in seeds}
+    return best, {seed: run for seed, run in tried.items() if run and DIVERGED not in run}

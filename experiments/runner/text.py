@@ -20,7 +20,9 @@ from attnflow._core.files import seal, sealed, write_folder
 from attnflow.bias.documents import works
 from attnflow.bias.packing import Packed
 from attnflow.models import sample_text
+from experiments.runner.experiment import ROOT
 
+DATA: Final = ROOT.parent / "out" / "experiments" / "data"  # rows of data sets that are streamed
 VALIDATION: Final = ("macbeth", "twelfth_night", "henry_v", "pericles")
 TEST: Final = (
     "hamlet",
@@ -47,6 +49,60 @@ class Split:
     training: Packed
     validation: Packed
     test: Packed
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a study reads.
+
+    Attributes:
+        rows: for training.
+        choosing: tokens [rows, length] by which learning rates are chosen.
+        results: tokens [rows, length] of the results.
+        tokenizer: of all.
+    """
+
+    rows: Dataset[dict[str, Tensor]]
+    choosing: Tensor
+    results: Tensor
+    tokenizer: Any
+
+
+def load_text(source: str, tokenizer: int | str, length: int, rows: int, held_out: int) -> Text:
+    """Rows of a text, of which some are held out.
+
+    Args:
+        source: "shakespeare", or a data set of the hub, which is streamed; see `stream`.
+        tokenizer: how many word pieces are learned from Shakespeare, or the name of a tokenizer of the hub.
+        length: tokens of a row.
+        rows: of a data set, for training; those of Shakespeare are what they are.
+        held_out: rows for the results, and of a data set as many for choosing.
+
+    Raises:
+        MissingPackage: the package `shakespeare` is not installed.
+        ValueError: a data set with fewer rows than are held out.
+    """
+    if source == "shakespeare":
+        pieces = learned_from_training(cast(int, tokenizer))
+        split = split_text(pieces, length, -(-held_out // len(TEST)))
+        return Text(split.training, split.validation.tokens, split.test.tokens, pieces)
+    named = named_tokenizer(cast(str, tokenizer))
+    held = stream_rows(source, named, length, 2 * held_out, DATA)
+    if len(held) < 2 * held_out:
+        raise ValueError(f"{source!r} has {len(held)} rows, too few for {2 * held_out} that are held out")
+    training = stream_rows(source, named, length, rows, DATA, skip=held.documents)
+    tokens = held[list(range(2 * held_out))]["input_ids"]
+    return Text(training, tokens[:held_out], tokens[held_out:], named)
+
+
+def named_tokenizer(name: str) -> Any:
+    """Of the hub, with a token for the end of a document."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        tokenizer.eos_token = tokenizer.sep_token
+    return tokenizer
 
 
 def split_text(tokenizer: Any, length: int, rows_per_work: int) -> Split:

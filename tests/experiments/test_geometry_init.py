@@ -14,6 +14,7 @@ from experiments.geometry_init import study
 from experiments.geometry_init.model import CONTROLS, INITIALISATIONS, PENALTIES, build, penalised, token_losses
 from experiments.geometry_init.recipe import EXPERIMENT
 from experiments.geometry_init.summary import compare, read_curves
+from experiments.runner import text as texts
 from experiments.runner.text import word_pieces
 from tests.experiments.miniature import run_miniature
 from tests.experiments.test_recipes import Split, rows
@@ -108,8 +109,8 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     tokenizer = word_pieces(["alpha beta"], 270)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "learned_from_training", lambda size: tokenizer)
-        patch.setattr(study, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+        patch.setattr(texts, "learned_from_training", lambda size: tokenizer)
+        patch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
         config = replace(EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]()), steps=4, rates=(1e-3, 1e-2), save_every=0)
         config = replace(config, masked=("default", "scaled", "symmetric", "skew"), causal=("default", "scaled"))
         run_miniature(EXPERIMENT, folder, config)

@@ -15,8 +15,8 @@ import torch
 from attnflow.bias.packing import Packed
 from attnflow.models import packages
 from experiments.bias_comparison import compare
-from experiments.geometry_init import study as initialisation
 from experiments.knowledge_ablation import ablate
+from experiments.runner import text as texts
 from experiments.runner.experiment import find, names
 from experiments.runner.jobs import Job
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
@@ -62,10 +62,10 @@ def _tokenizer() -> Any:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -> None:
     """In place of pretrained models, of texts of packages, and of the hub."""
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(initialisation, "DATA", tmp_path / "data")
-    monkeypatch.setattr(initialisation, "_named_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr(initialisation, "learned_from_training", lambda size: tokenizer)
-    monkeypatch.setattr(initialisation, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+    monkeypatch.setattr(texts, "DATA", tmp_path / "data")
+    monkeypatch.setattr(texts, "named_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(texts, "learned_from_training", lambda size: tokenizer)
+    monkeypatch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
     loaded = lambda name, dtype: (tiny("Llama", torch.float32), Words())  # noqa: E731
     monkeypatch.setattr(compare, "load_model", loaded)
     monkeypatch.setattr(compare, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
