@@ -1,0 +1,130 @@
+"""The figure of the study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.statistics import over_seeds
+
+if TYPE_CHECKING:
+    from experiments.hasse.summary import Curve
+
+
+def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
+    """Loss over tokens and over compute, by tokens per pass, of sparse masks, and by their depth.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    drawn, panels = canvas(15.0, 17.0, 3, 2)
+    names = ["causal", *(f"block {block}" for block in content["blocks"]), "butterfly"]
+    shown = [curves[name] for name in names if name in curves]
+    _over(panels[0, 0], shown, "tokens", 1e3, "thousand tokens read", "held-out loss over tokens, nats")
+    _over(panels[0, 1], shown, "flops", 1e12, "compute, TFLOP", "held-out loss over compute, nats")
+    arms = {one["arm"]: one for one in content["arms"]}
+    _per_pass(panels[1, 0], content, arms)
+    _words(panels[1, 1], content)
+    _depth(panels[2, 0], content)
+    _repeats(panels[2, 1], arms)
+    for axes in panels.flatten():
+        axes.tick_params(labelsize=SIZE)
+        axes.title.set_fontsize(SIZE)
+        axes.xaxis.label.set_fontsize(SIZE)
+    return drawn
+
+
+def _over(axes: Any, shown: Sequence[Curve], what: str, unit: float, label: str, title: str) -> None:
+    axes.set(title=title, xlabel=label)
+    lowest, ends = [float("inf")], dict[str, tuple[float, float]]()
+    for one in shown:
+        places = [float(value) / unit for value in getattr(one, what)[1:]]  # without the start, which hides the rest
+        bands = [over_seeds(row.tolist(), 500) for row in one.held_out.T[1:]]
+        curve = ([getattr(band, name) for band in bands] for name in ("mean", "low", "high"))
+        plot_band(axes, places, *curve, color=colour(one.arm), marker="", linewidth=2.2)
+        ends[one.arm] = places[-1], bands[-1].mean
+        lowest.append(min(band.mean for band in bands))
+    if what == "tokens":
+        label_ends(axes, ends)
+    else:
+        for name, (x, y) in ends.items():
+            style = {"color": colour(name), "fontsize": SIZE, "va": "center", "textcoords": "offset points"}
+            axes.annotate(name.removeprefix("block "), (x, y), xytext=(5, 0), **style)
+
+
+def _per_pass(axes: Any, content: Mapping[str, Any], arms: Mapping[str, Any]) -> None:
+    axes.set(title="held-out loss by tokens per pass, nats", xlabel="tokens per pass")
+    blocks = [block for block in content["blocks"] if f"block {block}" in arms]
+    _, ends = axes.set_xscale("log", base=2), dict[str, tuple[float, float]]()
+    for name, prefix in {"from scratch": "block", "warm start": "warm", "sparse": "sparse block"}.items():
+        values = [(block, arms[f"{prefix} {block}"]["held_out"]) for block in blocks if f"{prefix} {block}" in arms]
+        if values:
+            places = [block for block, _ in values]
+            plot_band(axes, places, *zip(*(value for _, value in values), strict=True), color=colour(name), linewidth=2)
+            ends[name] = places[-1], values[-1][1][0]
+    tables = content["tables"]["by_block"]
+    if blocks:
+        style = {"color": colour("last token read"), "linestyle": "--", "linewidth": 2}
+        axes.plot(blocks, [tables[str(block)] for block in blocks], **style)
+        ends["last token read"] = blocks[-1], tables[str(blocks[-1])]
+        axes.set_xticks(blocks, [str(block) for block in blocks])
+    if "causal" in arms:
+        axes.axhline(arms["causal"]["held_out"][0], color=colour("causal"), linewidth=1.5)
+        ends["causal"] = blocks[-1] if blocks else 1, arms["causal"]["held_out"][0]
+    label_ends(axes, ends)
+
+
+def _words(axes: Any, content: Mapping[str, Any]) -> None:
+    axes.set(title="letters in real words, of what is written, %", xlabel="tokens per pass")
+    axes.set_xscale("log", base=2)
+    ends: dict[str, tuple[float, float]] = {}
+    for name, prefix in {"from scratch": "block ", "warm start": "warm ", "causal": "causal"}.items():
+        values = [
+            (one["tokens_per_pass"], [100 * value for value in one["real_words"]])
+            for one in content["written"]
+            if one["arm"].startswith(prefix)
+        ]
+        if values:
+            places = [place for place, _ in values]
+            plot_band(axes, places, *zip(*(value for _, value in values), strict=True), color=colour(name), linewidth=2)
+            ends[name] = places[-1], values[-1][1][0]
+    blocks = [one["tokens_per_pass"] for one in content["written"]]
+    axes.axhline(100 * content["real_words"], color=colour("the text itself"), linestyle="--", linewidth=1.5)
+    ends["the text itself"] = max(blocks, default=1.0), 100 * content["real_words"]
+    axes.set_xticks(content["blocks"], [str(block) for block in content["blocks"]])
+    axes.set_ylim(bottom=0)
+    label_ends(axes, {name: (max(x for x, _ in ends.values()), y) for name, (_, y) in ends.items()})
+
+
+def _depth(axes: Any, content: Mapping[str, Any]) -> None:
+    axes.set(title="loss of sparse causal masks less dense, nats", xlabel="depth of the mask (filled: reached)")
+    axes.set_xscale("log", base=2)
+    axes.axhline(0, color="0.4", linewidth=0.8)
+    ends: dict[str, tuple[float, float]] = {}
+    for layers in dict.fromkeys(one["layers"] for one in content["depths"]):
+        rows, name = [one for one in content["depths"] if one["layers"] == layers], f"{layers} layers"
+        places = [one["depth"] for one in rows]
+        bands = zip(*(one["excess"] for one in rows), strict=True)
+        plot_band(axes, places, *bands, color=colour(name), marker="", linewidth=2)
+        for one in rows:
+            face = colour(name) if one["reached"] else "white"
+            axes.plot(one["depth"], one["excess"][0], "o", markersize=8, color=colour(name), markerfacecolor=face)
+        axes.axvline(layers, color=colour(name), linestyle=":", linewidth=1.5)
+        ends[name] = places[-1], rows[-1]["excess"][0]
+        axes.set_xticks(places, [str(place) for place in places])
+    label_ends(axes, ends)
+
+
+def _repeats(axes: Any, arms: Mapping[str, Any]) -> None:
+    axes.set(title="loss of a repeated half row, nats", xlabel="depth of the mask")
+    axes.set_xscale("log", base=2)
+    rows = [one for name, one in arms.items() if name.startswith("repeats")]
+    if rows:
+        rows.sort(key=lambda one: one["depth"])
+        places = [one["depth"] for one in rows]
+        name = f"{rows[0]['layers']} layers"
+        plot_band(axes, places, *zip(*(one["held_out"] for one in rows), strict=True), color=colour(name), linewidth=2)
+        axes.set_xticks(places, [str(place) for place in places])
+        label_ends(axes, {name: (places[-1], rows[-1]["held_out"][0])})
+    axes.set_ylim(bottom=0)

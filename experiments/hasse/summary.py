@@ -1,0 +1,226 @@
+"""What the runs say: losses at equal tokens and equal compute, sparse against dense, depth, and what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnflow._core.markup import aligned
+from experiments.hasse.figure import figure
+from experiments.hasse.study import choosing_loss
+from experiments.runner.files import write, write_table
+from experiments.runner.jobs import Job, Record, chosen
+from experiments.runner.statistics import Array, over_seeds
+from experiments.runner.study import read_study
+
+_DRAWS = 2_000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One arm at its chosen learning rate.
+
+    Attributes:
+        arm: its name.
+        rate: chosen on the first seed.
+        runs: finished ones, by seed.
+        steps: of the measurements.
+        tokens: of the text, that a run has read by then.
+        flops: that it has taken by then.
+        held_out: nats per token, [seeds, steps].
+    """
+
+    arm: str
+    rate: float
+    runs: Mapping[int, Record]
+    steps: tuple[int, ...]
+    tokens: Array
+    flops: Array
+    held_out: Array
+
+    def at(self, flops: float) -> Array:
+        """[seeds], where that much compute is spent, between measurements by a straight line; at most the last."""
+        return np.array([np.interp(flops, self.flops, row) for row in self.held_out])
+
+    def pair(self, other: Curve, mine: Array, theirs: Array) -> list[float]:
+        """Differences on the seeds that both have, of arrays [seeds]."""
+        seeds, others = list(self.runs), list(other.runs)
+        return [float(mine[seeds.index(s)] - theirs[others.index(s)]) for s in seeds if s in others]
+
+
+def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
+    """(settings, every arm whose learning rates have all been tried).
+
+    Raises:
+        FileNotFoundError: no study in the folder, or none of its jobs is finished.
+    """
+    about, finished = read_study(folder)
+    runs = {Job(**run["job"]): run for run in finished}
+    config, curves = about["config"], dict[str, Curve]()
+    rows = config["batch_size"] * config["parts"]
+    for arm, cost in about["costs"].items():
+        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss)
+        if best is None or not best[1]:
+            continue
+        rate, of_arm = best
+        steps = [entry["step"] for entry in next(iter(of_arm.values()))["measured"]]
+        before = config["steps"] // 2 if "flops_before" in cost else 0
+        first, later = np.minimum(steps, before), np.maximum(np.array(steps) - before, 0)
+        flops = rows * (first * float(cost.get("flops_before", 0)) + later * float(cost["flops"]))
+        held = [[entry["held_out"] for entry in run["measured"]] for run in of_arm.values()]
+        tokens = np.array(steps, dtype=np.float64) * rows * config["length"]
+        curves[arm] = Curve(arm, rate, of_arm, tuple(steps), tokens, flops, np.array(held))
+    return about, curves
+
+
+def numbers(values: Sequence[float] | Array) -> list[float]:
+    """Mean, low, high of one value per seed."""
+    return over_seeds([float(value) for value in values], _DRAWS).numbers
+
+
+def losses(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """Of each arm: its loss at equal tokens, and, of arms of the main models, at the compute of the causal one."""
+    budget = float(curves["causal"].flops[-1]) if "causal" in curves else None
+    main, found = about["config"]["layers"][-1], list[dict[str, Any]]()
+    for arm, one in curves.items():
+        row: dict[str, Any] = {"arm": arm, "rate": one.rate, "seeds": list(one.runs), **about["costs"][arm]}
+        row["held_out"] = numbers(one.held_out[:, -1])
+        same = "repeats" not in arm and not arm.endswith("layers")
+        if same and budget is not None:
+            causal = curves["causal"]
+            row["at_equal_compute"] = numbers(one.at(budget))
+            row["less_causal"] = numbers(one.pair(causal, one.held_out[:, -1], causal.held_out[:, -1]))
+            row["less_causal_at_equal_compute"] = numbers(one.pair(causal, one.at(budget), causal.at(budget)))
+        row["layers"] = main if same or "repeats" in arm else int(arm.split()[-2])
+        row["seconds"] = float(np.mean([run["seconds"] for run in one.runs.values()]))
+        found.append(row)
+    return found
+
+
+def sparse(curves: Mapping[str, Curve]) -> dict[str, list[float]]:
+    """Loss of each sparse realisation, deep enough for its model, less that of its dense mask; paired by seed."""
+    found: dict[str, list[float]] = {}
+    for arm, one in curves.items():
+        dense = curves.get(arm.removeprefix("sparse "))
+        if arm.startswith("sparse ") and dense is not None:
+            found[arm.removeprefix("sparse ")] = numbers(one.pair(dense, one.held_out[:, -1], dense.held_out[:, -1]))
+    return found
+
+
+def depths(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """Loss of sparse causal masks less that of the dense one, by layers of the model and depth of the mask."""
+    config, found = about["config"], list[dict[str, Any]]()
+    for layers in config["layers"]:
+        main = layers == config["layers"][-1]
+        dense = curves.get("causal" if main else f"causal of {layers} layers")
+        for depth in sorted({*config["depths"], *([layers] if main else [])}):
+            arm = "sparse causal" if main and depth == layers else f"depth {depth} of {layers} layers"
+            one = curves.get(arm)
+            if dense is not None and one is not None:
+                excess = one.pair(dense, one.held_out[:, -1], dense.held_out[:, -1])
+                found.append({
+                    "layers": layers,
+                    "depth": about["costs"][arm]["depth"],
+                    "reached": about["costs"][arm]["depth"] <= layers,
+                    "excess": numbers(excess),
+                })  # fmt: skip
+    return found
+
+
+def gains_by_depth(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> dict[str, list[float]]:
+    """By how much the loss falls as a mask of twice the layers in depth becomes one of as many; and beyond that."""
+    config, found = about["config"], dict[str, list[float]]()
+    for layers in config["layers"]:
+        main = layers == config["layers"][-1]
+
+        def of(depth: int, layers: int = layers, main: bool = main) -> Curve | None:
+            return curves.get("sparse causal" if main and depth == layers else f"depth {depth} of {layers} layers")
+
+        dense = curves.get("causal" if main else f"causal of {layers} layers")
+        pairs = {
+            f"{layers} layers, depth {2 * layers} less {layers}": (of(2 * layers), of(layers)),
+            f"{layers} layers, depth {layers} less dense": (of(layers), dense),
+        }
+        for name, (one, other) in pairs.items():
+            if one is not None and other is not None:
+                found[name] = numbers(one.pair(other, one.held_out[:, -1], other.held_out[:, -1]))
+    return found
+
+
+def written(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """What the arms with a decoder write, means over seeds; and whether it is what the merged task says."""
+    found: list[dict[str, Any]] = []
+    for arm, one in curves.items():
+        runs = list(one.runs.values())
+        if all("written" in run for run in runs):
+            row: dict[str, Any] = {"arm": arm, "tokens_per_pass": runs[0]["written"]["tokens_per_pass"]}
+            row["real_words"] = numbers([run["written"]["real_words"] for run in runs])
+            row["seconds"] = numbers([run["written"]["seconds"] for run in runs])
+            row["sample"] = runs[0]["written"]["sample"]
+            if "agreement" in runs[0]:
+                each = [run["agreement"] for run in runs]
+                row["compared"] = sum(one["compared"] for one in each)
+                row["differ"] = sum(one["differ"] for one in each)
+                row["margin"] = max(one["margin"] for one in each)
+            found.append(row)
+    return found
+
+
+def summarise(folder: Path, results: Path) -> str:
+    """Write results.json, results.csv and figure.png, and return the table.
+
+    Raises:
+        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
+        MissingExtra: matplotlib is not installed.
+    """
+    about, curves = read_curves(folder)
+    if not curves:
+        raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
+    content: dict[str, Any] = {
+        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds; differences are paired by seed",
+        "arms": losses(about, curves),
+        "sparse_less_dense": sparse(curves),
+        "depths": depths(about, curves),
+        "gains_by_depth": gains_by_depth(about, curves),
+        "written": written(curves),
+        "tables": about["tables"],
+        "real_words": about["real_words"],
+        "blocks": about["config"]["blocks"],
+    }
+    write(results / "results.json", content)
+    rows = [
+        [arm, f"{one.rate:g}", seed, step, f"{tokens:.0f}", f"{flops:.4g}", f"{loss:.6f}"]
+        for arm, one in curves.items()
+        for seed, held in zip(one.runs, one.held_out, strict=True)
+        for step, tokens, flops, loss in zip(one.steps, one.tokens, one.flops, held, strict=True)
+    ]
+    write_table(results / "results.csv", ["arm", "rate", "seed", "step", "tokens", "flops", "held_out_loss"], rows)
+    figure(content, curves).savefig(results / "figure.png", dpi=110)
+    return table(content)
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The results in text."""
+    lines = [["arm", "rate", "seeds", "depth", "pairs", "held-out loss", "at equal compute", "less causal, there"]]
+    for one in content["arms"]:
+        cells = [one["arm"], f"{one['rate']:g}", str(len(one["seeds"])), str(one["depth"]), str(one["pairs"])]
+        cells.append(said(one["held_out"]))
+        cells += [said(one[key]) if key in one else "" for key in ("at_equal_compute", "less_causal_at_equal_compute")]
+        lines.append(cells)
+    more = [f"sparse less dense, {name}: {said(value)}" for name, value in content["sparse_less_dense"].items()]
+    more += [f"{name}: {said(value)}" for name, value in content["gains_by_depth"].items()]
+    more += [
+        f"written by {one['arm']}: {one['tokens_per_pass']:.2f} tokens a pass, real words {said(one['real_words'])}"
+        + (f", {one['differ']} of {one['compared']} not those of the merged task" if "compared" in one else "")
+        for one in content["written"]
+    ]
+    return "\n".join([aligned(lines, left=range(len(lines[0]))), *more])
+
+
+def said(value: Sequence[float]) -> str:
+    """An interval in text."""
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
