@@ -26,6 +26,10 @@ class UnsupportedArchitecture(AttnflowError):
     """A model has no part that this feature needs; the message names the part."""
 
 
+class WrongBase(AttnflowError):
+    """Something that was saved for a model, such as a bias or a reader, belongs to another one."""
+
+
 class MissingExtra(AttnflowError, ImportError):
     """An optional dependency is not installed; the message says which extra brings it."""
 

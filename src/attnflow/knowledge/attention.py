@@ -16,6 +16,7 @@ from torch.nn import functional
 from attnflow._core.checks import integer
 
 THRESHOLDS: Final = ("mlp", "coordinate", "per_entry")
+CONSTANT: Final = "constant"  # a threshold that belongs to no entry: not one of a modular model
 ORDERS: Final = ("query_side", "folded", "naive")
 HIDDEN: Final = 64  # width of the threshold network
 _CACHED: Final = 1 << 20  # bytes of entries in a block: what a core's L2 cache holds
@@ -47,6 +48,22 @@ def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*token
     support = (1 + count * ordered > total).sum(dim=-1, keepdim=True)
     tau = (total.gather(-1, support - 1) - 1) / support
     return (shifted - tau).clamp(min=0).to(scores.dtype)
+
+
+def softmax_one(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
+    """exp(s_i) / (1 + sum of exp(s_j)): a softmax beside one more entry of score 0, which says nothing.
+
+    Where all scores are far below 0 the weights sum to nearly 0: what is absent adds nothing (Miller, "Attention is off
+    by one", 2023).
+
+    >>> softmax_one(torch.tensor([0.0, 0.0]))
+    tensor([0.3333, 0.3333])
+    """
+    if not scores.shape[-1]:
+        return scores
+    top = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0)
+    exponents = (scores - top).exp()
+    return exponents / ((-top).exp() + exponents.sum(dim=-1, keepdim=True))
 
 
 ACTIVATIONS: Final = MappingProxyType(
@@ -125,7 +142,8 @@ class GeneralizedCrossAttention(nn.Module):
         activation: "relu", "gelu", "silu", "sparsemax", or a function of scores [..., entries].
         gated: two keys for each entry.
         threshold: B1(E): "mlp" (a small network on the entry), "coordinate" (the entry's last coordinate, or last two
-            if gated: gate then up), "per_entry" (a parameter for each entry of this layer).
+            if gated: gate then up), "per_entry" (a parameter for each entry of this layer), "constant" (one parameter
+            for each head, the same for all entries).
         num_entries: number of entries, for "per_entry" alone.
         bias: whether there is b2.
 
@@ -156,8 +174,9 @@ class GeneralizedCrossAttention(nn.Module):
         self.num_heads = integer("num_heads", num_heads, minimum=1)
         self.parts = 2 if gated else 1
         self.activation = named(activation)
-        if threshold not in THRESHOLDS:
-            raise ValueError(f"threshold must be one of {', '.join(map(repr, THRESHOLDS))}, got {threshold!r}")
+        allowed = (*THRESHOLDS, CONSTANT)
+        if threshold not in allowed:
+            raise ValueError(f"threshold must be one of {', '.join(map(repr, allowed))}, got {threshold!r}")
         if (threshold == "per_entry") != (num_entries is not None):
             raise ValueError("num_entries is needed for threshold='per_entry', and for no other")
         if threshold == "coordinate" and entry_dim < self.parts:
@@ -174,6 +193,8 @@ class GeneralizedCrossAttention(nn.Module):
             )
         if num_entries is not None:
             self.entry_thresholds = nn.Parameter(torch.empty(self.parts, heads, integer("num_entries", num_entries, 1)))
+        if threshold == CONSTANT:
+            self.constant = nn.Parameter(torch.empty(self.parts, heads))
         self.reset_parameters()
 
     @property
@@ -193,6 +214,8 @@ class GeneralizedCrossAttention(nn.Module):
                 cast(nn.Linear, self.threshold_network[place]).reset_parameters()
         elif self.threshold == "per_entry":
             nn.init.zeros_(self.entry_thresholds)
+        elif self.threshold == CONSTANT:
+            nn.init.zeros_(self.constant)
 
     def thresholds(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "parts heads entries"]:
         """B1(E) of each part and head (knowledge, eq. 8)."""
@@ -201,6 +224,8 @@ class GeneralizedCrossAttention(nn.Module):
             return entries[:, -self.parts :].T[:, None].expand(shape)
         if self.threshold == "mlp":
             return self.threshold_network(entries).T.reshape(shape)
+        if self.threshold == CONSTANT:
+            return self.constant.unsqueeze(-1).expand(shape)
         return self.entry_thresholds
 
     def project_query(

@@ -11,7 +11,8 @@ of `module`, until `Interception.remove()`:
   what it computes. An interceptor may also return an output of its own: ([batch, queries, heads, head_dim], weights or
   None).
 - Interceptors of one module are ordered by role: the one of role "mask", which decides which pairs exist, comes first;
-  the one of role "bias" sees the mask that the first has put in place. Within a role the newest is in force, and the
+  those of role "pool", which computes something of its own from the call and lets it go on, and "bias" see the mask
+  that the first has put in place. Within a role the newest is in force, and the
   older one again when it is removed. Handles may be removed in any order.
 
 Nothing of ours travels through the model's code. Its configs name our attention function, which is registered together
@@ -41,12 +42,12 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest, mask_function, request_of
 from attnflow.models.sites import eager_kernel
 
-Role = Literal["mask", "bias"]
+Role = Literal["mask", "pool", "bias"]
 Output = tuple[Tensor, Tensor | None]
 Kernel = Callable[..., Output]
 
 IMPLEMENTATIONS: Final = ("sdpa", "eager", FLEX)
-ROLES: Final = ("mask", "bias")
+ROLES: Final = ("mask", "pool", "bias")
 _STACK: Final = "_attnflow_interceptors"  # of an attention module, so that copies of the model have them
 _CONFIG: Final = "_attn_implementation_internal"  # of a config
 _OURS: Final = "attnflow_"  # the rest of the name is kept: transformers looks for "sdpa" and "flex_attention" in it

@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused():
         af.knowledge.attach(modular(threshold="per_entry"), Store.open("memory", dim=16))
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     with pytest.raises(ValueError, match=r"reads no knowledge base; af\.knowledge\.from_ffn opens"):
-        af.knowledge.attach(LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)), Store.open("memory", dim=16))
+        af.knowledge.attach(LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)), retrieval=Retrieval(k=2))
 
 
 def converted(name="Llama"):

@@ -17,7 +17,7 @@ from safetensors.torch import save as encoded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from attnflow._core.errors import AttnflowError
+from attnflow._core.errors import WrongBase
 from attnflow._core.files import write_atomically
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.attach import BiasHandle, Train, attach, handle
@@ -26,6 +26,7 @@ from attnflow.bias.kinds import config_from_dict
 from attnflow.bias.kinds.base import CustomConfig
 from attnflow.bias.kinds.networks import GuidanceConfig
 from attnflow.bias.layer import layer_biases
+from attnflow.models.layers import same_weights
 from attnflow.models.loaded import Loaded, split
 
 WEIGHTS: Final = "bias.safetensors"
@@ -34,10 +35,6 @@ _FORMAT: Final = "attnflow-bias"
 _VERSION: Final = 1
 _TYPES: Final = {"bias": list, "base": Mapping, "weights": str}
 _SAMPLES: Final = 16  # numbers of the base model by which it is recognised
-
-
-class WrongBase(AttnflowError):
-    """A saved bias belongs to another base model."""
 
 
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
@@ -211,9 +208,7 @@ def _check_base(model: nn.Module, saved: Saved, strict: bool) -> None:
                 f"the bias was trained on another base model{called}: {name} is {saved.base.get(name)} there and "
                 f"{here[name]} here"
             )
-    theirs, ours = torch.tensor(saved.base.get("samples", [])), torch.tensor(here["samples"])
-    scale = float(ours.abs().max()) if ours.numel() else 0.0
-    if strict and (theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=0.01, atol=2e-3 * scale)):
+    if strict and not same_weights(here["samples"], saved.base.get("samples", [])):
         raise WrongBase(
             f"the bias was saved with other weights of this architecture ({saved.base_name or 'unnamed'}); load those, "
             "or pass strict=False if this model was trained on from there"

@@ -1,69 +1,129 @@
-"""`attach`: let a model read a store instead of its own entries, or the best entries alone."""
+"""`attach`: let a model read a store, beside what it knows or instead of its own entries, or the best entries alone."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from attnflow._core.checks import Indices
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
+from attnflow.knowledge.hf.saved_reader import SavedReader, check_store, encoder_of, save_reader
+from attnflow.knowledge.hf.store_reader import (
+    CHILD,
+    FollowedStore,
+    StoreReader,
+    Widths,
+    checked_layers,
+    measured,
+    pool_before,
+    read_after,
+    store_readers,
+)
 from attnflow.knowledge.hf.sync import layer_thresholds, load_entries
 from attnflow.knowledge.index.arguments import Vectors
-from attnflow.knowledge.layered import readers
+from attnflow.knowledge.layered import readers, reads_entries
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.store import Store
+from attnflow.models.interception import base_implementation, check_implementation, intercept
+from attnflow.models.layers import Stack, stack_of
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.sites import models_around
 
 
 def attach(
     model: nn.Module | Loaded,
     store: Store | None = None,
     *,
+    reader: str | os.PathLike[str] | None = None,
+    layers: Sequence[int] | None = None,
+    key_dim: int = 128,
+    num_heads: int = 2,
     retrieval: Retrieval | None = None,
     write_thresholds: bool = False,
 ) -> Attached:
-    """Let a model read a store instead of its own entries, or the best entries alone; edits act on the next token.
+    """Let a model read a store; edits act on the next token.
 
-    A modular model searches the store itself. A model that `from_ffn` converted takes its entries from the store, and
-    takes them anew before the forward pass that follows an edit. Neither the store nor `retrieval` is part of what
-    `save_pretrained` writes.
+    Any decoder gets a reader after some of its layers: cross-attention from the layer's tokens to the entries, added
+    behind a gate that is 0 at first, with which the model is as it was, bit for bit. `fit_reader` trains readers,
+    `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder. A model that has
+    readers reads another store from now on.
+
+    A modular model reads the store instead of its own entries, and searches it itself. So does one that `from_ffn`
+    converted: it takes its entries from the store, anew before the forward pass that follows an edit.
+
+    The store and `retrieval` are no part of what `save_pretrained` writes; the weights of readers are.
 
     Args:
-        model: modular, with "mlp" or "coordinate" thresholds, or converted by `from_ffn`; or what `af.load_model` gave.
-        store: of a modular model of width entry_dim, with `config.threshold_columns` threshold columns; of a converted
-            model as `save_entries` filled it. None: the model's own entries.
-        retrieval: which entries each layer reads; by default as before.
+        model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` gave.
+        store: of texts. Of a modular model ("mlp" or "coordinate" thresholds) of width entry_dim, with
+            `config.threshold_columns` threshold columns; of a converted model as `save_entries` filled it. None: the
+            model's own entries.
+        reader: the folder of a saved reader; by default a new one, which has learned nothing yet.
+        layers: after which layers a new reader reads; by default every second one of the last third.
+        key_dim: of a new reader, the width of queries and keys.
+        num_heads: of a new reader; heads are summed.
+        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
         write_thresholds: of a modular model: compute and write thresholds where the stored ones are not this model's.
 
     Returns:
         A handle: insert entries through it, `remove()` leaves the model as it was.
 
     Raises:
-        ValueError: a model without entries, thresholds that belong to rows and not to entries, widths that do not fit,
-            or stored thresholds that are not this model's.
+        FileNotFoundError: no saved reader there.
+        ValueError: an empty store, one of another encoder or width than the reader's; a reader for another model;
+            several stacks of layers. Thresholds that belong to rows and not to entries, or that are not this model's.
+        UnsupportedArchitecture: no layers that are known. The model is as it was.
 
-    Cost: of a modular model the thresholds of all entries, once; of a converted one all entries of the store, twice in
-        memory, and once more for each forward pass after an edit.
+    Cost: the entries once in memory, read anew after an edit, and for each token, layer and head all of them, or a
+        search. Of a modular model the thresholds of all entries, once; of a converted one all entries, twice in memory.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2))
+    >>> store = Store.open("memory", dim=8)
+    >>> _ = store.insert(embeddings=torch.eye(8))
+    >>> with attach(model, store) as handle:
+    ...     print(handle)
+    1 layer of LlamaForCausalLM reads 8 entries of memory: all of them
     """
     module, _ = split(model)
     if store is None and retrieval is None:
         raise ValueError("give a store to read, or a retrieval of the best entries, or both")
     if store is not None and not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
+    if reader is not None or layers is not None or (store is not None and not reads_entries(module)):
+        return Attached(module, _Added(module, _text_store(store), reader, layers, key_dim, num_heads), retrieval)
     readers(module)  # refuses a model without entries
-    source: _Searched | _Copied | None = None
+    source: _Source | None = None
     if store is not None:
         modular = _modular(module)
-        source = _Copied(module, store) if modular is None else _Searched(modular, store, write_thresholds)
+        if store_readers(module):
+            source = _Exchanged(module, _text_store(store))
+        elif modular is None:
+            source = _Copied(module, store)
+        else:
+            source = _Searched(modular, store, write_thresholds)
     return Attached(module, source, retrieval)
+
+
+def _text_store(store: Store | None) -> Store:
+    if store is None:
+        raise ValueError("a reader reads a store: attach(model, store, ...)")
+    if not len(store):
+        raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
+    return store
 
 
 class Attached(Handle):
@@ -74,7 +134,7 @@ class Attached(Handle):
         readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
     """
 
-    def __init__(self, model: nn.Module, source: _Searched | _Copied | None, retrieval: Retrieval | None) -> None:
+    def __init__(self, model: nn.Module, source: _Source | None, retrieval: Retrieval | None) -> None:
         super().__init__(model)
         self._source, self.store = source, None if source is None else source.store
         self.readers = readers(model)
@@ -121,7 +181,18 @@ class Attached(Handle):
         source = self._stored()
         return source.write_thresholds() if isinstance(source, _Searched) else 0
 
-    def _stored(self) -> _Searched | _Copied:
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
+
+        The folder is replaced in one step: after a kill it holds the old readers or the new ones.
+
+        Raises:
+            ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
+            FileNotFoundError: the folder around it does not exist.
+        """
+        return save_reader(self.model, Path(folder))
+
+    def _stored(self) -> _Source:
         if self._source is None:
             raise ValueError("the model reads its own entries: attach(model, store) lets it read a store")
         return self._source
@@ -137,11 +208,16 @@ class Attached(Handle):
     def _summary(self) -> str:
         where = "its own entries" if self.store is None else f"{len(self.store):,} entries of {self.store.uri}"
         kinds = {str(reader.retrieval or "all of them") for reader in self.readers}
-        return f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} read {where}: {', '.join(kinds)}"
+        number = len(self.readers)
+        reads = "reads" if number == 1 else "read"
+        return f"{plural(number, 'layer')} of {type(self.model).__name__} {reads} {where}: {', '.join(kinds)}"
 
 
 def attached_store(model: nn.Module) -> Store | None:
     """The store that a model reads now, if any."""
+    added = store_readers(model)
+    if added:
+        return added[0].source.store
     modular = _modular(model)
     if modular is not None:
         return modular.source.store if isinstance(modular.source, StoredKnowledge) else None
@@ -250,6 +326,92 @@ class _Copied:
     def _follow(self, _: nn.Module, __: object) -> None:
         if self.latest and self._revision != self.store.revision:
             self._load()
+
+
+class _Exchanged(FollowedStore):
+    """A store that the readers of a model read instead of another one."""
+
+    def __init__(self, model: nn.Module, store: Store) -> None:
+        self._readers = store_readers(model)
+        self._before = self._readers[0].source
+        check_store(store, self._readers[0].attention.entry_dim, self._before.encoder)
+        super().__init__(store, self._before.encoder)
+        self._put(self)
+
+    @property
+    def latest(self) -> bool:
+        return self._readers[0].source is self
+
+    def put_back(self) -> None:
+        self._put(self._before)
+
+    def _put(self, source: FollowedStore) -> None:
+        for reader in self._readers:
+            reader.source = source
+
+
+class _Added(FollowedStore):
+    """A store, and the readers of it that a model has got."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        folder: str | os.PathLike[str] | None,
+        layers: Sequence[int] | None,
+        key_dim: int,
+        num_heads: int,
+    ) -> None:
+        super().__init__(store, encoder_of(store))
+        if reads_entries(model):
+            raise ValueError(
+                f"{type(model).__name__} reads entries already: leave reader and layers out, or remove what it has"
+            )
+        stack = stack_of(model)
+        saved = None if folder is None else SavedReader.read(Path(folder))
+        if saved is not None:
+            if layers is not None:
+                raise ValueError("a saved reader has its own layers: give reader or layers, one of them")
+            saved.check(stack, store)
+            layers, key_dim, num_heads = saved.layers, saved.key_dim, saved.num_heads
+        chosen = checked_layers(layers, stack)
+        sites = [stack.attention[number] for number in chosen]
+        around = models_around(model, list(stack.attention.values()))
+        name = base_implementation(around[0].config)
+        check_implementation(around[0], name, "the model's attention implementation", "reader")
+        self._readers = [
+            self._made(stack, number, widths, key_dim, num_heads) for number, widths in measured(stack, chosen).items()
+        ]
+        if saved is not None:
+            saved.fill(self._readers)
+        self._interception = intercept(around, {site.module: pool_before for site in sites}, role="pool")
+        self._modules = [site.module for site in sites]
+        self._hooks: list[RemovableHandle] = []
+        for number, site, reader in zip(chosen, sites, self._readers, strict=True):
+            site.module.add_module(CHILD, reader)
+            path = site.name.removeprefix(f"{stack.path}.{number}").strip(".")
+            self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, path)))
+
+    @property
+    def latest(self) -> bool:
+        return self._readers[0].source is self
+
+    def put_back(self) -> None:
+        self._interception.remove(keep_changes=True)
+        for module, hook in zip(self._modules, self._hooks, strict=True):
+            hook.remove()
+            delattr(module, CHILD)
+
+    def _made(self, stack: Stack, number: int, widths: Widths, key_dim: int, num_heads: int) -> StoreReader:
+        module = stack.attention[number].module
+        reader = StoreReader(number, widths, key_dim, num_heads, self)
+        parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
+        if parameter is not None:  # half precision is too coarse to learn in
+            reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+        return reader.train(module.training)
+
+
+_Source = _Searched | _Copied | _Exchanged | _Added
 
 
 def _copies(base: LayeredKnowledge) -> list[_Copied]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow.knowledge.attention import ACTIVATIONS, GeneralizedCrossAttention, weigh
+from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.memory_layer.retrieval import (
     Retrieval,
@@ -90,11 +90,13 @@ class KnowledgeReader(nn.Module):
 
     @property
     def columns(self) -> int:
-        """Columns of thresholds that this layer needs in a source: parts x heads."""
-        return self.attention.parts * self.attention.num_heads
+        """Columns of thresholds that this layer needs in a source: parts x heads; none where they are constant."""
+        return 0 if self.attention.threshold == CONSTANT else self.attention.parts * self.attention.num_heads
 
     def threshold_columns(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
         """The thresholds of entries as columns of a source, part by part, head by head."""
+        if not self.columns:
+            return entries.new_zeros(len(entries), 0)
         return self.attention.thresholds(entries).flatten(0, 1).T
 
     def forward(
@@ -164,6 +166,8 @@ class KnowledgeReader(nn.Module):
         rows = source.rows().to(attention.query)
         self._check_width(rows.shape[1])
         entries, columns = rows[:, : attention.entry_dim], rows[:, attention.entry_dim :]
+        if not self.columns:
+            return entries, attention.thresholds(entries)
         columns = columns[:, self._first_column :][:, : self.columns]
         return entries, columns.T.reshape(attention.parts, attention.num_heads, len(rows))
 
@@ -210,15 +214,22 @@ class KnowledgeReader(nn.Module):
         shape = (*hidden.shape[:-1], heads)
         queries = attention.project_query(hidden).reshape(attention.parts, -1, heads, attention.entry_dim)
         asked, first = queries[0].detach(), self._first_column
-        answers = [source.read(asked[:, head], retrieval, first + head) for head in range(heads)]
+        answers = [
+            source.read(asked[:, head], *((retrieval, first + head) if self.columns else (self._without(head), None)))
+            for head in range(heads)
+        ]
         self._check_width(cast(Tensor, answers[0].rows).shape[-1])
         most = max(one.ids.shape[1] for one in answers)
         ids = torch.stack([_padded(one.ids, most, -1) for one in answers], dim=1).to(hidden.device)
         rows = torch.stack([_padded(cast(Tensor, one.rows), most, 0) for one in answers], dim=1).to(hidden)
         vectors, columns = rows[..., : attention.entry_dim], rows[..., attention.entry_dim :]
-        here = columns[..., self._first_column :][..., : self.columns].unflatten(-1, (attention.parts, heads))
-        own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
-        scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own.movedim(-1, 0)
+        if self.columns:
+            here = columns[..., first:][..., : self.columns].unflatten(-1, (attention.parts, heads))
+            own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
+            own = own.movedim(-1, 0)
+        else:
+            own = attention.constant[:, None, :, None]
+        scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own
         weights = self._weigh(scores, ids >= 0)
         if self.observer is not None:
             read = Reading(
@@ -231,6 +242,13 @@ class KnowledgeReader(nn.Module):
             )
             self.observer(read)
         return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
+
+    def _without(self, head: int) -> Retrieval:
+        """The retrieval by scores that lack a constant threshold, as a source without columns computes them."""
+        retrieval = cast(Retrieval, self.retrieval)
+        if retrieval.threshold is None:
+            return retrieval
+        return replace(retrieval, threshold=retrieval.threshold - float(self.attention.constant[0, head].detach()))
 
     def _read_all(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
         if self.observer is None:

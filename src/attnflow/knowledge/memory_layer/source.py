@@ -47,7 +47,7 @@ class IndexedEntries:
         """[E | columns], a view."""
         return self.index.rows
 
-    def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int) -> Neighbours:
+    def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
         """The entries that a retrieval asks for by score + threshold, with their rows."""
         neighbours = _searched(self.index, queries, retrieval, column)
         rows = self.index.rows[neighbours.ids.clamp(min=0)]
@@ -64,14 +64,15 @@ class StoredKnowledge:
 
     Args:
         store: with as many threshold columns as `thresholds` gives.
-        thresholds: of entries [n, d_E], all columns of all layers: [n, columns].
+        thresholds: of entries [n, d_E], all columns of all layers: [n, columns]; None where the layers' thresholds
+            belong to no entry, and the store's columns to somebody else.
 
     Raises:
         ValueError: the store has another number of columns.
     """
 
-    def __init__(self, store: Store, thresholds: Callable[[Tensor], Tensor]) -> None:
-        columns = thresholds(torch.zeros(1, store.dim)).shape[1]
+    def __init__(self, store: Store, thresholds: Callable[[Tensor], Tensor] | None = None) -> None:
+        columns = store.num_thresholds if thresholds is None else thresholds(torch.zeros(1, store.dim)).shape[1]
         if columns != store.num_thresholds:
             raise ValueError(
                 f"the model's layers have {columns} columns of thresholds, the store has {store.num_thresholds}: make "
@@ -101,6 +102,8 @@ class StoredKnowledge:
         Cost: the thresholds of all entries, in blocks.
         """
         stale = [torch.zeros(0, dtype=torch.int64)]
+        if self._thresholds is None:
+            return stale[0]
         for ids in self.store.ids().split(_BLOCK):
             rows = self.store.rows(ids)
             wrong = (self._computed(rows[:, : self.store.dim]) - rows[:, self.store.dim :]).abs() > tolerance
@@ -122,7 +125,7 @@ class StoredKnowledge:
         """[E | columns] of all entries, in the order of `store.ids()`; a copy."""
         return self.store.rows()
 
-    def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int) -> Neighbours:
+    def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
         """As that of `IndexedEntries`; made again where another thread deletes an entry before its row is read."""
         for _ in range(_TRIES):
             neighbours = _searched(self.store, queries, retrieval, column)
@@ -137,16 +140,17 @@ class StoredKnowledge:
             return replace(neighbours, rows=rows[places])
         raise StoreError(f"entries were deleted faster than {_TRIES} searches could read them")
 
-    def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor]:
+    def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor | None]:
         rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
-        return rows, self._computed(rows)
+        return rows, None if self._thresholds is None else self._computed(rows)
 
     @torch.no_grad()
     def _computed(self, rows: Tensor) -> Tensor:
+        assert self._thresholds is not None
         return self._thresholds(rows).float()
 
 
-def _searched(searched: EntryIndex | Store, queries: Tensor, retrieval: Retrieval, column: int) -> Neighbours:
+def _searched(searched: EntryIndex | Store, queries: Tensor, retrieval: Retrieval, column: int | None) -> Neighbours:
     mode = None if retrieval.search in ("auto", "dense") else retrieval.search
     if retrieval.k is not None:
         return searched.search(queries, retrieval.k, threshold_column=column, mode=mode)

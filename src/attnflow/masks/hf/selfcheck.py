@@ -57,7 +57,7 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
 
     def alone(call: AttentionCall, proceed: Proceed) -> Output:
         called.add(call.module)
-        output, weights = proceed(call)  # a bias on the module expects to be asked
+        output, weights = proceed(_diagonal(call))  # a bias or a reader on the module expects to be asked
         value = call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1).transpose(1, 2)
         return (value if value.shape == output.shape else torch.zeros_like(output)), weights
 
@@ -84,3 +84,12 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
     # Experts batch their tokens by what is in them, so that rounding moves rows that nothing reaches.
     rounding = min(1e3 * torch.finfo(hidden.dtype).eps, 0.05) * float(hidden.double().abs().max())
     return Check(moved=tuple(i for i in (change > rounding).nonzero().flatten().tolist() if i != _CHANGED))
+
+
+def _diagonal(call: AttentionCall) -> AttentionCall:
+    """The call with a mask by which each position attends to itself alone, for those who compute with it on the way."""
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if queries != keys:
+        return call
+    itself = torch.eye(queries, dtype=torch.bool, device=call.query.device)[None, None]
+    return call.replace(mask=itself, implementation="sdpa")

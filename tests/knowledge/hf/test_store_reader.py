@@ -1,0 +1,416 @@
+"""Readers of a store in any decoder: the model as it was, then what the formula says; caches, masks, files."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import attnflow as af
+from attnflow._core.errors import UnsupportedArchitecture, WrongBase
+from attnflow.knowledge import Retrieval, Store
+from attnflow.knowledge.hf.store_reader import CHILD, store_readers
+from attnflow.knowledge.store import StoreError
+from attnflow.models.evaluation import precision
+from tests.models import outputs, tiny, tokens
+
+DIM = 8
+DECODERS = [
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "GPT2", "GPTNeoX", "Phi3", "OPT", "Mixtral", "Olmo2"),
+    *("Cohere2", "GptOss", "DeepseekV3", "Jamba", "FalconH1", "MBartDecoder", "Gemma", "Phi", "StableLm", "Qwen3Next"),
+]
+
+
+def store_of(count=20, dim=DIM, encoder="x@1", seed=0):
+    store = Store.open("memory", dim=dim)
+    rows = functional.normalize(torch.randn(count, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+    store.insert(embeddings=rows, texts=[f"entry {i}" for i in range(count)], encoder=encoder)
+    return store
+
+
+def opened(handle, seed=0):
+    """The readers moved away from their start, so that everything they have does something."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for reader in handle.readers:
+            for parameter in reader.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return handle
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_is_as_it_was_until_the_gate_opens_and_after_the_handle_is_removed(name):
+    model, ids, store = tiny(name, torch.float32), tokens(2, 7), store_of()
+    own = outputs(model, input_ids=ids)
+    modules, names = [type(module) for module in model.modules()], set(model.state_dict())
+    with af.knowledge.attach(model, store) as handle:
+        assert torch.equal(outputs(model, input_ids=ids), own)
+        opened(handle)
+        read = outputs(model, input_ids=ids)
+        assert not torch.allclose(read, own, atol=1e-4)
+        new = handle.insert(embeddings=3 * torch.ones(1, DIM), texts=["new"])
+        assert not torch.equal(outputs(model, input_ids=ids), read)
+        store.delete(new)
+        assert torch.equal(outputs(model, input_ids=ids), read)
+    assert torch.equal(outputs(model, input_ids=ids), own)
+    assert [type(module) for module in model.modules()] == modules
+    assert set(model.state_dict()) == names
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def written_out(reader, hidden, values, entries):
+    """The formula with loops, for causal attention whose focus is 0: pooled values are means."""
+    attention, heads = reader.attention, reader.attention.num_heads
+    result = torch.zeros_like(hidden)
+    for batch in range(hidden.shape[0]):
+        for token in range(hidden.shape[1]):
+            pooled = values[batch, :, : token + 1].mean(dim=1).flatten()
+            h = hidden[batch, token]
+            said = pooled / (pooled.square().mean() + torch.finfo(pooled.dtype).eps).sqrt()
+            x = reader.own * h / (h.square().mean() + torch.finfo(h.dtype).eps).sqrt() + reader.pooled_map.weight @ said
+            for head in range(heads):
+                query = x @ attention.query[head]
+                scores = torch.stack([query @ (entry @ attention.key[0, head]) for entry in entries])
+                exponents = (scores / math.sqrt(attention.key_dim) + attention.constant[0, head]).exp()
+                weights = exponents / (1 + exponents.sum())
+                result[batch, token] += (weights @ entries) @ attention.value[head]
+    return reader.gate * math.sqrt(hidden.shape[-1]) * result
+
+
+def test_values_and_gradients_are_those_of_the_formula():
+    model, store, ids = tiny("GPT2"), store_of(6), tokens(2, 5)
+    handle = opened(af.knowledge.attach(model, store, layers=[0], key_dim=3))
+    reader = handle.readers[0]
+    reader.focus.data.zero_()
+    seen = {}
+    layer = model.transformer.h[0]
+    attention = layer.attn
+
+    def keep_values(module, args, output):
+        value = output[..., 2 * 32 :]
+        seen["values"] = value.unflatten(-1, (4, 8)).transpose(1, 2)
+
+    hooks = [
+        attention.c_attn.register_forward_hook(keep_values),
+        layer.register_forward_hook(lambda *call: seen.update(after=call[2]), prepend=False),
+        layer.register_forward_hook(lambda *call: seen.update(before=call[2]), prepend=True),
+    ]
+    model(input_ids=ids)
+    tensor = {name: one[0] if isinstance(one, tuple) else one for name, one in seen.items()}
+    entries = store.vectors().double()
+    expected = written_out(reader, tensor["before"], tensor["values"], entries)
+    torch.testing.assert_close(tensor["after"] - tensor["before"], expected, rtol=1e-9, atol=1e-10)
+    direction = torch.randn_like(expected)
+    parameters = [one for name, one in reader.named_parameters() if name != "focus"]
+    ours = torch.autograd.grad((tensor["after"] * direction).sum(), parameters, retain_graph=True)
+    theirs = torch.autograd.grad((expected * direction).sum(), parameters)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_gradients_of_all_parameters_are_those_of_differences():
+    model, ids = tiny("Llama"), tokens(1, 4)
+    handle = opened(af.knowledge.attach(model, store_of(5), layers=[0, 1], key_dim=3, num_heads=1))
+    with precision(model, torch.float64):
+        model(input_ids=ids).logits.square().mean().backward()
+        for reader in handle.readers:
+            for name, parameter in reader.named_parameters():
+                place = tuple(0 for _ in parameter.shape)
+                values = []
+                for step in (1e-5, -1e-5):
+                    with torch.no_grad():
+                        parameter[place] += step
+                        values.append(float(model(input_ids=ids).logits.square().mean()))
+                        parameter[place] -= step
+                difference = (values[0] - values[1]) / 2e-5
+                assert float(parameter.grad[place]) == pytest.approx(difference, rel=1e-4, abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("Llama", "sdpa"), ("Llama", "eager"), ("GPT2", "sdpa"), ("Gemma2", "eager")]
+)
+def test_generating_with_a_cache_is_generating_without(name, implementation):
+    model, ids = tiny(name), tokens(2, 5)
+    model.set_attn_implementation(implementation)
+    opened(af.knowledge.attach(model, store_of()))
+    settings = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+        cache = DynamicCache(config=model.config)
+        parts = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(5)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+        assert torch.equal(
+            model.generate(ids, use_cache=True, **settings), model.generate(ids, use_cache=False, **settings)
+        )
+        beams = model.generate(ids, num_beams=3, **settings)
+        assert torch.equal(beams, model.generate(ids, num_beams=3, use_cache=False, **settings))
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_padding_changes_nothing(name):
+    model, ids = tiny(name), tokens(1, 5)
+    opened(af.knowledge.attach(model, store_of()))
+    padded = torch.cat([torch.full((1, 3), 1), ids], dim=1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        left = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(left[:, 3:], plain)
+
+
+def test_a_mask_that_is_attached_rules_what_a_reader_asks_by():
+    model, ids = tiny("Llama", torch.float32), tokens(1, 6)
+    opened(af.knowledge.attach(model, store_of()))
+    with af.masks.attach(model, af.masks.document([3, 3])), torch.no_grad():
+        both = model(input_ids=ids).logits
+        other = ids.clone()
+        other[0, :3] = tokens(1, 3)
+        assert torch.equal(model(input_ids=other).logits[:, 3:], both[:, 3:])  # nothing of the first document
+
+
+def test_a_bias_and_a_reader_in_any_order():
+    ids = tokens(1, 6)
+    results = []
+    for first in ("bias", "reader"):
+        model = tiny("Llama", torch.float32)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        own = outputs(model, input_ids=ids)
+        put = {
+            "bias": lambda model: af.bias.attach(model, af.bias.AlibiConfig(layers="every")),
+            "reader": lambda model: opened(af.knowledge.attach(model, store_of())),
+        }
+        handles = [put[first](model), put["reader" if first == "bias" else "bias"](model)]
+        results.append(outputs(model, input_ids=ids))
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(outputs(model, input_ids=ids), own)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("k", [1, 7, 20])
+def test_the_best_entries_by_the_search_of_the_store(k):
+    model, ids, store = tiny("Llama", torch.float32), tokens(2, 5), store_of()
+    handle = opened(af.knowledge.attach(model, store))
+    whole = outputs(model, input_ids=ids)
+    readings = []
+    with af.knowledge.attach(model, retrieval=Retrieval(k=k, search="exact")):
+        handle.readers[0].observer = readings.append
+        few = outputs(model, input_ids=ids)
+    handle.readers[0].observer = None
+    assert torch.equal(outputs(model, input_ids=ids), whole)
+    if k == 20:
+        torch.testing.assert_close(few, whole)
+    else:
+        assert readings[0].ids.shape == (2, 5, 2, k)
+        bound = handle.readers[0].error_bound(readings[0])
+        assert bound.shape == (10,)
+        assert bool((bound > 0).all())
+
+
+def test_the_bound_holds():
+    model, ids, store = tiny("Llama"), tokens(2, 5), store_of(50)
+    handle = opened(af.knowledge.attach(model, store, layers=[1]))
+    reader, written = handle.readers[0], []
+    hook = reader.register_forward_hook(lambda *call: written.append(call[2].detach().flatten(0, 1)))
+    for retrieval in (None, *(Retrieval(k=k, search="exact") for k in (1, 5, 20, 50))):
+        reader.retrieval, readings = retrieval, []
+        reader.observer = readings.append
+        outputs(model, input_ids=ids)
+        far = (written[-1] - written[0]).norm(dim=-1)
+        assert bool((far <= reader.error_bound(readings[0]) + 1e-5).all())
+    hook.remove()
+
+
+def test_an_empty_store_gives_nothing_and_a_threshold_is_one_of_scores():
+    model, ids, store = tiny("Llama", torch.float32), tokens(1, 5), store_of()
+    own = outputs(model, input_ids=ids)
+    handle = opened(af.knowledge.attach(model, store))
+    with af.knowledge.attach(model, retrieval=Retrieval(threshold=-1e3)):
+        every = outputs(model, input_ids=ids)
+    torch.testing.assert_close(every, outputs(model, input_ids=ids))
+    store.delete(store.ids())
+    assert torch.equal(outputs(model, input_ids=ids), own)
+    with af.knowledge.attach(model, retrieval=Retrieval(k=2, search="exact")):
+        assert torch.equal(outputs(model, input_ids=ids), own)
+    handle.remove()
+
+
+def test_a_trace_names_the_entries():
+    model, store = tiny("Llama", torch.float32), store_of()
+    with opened(af.knowledge.attach(model, store)):
+        trace = af.knowledge.trace(model, [3, 1, 4], top=20)
+    layer = trace.layers[0]
+    assert layer.ids.shape == (3, 20)
+    assert set(layer.ids.flatten().tolist()) <= set(store.ids().tolist())
+    assert trace.texts[int(layer.ids[0, 0])].startswith("entry ")
+
+
+def test_a_reader_is_saved_alone_and_comes_back_for_any_store_of_its_encoder(tmp_path):
+    model, ids = tiny("Llama", torch.float32), tokens(2, 5)
+    again = copy.deepcopy(model)
+    handle = opened(af.knowledge.attach(model, store_of(), layers=[1], key_dim=4, num_heads=3))
+    folder = handle.save(tmp_path / "reader")
+    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "reader.safetensors"]
+    assert (folder / "reader.safetensors").stat().st_size < 40_000
+    back = af.knowledge.attach(again, store_of(), reader=folder)
+    assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
+    other = store_of(5, seed=4)
+    with af.knowledge.attach(again, other) as exchanged:
+        assert "5 entries" in str(exchanged)
+        assert not torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
+        with pytest.raises(RuntimeError, match="another store was attached"):
+            back.remove()
+    assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
+    handle.save(tmp_path / "reader")  # in place of the old one
+
+
+def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
+    model, ids = tiny("Llama", torch.float32), tokens(1, 5)
+    own, names = outputs(model, input_ids=ids), set(model.state_dict())
+    reader = opened(af.knowledge.attach(copy.deepcopy(model), store_of())).save(tmp_path / "reader")
+
+    def refused(kind, match, model, store, **arguments):
+        with pytest.raises(kind, match=match):
+            af.knowledge.attach(model, store, **arguments)
+
+    refused(ValueError, "is empty: there is nothing to read", model, Store.open("memory", dim=DIM))
+    refused(ValueError, "width 8, those of memory have 4", model, store_of(dim=4), reader=reader)
+    refused(ValueError, "by x@1, those of memory are by y@2", model, store_of(encoder="y@2"), reader=reader)
+    mixed = store_of()
+    mixed.insert(embeddings=torch.ones(1, DIM), encoder="z@3")
+    refused(ValueError, "were made by 2 encoders", model, mixed, reader=reader)
+    refused(
+        WrongBase, "model_type is llama there and gpt2 here", tiny("GPT2", torch.float32), store_of(), reader=reader
+    )
+    refused(WrongBase, "other weights", tiny("Llama", torch.float32), store_of(), reader=reader)
+    refused(FileNotFoundError, "holds no saved reader", model, store_of(), reader=tmp_path / "nothing")
+    refused(ValueError, "reader or layers, one of them", model, store_of(), reader=reader, layers=[0])
+    refused(ValueError, "layer must be", model, store_of(), layers=[2])
+    refused(ValueError, "each layer once", model, store_of(), layers=[1, 1])
+    refused(ValueError, "give a store to read", model, None, layers=[1])
+    refused(UnsupportedArchitecture, "attention interface", tiny("Bloom", torch.float32), store_of())
+    refused(ValueError, "several stacks", tiny("Bart", torch.float32), store_of())
+    weights = reader / "reader.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\7")
+    refused(ValueError, "damaged", model, store_of(), reader=reader)
+    assert torch.equal(outputs(model, input_ids=ids), own)
+    assert set(model.state_dict()) == names
+    assert not any(module._forward_hooks for module in model.modules())
+    handle = af.knowledge.attach(model, store_of())
+    with pytest.raises(ValueError, match="reads entries already"):
+        af.knowledge.attach(model, store_of(), layers=[0])
+    with pytest.raises(ValueError, match="leave layers and experts out"):
+        handle.insert(embeddings=torch.ones(1, DIM), layers=[1])
+    handle.readers[0].gate.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN or infinity in layers[.]1[.]gate"):
+        handle.save(tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_store_that_is_closed_while_the_model_runs():
+    model, ids, store = tiny("Llama", torch.float32), tokens(1, 5), store_of()
+    own = outputs(model, input_ids=ids)
+    handle = opened(af.knowledge.attach(model, store))
+    store.close()
+    with pytest.raises(StoreError, match="is closed: open it again"):
+        outputs(model, input_ids=ids)
+    handle.remove()
+    assert torch.equal(outputs(model, input_ids=ids), own)
+
+
+def test_half_precision_and_copies():
+    model, ids = tiny("Llama", torch.bfloat16), tokens(1, 5)
+    own = outputs(model, input_ids=ids)
+    with af.knowledge.attach(model, store_of()) as handle:
+        assert torch.equal(outputs(model, input_ids=ids), own)
+        assert all(one.dtype == torch.float32 for reader in handle.readers for one in reader.parameters())
+        opened(handle)
+        again = copy.deepcopy(model)
+        assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
+        assert store_readers(again)[0] is not store_readers(model)[0]
+    assert outputs(again, input_ids=ids).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_trains_the_reader_of_a_frozen_model(tmp_path, checkpointing):
+    model = tiny("Llama", torch.float32)
+    handle = af.knowledge.attach(model, store_of())
+    ours = {id(one) for reader in handle.readers for one in reader.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in ours)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 6)]
+    more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=6,
+        learning_rate=0.05,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **(more if checkpointing else {}),
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+    changed = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
+    assert changed == {name for name in before if CHILD in name}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_peft_before_and_after():
+    peft = pytest.importorskip("peft")
+    ids = tokens(1, 5)
+    for first in ("peft", "reader"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+        ).eval()
+        lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+        if first == "peft":
+            model = peft.get_peft_model(model, lora)
+            handle = af.knowledge.attach(model, store_of())
+        else:
+            handle = af.knowledge.attach(model, store_of())
+            model = peft.get_peft_model(model, lora)
+        own = outputs(model, input_ids=ids)
+        opened(handle)
+        assert not torch.allclose(outputs(model, input_ids=ids), own, atol=1e-4)
+        handle.remove()
+        assert torch.equal(outputs(model, input_ids=ids), own)
+
+
+@pytest.mark.compiled
+def test_a_compiled_model_sees_edits():
+    model, ids, store = tiny("Llama", torch.float32), tokens(1, 5), store_of()
+    handle = opened(af.knowledge.attach(model, store))
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
+            handle.insert(embeddings=torch.ones(2, DIM))
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_flex_attention():
+    model, ids = tiny("Llama", torch.float32, head_dim=16), tokens(1, 5)
+    handle = opened(af.knowledge.attach(model, store_of()))
+    expected = outputs(model, input_ids=ids).detach()
+    handle_folder = [one.detach().clone() for reader in handle.readers for one in reader.parameters()]
+    handle.remove()
+    model.set_attn_implementation("flex_attention")
+    handle = af.knowledge.attach(model, store_of())
+    with torch.no_grad():
+        for one, value in zip(
+            (one for reader in handle.readers for one in reader.parameters()), handle_folder, strict=True
+        ):
+            one.copy_(value)
+        torch.testing.assert_close(outputs(model, input_ids=ids), expected, rtol=1e-4, atol=1e-4)
