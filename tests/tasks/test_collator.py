@@ -19,7 +19,8 @@ MIN = torch.finfo(DOUBLE).min
 
 def pack_labels(targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     bits = torch.where(targets != -100, weights.view(torch.int64), -100)
-    return F.pad(torch.stack([targets, bits], dim=-2), (1, 0), value=-100)
+    none = torch.where(targets != -100, torch.full_like(weights, torch.nan).view(torch.int64), -100)
+    return F.pad(torch.stack([targets, bits, none, none], dim=-2), (1, 0), value=-100)
 
 
 def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,8 +347,8 @@ def test_labels_survive_packing():
     targets = torch.tensor([[[3, -100], [-100, -100]]])
     weights = torch.tensor([[[1 / 3, 0.0], [0.0, 0.0]]], dtype=DOUBLE)
     labels = pack_labels(targets, weights)
-    assert labels.shape == (1, 2, 2, 3)
-    assert labels.ne(-100).sum() == labels[..., 1:].ne(-100).sum() == 2  # what Trainer counts: twice each label
+    assert labels.shape == (1, 2, 4, 3)
+    assert labels.ne(-100).sum() == labels[..., 1:].ne(-100).sum() == 4  # what Trainer counts: each label four times
     found = unpack_labels(labels)
     assert torch.equal(found[0], targets)
     assert torch.equal(found[1], weights)
@@ -367,8 +368,8 @@ def test_loss_against_cross_entropy():
     )
     torch.testing.assert_close(tasks.loss(scores, labels, reduction="sum"), expected)
     torch.testing.assert_close(tasks.loss(scores, {"labels": labels}), expected / 6)
-    torch.testing.assert_close(tasks.loss(scores, labels, num_items_in_batch=torch.tensor(24)), expected / 12)
-    torch.testing.assert_close(tasks.loss(scores, labels, num_items_in_batch=24), expected / 12)
+    torch.testing.assert_close(tasks.loss(scores, labels, num_items_in_batch=torch.tensor(48)), expected / 12)
+    torch.testing.assert_close(tasks.loss(scores, labels, num_items_in_batch=48), expected / 12)
 
 
 def test_a_batch_without_labels_has_no_loss():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnflow as af
 from attnflow import tasks
@@ -196,6 +196,32 @@ def test_labels_with_advantages_are_not_summed_without_them():
     torch.testing.assert_close(tasks.loss(scores, only_old, num_items_in_batch=counted), tasks.loss(scores, only_old))
 
 
+def test_accumulated_batches_may_differ_in_what_their_labels_have(tmp_path):
+    """One step over a batch with old log-probabilities and one without: the loss of the mean of all labels."""
+    groups = [
+        {"prompts": [1, 2], "responses": [[3, 4], [3, 5, 6]], "old_logprobs": [[-1.0, -2.0], [-1.0, -2.0, -3.0]]},
+        {"prompts": [7], "responses": [[8, 9, 10], [5]]},
+    ]
+    collate, trained, reference = Collator(tasks.rollouts, dtype=DOUBLE), model(), model()
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=0.1,
+        optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, remove_unused_columns=False, use_cpu=True,
+        train_sampling_strategy="sequential", report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(trained, arguments, train_dataset=groups, data_collator=collate, compute_loss_func=tasks.loss).train()
+    batch = collate(groups)
+    tasks.loss(reference(**inputs(batch)), batch).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for ours, other in zip(trained.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-9)
+
+
+def test_a_batch_with_advantages_is_read_by_the_lint():
+    group = {"prompts": [1, 2], "responses": [[3, 4], [3, 5, 6]], "advantages": [1.0, -1.0]}
+    report = af.audit.check_batch(Collator(tasks.rollouts)([group]))
+    assert report.ok
+
+
 def test_prompts_numbered_apart_are_told():
     """The same prompt with data numbers of its own in each rollout: nothing is shared, and merge says why."""
     prompt, length = list(range(1, 1025)), 512
@@ -279,7 +305,7 @@ def test_bad_samples_of_a_collator_are_named():
     with pytest.raises(ValueError, match="unknown name 'advantage': did you mean advantages"):
         collate([{"prompts": [1], "responses": [[2]], "advantage": [1.0]}])
     batch = collate([{"prompts": [1], "responses": [[2, 3]], "advantages": None}])
-    assert batch["labels"].shape == (1, 2, 2, 2)
+    assert batch["labels"].shape == (1, 2, 4, 2)
 
 
 def test_labels_keep_their_numbers_through_json_and_pickling():

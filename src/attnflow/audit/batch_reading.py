@@ -14,6 +14,7 @@ from attnflow.audit.batch_family import Family
 from attnflow.audit.packing import allowed_pairs, as_tensor, integers, read_packing
 
 IGNORED: Final = -100
+_ROWS: Final = 4  # of an af.tasks.Collator's labels: target, weight, advantage, old log-probability
 ANSWERS: Final = ("completion_mask", "assistant_masks", "assistant_tokens_mask")
 
 
@@ -81,7 +82,7 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
     size = (subject.shape[0], subject.shape[1])
     if labels is not None and labels.shape[:2] != size:
         raise ValueError(f"labels are {list(labels.shape)} and {prefix}input_ids {list(subject.shape)}")
-    if labels is not None and labels.ndim == 4 and labels.shape[2] != 2:
+    if labels is not None and labels.ndim == 4 and labels.shape[2] != _ROWS:
         raise ValueError(f"expected labels [batch, n] or those of an af.tasks.Collator, got {list(labels.shape)}")
     targets = labels[:, :, 0, 1:] if labels is not None and labels.ndim == 4 else None
     plain = labels if targets is None else None

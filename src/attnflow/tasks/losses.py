@@ -1,11 +1,12 @@
 """Labels as tensors of a batch, and the `loss` on them.
 
-In a batch labels travel as one int64 tensor [batch, n, rows, 1 + width]. `[..., 0, 1:]` holds target ids and
-`[..., 1, 1:]` the bits of their float64 weights; where labels come with advantages and log-probabilities, two more rows
-hold theirs. All are filled with -100, and the first column is always -100. That shape survives what `Trainer` does with
-labels: it counts entries other than -100, over `labels[..., 1:]` for causal models and over all of `labels` for others
-(both count a label once for each row, which `loss` knows), moves them between devices, and casts floats, not integers.
-Nothing is shifted: a label stands at the position that predicts it.
+In a batch labels travel as one int64 tensor [batch, n, 4, 1 + width]. `[..., 0, 1:]` holds target ids, the rows below
+the bits of their float64 weights, advantages and log-probabilities: NaN where a label has none. All are filled with
+-100, and the first column is always -100. That shape survives what `Trainer` does with labels: it counts entries other
+than -100, over `labels[..., 1:]` for causal models and over all of `labels` for others (both count a label once for
+each row, which `loss` knows; accumulated batches may differ in what their labels have, so all have four rows), moves
+them between devices, and casts floats, not integers. Nothing is shifted: a label stands at the position that predicts
+it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from attnflow.tasks.embedding import NO_ID
 from attnflow.tasks.task import Task
 
 _NUMBERS: Final = ("weight", "advantage", "old_logprob")  # of a label, in the order of the rows
+_ROWS: Final = 1 + len(_NUMBERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +61,12 @@ def packed(task: Task) -> Int[Tensor, "n rows width"]:
 
 
 def batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows columns"]:
-    """The packed labels of several tasks, padded to n positions; rows of numbers that no label has are left out."""
+    """The packed labels of several tasks, padded to n positions."""
     width = max(each.shape[2] for each in labels)
-    table = torch.full((len(labels), n, 1 + len(_NUMBERS), 1 + width), NO_ID, dtype=torch.int64)
+    table = torch.full((len(labels), n, _ROWS, 1 + width), NO_ID, dtype=torch.int64)
     for row, each in enumerate(labels):
         table[row, : len(each), :, 1 : 1 + each.shape[2]] = each
-    plain = all(bool(each[:, 2:].view(torch.float64).isnan().all()) for each in labels)  # so is the bit pattern of -100
-    return table[:, :, :2].contiguous() if plain else table
+    return table
 
 
 def label_tensors(labels: object) -> LabelTensors:
@@ -83,20 +84,18 @@ def label_tensors(labels: object) -> LabelTensors:
     [[[6], [7]]]
     """
     tensor = _labels(labels)
-    if tensor.ndim < 3 or tensor.shape[-2] not in (2, 1 + len(_NUMBERS)) or tensor.shape[-1] < 2:
+    if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
         raise ValueError(
-            f"expected the labels of an af.tasks.Collator batch, [batch, n, 2, 1 + width], got {tuple(tensor.shape)}: "
+            f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
+            f"{tuple(tensor.shape)}: "
             "make the batch with af.tasks.Collator(family_fn), which says what each position predicts; a plain tensor "
             "of token ids does not"
         )
     targets = tensor[..., 0, 1:]
     numbers: list[Tensor | None] = []
-    for row in range(len(_NUMBERS)):
-        values = None
-        if row + 1 < tensor.shape[-2]:
-            values = torch.where(targets == NO_ID, 0.0, tensor[..., row + 1, 1:].contiguous().view(torch.float64))
-            values = None if row and bool((values.isnan() | (targets == NO_ID)).all()) else values
-        numbers.append(values)
+    for row in range(1, _ROWS):
+        values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
+        numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
     return LabelTensors(targets, cast(Tensor, numbers[0]), *numbers[1:])
 
 
@@ -124,7 +123,7 @@ def loss(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    logits, tensors, rows = _logits(outputs), label_tensors(labels), _labels(labels).shape[-2]
+    logits, tensors = _logits(outputs), label_tensors(labels)
     targets, weights = tensors.targets, tensors.weights
     if logits.shape[:-1] != targets.shape[:-1]:
         raise ValueError(
@@ -145,7 +144,7 @@ def loss(
     total = terms.sum()
     if reduction == "sum":
         return total
-    count = len(places[0]) if num_items_in_batch is None else num_items_in_batch / rows
+    count = len(places[0]) if num_items_in_batch is None else num_items_in_batch / _ROWS
     return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
