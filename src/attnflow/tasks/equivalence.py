@@ -10,7 +10,7 @@ themselves, and a collision costs a second try with another seed, never a wrong 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.task import Task
 
 Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
+_TOGETHER: Final = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,30 +153,54 @@ def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntAr
 
 
 def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tuple[list[Hashes], list[Hashes]]:
-    """(for each position, for each position's node) what is equal where they are equivalent, and hardly elsewhere."""
-    position_keys: list[Hashes] = []
-    node_keys: list[Hashes] = []
-    for task, numbers in zip(tasks, inputs, strict=True):
-        label = _mix(numbers.astype(np.uint64) + np.uint64((seed + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF))
-        below = _row_sums(task, label)  # the set of inputs below each position
-        node = _mix(_row_sums(task, _mix(below ^ _mix(label))))  # equal within a class of mutually reachable positions
-        node_keys.append(node)
-        position_keys.append(_mix(node ^ label))
+    """(for each position, for each position's node) what is equal where they are equivalent, and hardly elsewhere.
+
+    Tasks that share a mask are hashed together: thousands of short ones take no thousands of steps.
+    """
+    position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
+    for mask, members in _by_mask(tasks):
+        label = _mix(np.stack([inputs[task] for task in members]).astype(np.uint64) + np.uint64(_seed(seed)))
+        below = _row_sums(mask, label)  # the set of inputs below each position
+        node = _mix(_row_sums(mask, _mix(below ^ _mix(label))))  # equal within a class of mutually reachable positions
+        for row, task in enumerate(members):
+            node_keys[task], position_keys[task] = node[row], _mix(node[row] ^ label[row])
     return position_keys, node_keys
 
 
-def _row_sums(task: Task, values: Hashes) -> Hashes:
-    """For each query the sum, modulo 2^64, of the values of the keys that it may attend to."""
-    rows, rank = task.mask.relabelled()
+def _seed(seed: int) -> int:
+    return (seed + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
+
+
+def _by_mask(tasks: Sequence[Task]) -> Iterator[tuple[Mask, list[int]]]:
+    """(mask, numbers of the tasks that have it), about `_TOGETHER` intervals and positions at a time."""
+    groups: dict[int, list[int]] = {}
+    for number, task in enumerate(tasks):
+        groups.setdefault(id(task.mask), []).append(number)
+    for members in groups.values():
+        mask = tasks[members[0]].mask
+        step = max(1, _TOGETHER // (1 + mask.num_queries + len(mask.relabelled()[0].starts)))
+        for first in range(0, len(members), step):
+            yield mask, members[first : first + step]
+
+
+def _row_sums(mask: Mask, values: Hashes) -> Hashes:
+    """For each query the sum, modulo 2^64, of the values of the keys that it may attend to; values [tasks, keys]."""
+    rows, rank = mask.relabelled()
     if rank is not None:
         internal = np.empty_like(values)
-        internal[rank] = values
+        internal[:, rank] = values
         values = internal
-    zero = np.zeros(1, np.uint64)
-    prefix = np.concatenate([zero, np.cumsum(values, dtype=np.uint64)])
-    total = np.concatenate([zero, np.cumsum(prefix[rows.ends] - prefix[rows.starts], dtype=np.uint64)])
-    sums = total[rows.indptr[1:]] - total[rows.indptr[:-1]]
-    return sums if rank is None else sums[rank]
+    prefix = _from_zero(values)
+    total = _from_zero(prefix[:, rows.ends] - prefix[:, rows.starts])
+    sums = total[:, rows.indptr[1:]] - total[:, rows.indptr[:-1]]
+    return sums if rank is None else sums[:, rank]
+
+
+def _from_zero(values: Hashes) -> Hashes:
+    """Sums of the first 0, 1, ... values of each row."""
+    sums = np.zeros((len(values), values.shape[1] + 1), np.uint64)
+    np.cumsum(values, axis=1, dtype=np.uint64, out=sums[:, 1:])
+    return sums
 
 
 def _mix(values: Hashes) -> Hashes:
