@@ -27,7 +27,7 @@ def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
     _per_pass(panels[1, 0], content, arms)
     _words(panels[1, 1], content)
     _depth(panels[2, 0], content)
-    _repeats(panels[2, 1], arms)
+    _repeats(panels[2, 1], content)
     for axes in panels.flatten():
         axes.tick_params(labelsize=SIZE)
         axes.title.set_fontsize(SIZE)
@@ -65,13 +65,12 @@ def _per_pass(axes: Any, content: Mapping[str, Any], arms: Mapping[str, Any]) ->
             ends[name] = places[-1], values[-1][1][0]
     tables = content["tables"]["by_block"]
     if blocks:
-        style = {"color": colour("last token read"), "linestyle": "--", "linewidth": 2}
-        axes.plot(blocks, [tables[str(block)] for block in blocks], **style)
+        heights = [tables[str(block)] for block in blocks]
+        axes.plot(blocks, heights, color=colour("last token read"), linestyle="--", linewidth=2)
         ends["last token read"] = blocks[-1], tables[str(blocks[-1])]
         axes.set_xticks(blocks, [str(block) for block in blocks])
     if "causal" in arms:
-        axes.axhline(arms["causal"]["held_out"][0], color=colour("causal"), linewidth=1.5)
-        ends["causal"] = blocks[-1] if blocks else 1, arms["causal"]["held_out"][0]
+        ends["causal"] = _level(axes, content["blocks"], arms["causal"]["held_out"][0], "causal")
     label_ends(axes, ends)
 
 
@@ -79,7 +78,7 @@ def _words(axes: Any, content: Mapping[str, Any]) -> None:
     axes.set(title="letters in real words, of what is written, %", xlabel="tokens per pass")
     axes.set_xscale("log", base=2)
     ends: dict[str, tuple[float, float]] = {}
-    for name, prefix in {"from scratch": "block ", "warm start": "warm ", "causal": "causal"}.items():
+    for name, prefix in {"from scratch": "block ", "warm start": "warm "}.items():
         values = [
             (one["tokens_per_pass"], [100 * value for value in one["real_words"]])
             for one in content["written"]
@@ -89,12 +88,18 @@ def _words(axes: Any, content: Mapping[str, Any]) -> None:
             places = [place for place, _ in values]
             plot_band(axes, places, *zip(*(value for _, value in values), strict=True), color=colour(name), linewidth=2)
             ends[name] = places[-1], values[-1][1][0]
-    blocks = [one["tokens_per_pass"] for one in content["written"]]
-    axes.axhline(100 * content["real_words"], color=colour("the text itself"), linestyle="--", linewidth=1.5)
-    ends["the text itself"] = max(blocks, default=1.0), 100 * content["real_words"]
+    levels = {one["arm"]: one["real_words"][0] for one in content["written"] if one["arm"] == "causal"}
+    for name, share in {**levels, "the text itself": content["real_words"]}.items():
+        ends[name] = _level(axes, content["blocks"], 100 * share, name)
     axes.set_xticks(content["blocks"], [str(block) for block in content["blocks"]])
     axes.set_ylim(bottom=0)
-    label_ends(axes, {name: (max(x for x, _ in ends.values()), y) for name, (_, y) in ends.items()})
+    label_ends(axes, ends)
+
+
+def _level(axes: Any, blocks: Sequence[int], height: float, name: str) -> tuple[float, float]:
+    """The end of a line that knows no blocks."""
+    axes.plot([blocks[0], blocks[-1]], [height, height], color=colour(name), linewidth=1.5)
+    return blocks[-1], height
 
 
 def _depth(axes: Any, content: Mapping[str, Any]) -> None:
@@ -104,27 +109,28 @@ def _depth(axes: Any, content: Mapping[str, Any]) -> None:
     ends: dict[str, tuple[float, float]] = {}
     for layers in dict.fromkeys(one["layers"] for one in content["depths"]):
         rows, name = [one for one in content["depths"] if one["layers"] == layers], f"{layers} layers"
-        places = [one["depth"] for one in rows]
-        bands = zip(*(one["excess"] for one in rows), strict=True)
-        plot_band(axes, places, *bands, color=colour(name), marker="", linewidth=2)
-        for one in rows:
-            face = colour(name) if one["reached"] else "white"
-            axes.plot(one["depth"], one["excess"][0], "o", markersize=8, color=colour(name), markerfacecolor=face)
+        ends[name] = _by_depth(axes, rows, "excess", name)
         axes.axvline(layers, color=colour(name), linestyle=":", linewidth=1.5)
-        ends[name] = places[-1], rows[-1]["excess"][0]
-        axes.set_xticks(places, [str(place) for place in places])
     label_ends(axes, ends)
 
 
-def _repeats(axes: Any, arms: Mapping[str, Any]) -> None:
-    axes.set(title="loss of a repeated half row, nats", xlabel="depth of the mask")
+def _by_depth(axes: Any, rows: Sequence[Mapping[str, Any]], what: str, name: str) -> tuple[float, float]:
+    """A curve whose points are filled where all that is needed is in reach; returns its end."""
+    places = [one["depth"] for one in rows]
+    bands = zip(*(one[what] for one in rows), strict=True)
+    plot_band(axes, places, *bands, color=colour(name), marker="", linewidth=2)
+    for one in rows:
+        face = colour(name) if one["reached"] else "white"
+        axes.plot(one["depth"], one[what][0], "o", markersize=8, color=colour(name), markerfacecolor=face)
+    axes.set_xticks(places, [str(place) for place in places])
+    return places[-1], rows[-1][what][0]
+
+
+def _repeats(axes: Any, content: Mapping[str, Any]) -> None:
+    axes.set(title="loss of a repeated half row, nats", xlabel="depth of the mask (filled: reached)")
     axes.set_xscale("log", base=2)
-    rows = [one for name, one in arms.items() if name.startswith("repeats")]
+    rows = sorted(content["repeats"], key=lambda one: one["depth"])
     if rows:
-        rows.sort(key=lambda one: one["depth"])
-        places = [one["depth"] for one in rows]
         name = f"{rows[0]['layers']} layers"
-        plot_band(axes, places, *zip(*(one["held_out"] for one in rows), strict=True), color=colour(name), linewidth=2)
-        axes.set_xticks(places, [str(place) for place in places])
-        label_ends(axes, {name: (places[-1], rows[-1]["held_out"][0])})
+        label_ends(axes, {name: _by_depth(axes, rows, "held_out", name)})
     axes.set_ylim(bottom=0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from attnflow._core.markup import aligned
+from experiments.hasse.arms import Arm
 from experiments.hasse.figure import figure
 from experiments.hasse.study import choosing_loss
 from experiments.runner.files import write, write_table
@@ -131,6 +132,21 @@ def depths(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[s
     return found
 
 
+def repeats(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """Loss of the second half of rows that repeat, by depth of the mask, and whether what it repeats is in reach."""
+    config, found = about["config"], list[dict[str, Any]]()
+    row, layers = list(range(config["length"])), config["layers"][-1]
+    for depth in (None, *config["repeats"]):
+        one = curves.get("repeats" if depth is None else f"repeats depth {depth}")
+        if one is not None:
+            flow = Arm("causal", layers, depth=depth).task(0)(row).flow
+            last = flow.size - 1  # reads the token before the last one, which is half a row after what it repeats
+            held = numbers(one.held_out[:, -1])
+            reached = flow.reaches(last + 1 - config["length"] // 2, last, layers)
+            found.append({"layers": layers, "depth": flow.depth, "reached": reached, "held_out": held})
+    return found
+
+
 def gains_by_depth(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> dict[str, list[float]]:
     """By how much the loss falls as a mask of twice the layers in depth becomes one of as many; and beyond that."""
     config, found = about["config"], dict[str, list[float]]()
@@ -185,6 +201,7 @@ def summarise(folder: Path, results: Path) -> str:
         "arms": losses(about, curves),
         "sparse_less_dense": sparse(curves),
         "depths": depths(about, curves),
+        "repeats": repeats(about, curves),
         "gains_by_depth": gains_by_depth(about, curves),
         "written": written(curves),
         "tables": about["tables"],

@@ -120,6 +120,7 @@ def test_results_are_written_and_judged(finished: Path) -> None:
     assert [(one["layers"], one["depth"], one["reached"]) for one in content["depths"]] == [
         (2, 2, True), (2, 3, False), (2, 5, False), (3, 2, True), (3, 3, True), (3, 5, False),
     ]  # fmt: skip
+    assert [(one["depth"], one["reached"]) for one in content["repeats"]] == [(1, True), (2, True)]
     assert {one["arm"] for one in content["written"]} == {"causal", "block 1", "block 2", "warm 1", "warm 2"}
     assert (finished / "results" / "results.csv").read_text().count("\n") == 1 + len(names) * 2 * 5
     assert (finished / "results" / "figure.png").stat().st_size > 50_000
