@@ -1,0 +1,1 @@
+"""`python -m experiments evaluate`: language models on the tasks of paper daa."""

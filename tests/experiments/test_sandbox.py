@@ -1,0 +1,266 @@
+"""Programs of models run in the sandbox or not at all, and do not get out of it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.evaluation import memory_group, sandbox, self_test
+from experiments.evaluation.sandbox import Limits, NoSandbox, run_program
+from experiments.evaluation.self_test import attacks, attempts
+
+SMALL = Limits(seconds=20.0, memory=192 << 20, processes=8, disk=4 << 20)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def working() -> None:
+    """Skips where no program can be run, as on a machine without bubblewrap; where one can, the sandbox must hold."""
+    try:
+        run_program("pass")
+    except NoSandbox as error:
+        pytest.skip(f"no sandbox: {error}")
+
+
+@pytest.fixture(scope="module", name="outcomes")
+def _outcomes() -> dict[str, sandbox.Outcome]:
+    return dict(attempts())
+
+
+@pytest.mark.parametrize("name", attacks("", 0))
+def test_an_attack_of_the_self_test_fails(name, outcomes):
+    assert not outcomes[name].passed, outcomes[name]
+
+
+def test_the_limit_that_stops_a_program_is_said(outcomes):
+    assert outcomes["runs for ever"].verdict == "timed out"
+    assert outcomes["prints without end"].verdict == "too much output"
+    assert "No space left" in outcomes["fills its folder beyond its size"].output
+    assert "one was killed" in outcomes["takes more memory than all its processes may"].output
+    assert "Resource temporarily unavailable" in outcomes["starts more processes than it may"].output
+
+
+LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+MORE = {
+    "traces its parent": LIBC + "assert libc.ptrace(16, 1, 0, 0) == 0",
+    "kills everything": "import os; os.kill(-1, 9)\nassert os.getppid() != 1",
+    "becomes root": LIBC + "assert libc.setresuid(0, 0, 0) == 0",
+    "raises its limits": "import resource; resource.setrlimit(resource.RLIMIT_NPROC, (4096, 4096))",
+    "mounts": LIBC + "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
+    "writes beside its folder": "open('/usr/new', 'w')",
+    "writes to the root": "import os; os.mkdir('/new')",
+    "writes a device": "open('/dev/new', 'w')",
+    "writes shared memory": "open('/dev/shm/new', 'w')",
+    "writes its own program": "open('/program.py', 'w')",
+    "writes a setting of the kernel": "open('/proc/sys/kernel/hostname', 'w').write('x')",
+    "leaves its memory group": "open('/sys/fs/cgroup/memory/cgroup.procs', 'w').write('0')",
+    "reads accounts": "open('/etc/passwd')",
+    "reads memory of another": "open('/proc/1/mem', 'rb').read(1)",
+    "reads the environment of another": "open('/proc/1/environ', 'rb').read()",
+    "resolves a name": "import socket; socket.getaddrinfo('pypi.org', 443)",
+    "sends a packet": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 9))",
+    "opens a raw socket": "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "imports what is installed": "import torch",
+    "imports this project": "import attnflow",
+    "ends without an error": "raise SystemExit(0)",
+    "answers by itself": "import os\nfor n in range(3, 64):\n    try: os.write(n, b'+' * 32)\n"
+    "    except OSError: pass\nos._exit(0)",
+    "dies of a signal": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "makes its file too large": "f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(1 << 20)); f.flush()",
+    "opens too many files": "files = [open('/program.py') for _ in range(200)]",
+    "waits for input": "assert input()",
+    "sleeps": "import time; time.sleep(60)",
+    "forks without end": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "prints from children": "import os\nos.fork(); os.fork()\nwhile True: os.write(2, b'x' * 4096)",
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_further_attack_fails(name):
+    quick = name in ("sleeps", "forks without end")
+    outcome = run_program(MORE[name], Limits(seconds=1.0, processes=8) if quick else SMALL)
+    assert not outcome.passed, outcome
+    assert not quick or outcome.verdict == "timed out"
+
+
+def test_namespaces_of_its_own_lead_nowhere(tmp_path):
+    """A user may make namespaces, with privileges in them alone: the machine's files are not in any."""
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    source = f"{LIBC}assert libc.unshare(0x10000000 | 0x00020000) == 0\nlibc.umount2(b'/tmp', 2)\nopen({str(secret)!r})"
+    assert not run_program(source, SMALL).passed
+
+
+def test_system_v_memory_counts(tmp_path):
+    """It belongs to no process, and outlives them: the group bounds it, the namespace ends it."""
+    source = LIBC + (
+        "libc.shmat.restype = ctypes.c_void_p\n"
+        "for n in range(64):\n"
+        f"    part = libc.shmget(0, {SMALL.memory // 4}, 0o1600)\n"
+        "    place = libc.shmat(part, None, 0)\n"
+        "    assert part >= 0 and place not in (None, 2**64 - 1)\n"
+        f"    ctypes.memset(place, 1, {SMALL.memory // 4})\n"
+        "    libc.shmdt(ctypes.c_void_p(place))\n"
+    )
+    before = Path("/proc/sysvipc/shm").read_text()
+    assert not run_program(source, SMALL).passed
+    assert Path("/proc/sysvipc/shm").read_text() == before
+
+
+def processes() -> set[str]:
+    """Those of users that only a sandbox has."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if path.stat().st_uid >= sandbox._FIRST_USER:
+                found.add(path.name)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def test_nothing_is_left(outcomes):
+    def groups() -> list[Path]:
+        return [path for folder in ("memory", "") for path in (memory_group.CONTROL / folder).glob("attnflow-*")]
+
+    own = [path for path in groups() if path.name.startswith(f"attnflow-{os.getpid()}-")]
+    run_program(
+        "import os, time\nos.fork(); os.setsid() if os.getpid() > 2 else None; time.sleep(60)", Limits(seconds=0.5)
+    )
+    assert [path for path in groups() if path.name.startswith(f"attnflow-{os.getpid()}-")] == own == []
+
+
+def test_a_sandbox_dies_with_its_owner(tmp_path):
+    """kill -9 of the process that runs a program ends the program, too."""
+    program = f"import time; time.sleep(6{os.getpid()})"
+    code = f"from experiments.evaluation.sandbox import *\nrun_program({program!r}, Limits(seconds=60))"
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": "src:."})
+
+    def running() -> bool:
+        needle = f"sleep(6{os.getpid()})".encode()
+        return any(
+            path.parent.name != str(owner.pid) and needle in _read(path)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+        ) or any(f"attnflow-{owner.pid}-" in _read(path).decode() for path in Path("/proc").glob("[0-9]*/cgroup"))
+
+    end = time.monotonic() + 30
+    while not running():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    while running():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for folder in ("memory", ""):
+        for group in (memory_group.CONTROL / folder).glob(f"attnflow-{owner.pid}-*"):
+            group.rmdir()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_odd_text_is_read_as_it_is():
+    assert run_program("x = '''" + "y" * 300_000 + "'''").passed
+    assert run_program("print('\u00e4\u4e2d\U0001f600')").output == "\u00e4\u4e2d\U0001f600\n"
+    assert run_program("x = '\ud800'").verdict == run_program("x = '\0'").verdict == "failed"
+
+
+def test_a_program_may_do_what_solutions_do():
+    source = "import hashlib, math, re, typing, threading, tempfile, json\nopen('/tmp/x', 'w').write('y')\nprint('ok')"
+    outcome = run_program(source)
+    assert outcome.passed
+    assert outcome.output == "ok\n"
+
+
+class TestNotRun:
+    """Where the sandbox cannot be had nothing is run, and the message says what to do."""
+
+    PROGRAM = "raise AssertionError('it ran')"
+
+    def test_without_bubblewrap(self, monkeypatch, tmp_path):
+        for tool in sandbox.TOOLS[1:]:
+            os.symlink(str(shutil.which(tool)), tmp_path / tool)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(NoSandbox, match=r"bwrap not installed: on Debian, apt-get install bubblewrap"):
+            run_program(self.PROGRAM)
+
+    def test_without_control_groups(self, tmp_path):
+        with (
+            pytest.raises(memory_group.NoGroup, match="no control group for memory"),
+            memory_group.memory_group(1, tmp_path / "none"),
+        ):
+            raise AssertionError("not reached")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
+    def test_without_rights(self):
+        """The real thing: the same code in a process whose user may make no control group."""
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+                self_test.self_test.cache_clear()
+                os.write(write, self_test.self_test().problem.encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        with open(read, encoding="utf-8") as file:
+            assert file.read().startswith("the sandbox does not start: no control group for memory")
+
+    def test_a_bubblewrap_that_fails(self, monkeypatch, tmp_path):
+        """As where a kernel forbids namespaces."""
+        fake = tmp_path / "bwrap"
+        fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        fake.chmod(0o755)
+        command = sandbox._command
+
+        def changed(*args):
+            return [str(fake), *command(*args)[1:]]
+
+        monkeypatch.setattr(sandbox, "_command", changed)
+        self_test.self_test.cache_clear()
+        try:
+            found = self_test.self_test()
+            assert not found.held
+            assert found.problem == "the sandbox does not start: bwrap: No permissions to create new namespace"
+        finally:
+            self_test.self_test.cache_clear()
+
+    def test_a_sandbox_that_does_not_hold(self, monkeypatch):
+        """Every protection that is taken away is missed."""
+        command = sandbox._command
+
+        def open_network(*args):
+            return [word for word in command(*args) if word != "--unshare-net"]
+
+        monkeypatch.setattr(sandbox, "_command", open_network)
+        self_test.self_test.cache_clear()
+        try:
+            assert self_test.self_test().problem in (
+                "the sandbox does not hold: connects to this machine",
+                "the sandbox does not hold: has a network",
+            )
+        finally:
+            self_test.self_test.cache_clear()
+
+
+def test_it_holds_here():
+    self_test.self_test.cache_clear()
+    found = self_test.self_test()
+    assert found.held, found.problem
+    assert len(found.tried) == len(attacks("", 0)) >= 14
+    json.dumps(found.tried)
