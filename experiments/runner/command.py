@@ -52,7 +52,8 @@ def listed() -> str:
         done = [scale for scale in one.recipes if (one.results(scale) / "results.json").is_file()]
         rows.append([name, " ".join(one.recipes), " ".join(done) or "none yet", one.question])
     run_one = "Run one: python -m experiments NAME --scale tiny; what is known of it: experiments/NAME/README.md"
-    return f"{aligned(rows, left=range(4))}\n\n{run_one}"
+    evaluate = "A language model on benchmarks: python -m experiments evaluate MODEL"
+    return f"{aligned(rows, left=range(4))}\n\n{run_one}\n{evaluate}"
 
 
 def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:

@@ -16,6 +16,12 @@ COLOURS: Final[Mapping[str, str]] = {
     "key": "#c2571a",
     "lowrank": "#3a8a4d",
     "lora": "#7a4fa3",
+    # a language model and what becomes of it
+    "base": "#6a6a6a",
+    "continued": "#222222",
+    "alibi": "#aa3377",
+    "alibi continued": "#ee6677",
+    "guidance continued": "#66ccee",
     # objectives
     "causal": "#c2571a",
     "bidirectional": "#1f5fa8",

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 Array = npt.NDArray[np.float64]
 
@@ -55,6 +55,20 @@ def student(values: Sequence[float]) -> Interval:
         return Interval(mean, -math.inf, math.inf)
     half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
+
+
+def proportion(successes: int, items: int) -> Interval:
+    """How many of so many, with Wilson's interval, which is honest where none or all are right.
+
+    >>> print(f"{proportion(0, 100).high:.3f}")
+    0.037
+    """
+    if not 0 <= successes <= items or items < 1:
+        raise ValueError(f"expected 0 to {items} successes of at least one item, got {successes}")
+    z, mean = float(ndtri(0.975)), successes / items
+    middle = (mean + z * z / (2 * items)) / (1 + z * z / items)
+    half = z / (1 + z * z / items) * math.sqrt(mean * (1 - mean) / items + z * z / (4 * items * items))
+    return Interval(mean, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def fraction(part: Array, whole: Array, draws: int = DRAWS) -> Interval | None:
