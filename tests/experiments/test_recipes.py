@@ -15,12 +15,14 @@ import torch
 from attnflow.bias.packing import Packed
 from attnflow.models import packages
 from experiments.bias_comparison import compare
+from experiments.daa_evaluation import study as evaluation
+from experiments.evaluation import sources
 from experiments.knowledge_ablation import ablate
 from experiments.runner import text as texts
 from experiments.runner.experiment import find, names
 from experiments.runner.jobs import Job
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
-from tests.models import tiny
+from tests.models import CAUSAL, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -41,6 +43,11 @@ class Words:
         return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
 
 
+SIZES = {"max_position_embeddings": 256, "pad_token_id": 268, "eos_token_id": 267, "bos_token_id": 267}
+QUESTIONS = {
+    "openai/gsm8k": {"question": "How many?", "answer": "1 + 1 = 2\n#### 2"},
+    "tasksource/QuALITY": {"article": "A story.", "question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 4},
+}
 NAMES: list[tuple[str, str | None, str]] = []
 
 
@@ -72,6 +79,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     monkeypatch.setattr(
         ablate, "load_model", lambda name, dtype: SimpleNamespace(model=tiny("Llama", torch.float32), tokenizer=Words())
     )
+    monkeypatch.setattr(
+        evaluation, "load_model", lambda *_, **__: (CAUSAL["Llama"].make(vocab_size=270, **SIZES), tokenizer)
+    )
+    monkeypatch.setattr(evaluation, "DATA", tmp_path / "data")
+    monkeypatch.setattr(evaluation, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+    monkeypatch.setattr(sources, "held_out", lambda *_: ["to be or not to be", "that is the question"])
+    monkeypatch.setattr(sources, "_lines", lambda _: [{"prompt": "How many?", "expected": "2"}] * 3)
+    monkeypatch.setattr(sources, "rows", lambda source: [QUESTIONS[source.partition(":")[0]]] * 3)
     facts = [ablate.Fact("capital", subject, "Oslo", "Reykjavik") for subject in ("Norway", "Sweden", "Denmark")]
     monkeypatch.setattr(ablate, "known_facts", lambda *_: facts)
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))

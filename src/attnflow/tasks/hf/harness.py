@@ -6,6 +6,7 @@ lm_eval.simple_evaluate(model=model, tasks=["hellaswag"], num_fewshot=10)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ class SharedPrefixLM(HFLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
