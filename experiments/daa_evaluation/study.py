@@ -19,12 +19,11 @@ from attnflow.models import load_model
 from experiments.evaluation.benchmarks import PROMPTINGS, Benchmark
 from experiments.evaluation.command import finished, maker, plain
 from experiments.evaluation.measure import Score, measure
-from experiments.runner.experiment import ROOT, Setup
+from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, repeated
-from experiments.runner.text import split_text, stream_rows
+from experiments.runner.text import DATA, split_text, stream_rows
 from experiments.runner.training import Loop, cosine, decayed, train
 
-DATA: Final = ROOT.parent / "out" / "experiments" / "data"
 PROMPTED: Final = tuple(
     f"gsm8k {prompting}" for prompting in PROMPTINGS[1:]
 )  # asked of the base alone, as the paper does
