@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from experiments.hasse.summary import read_curves
 from experiments.hasse.tables import after, frequencies
 from experiments.hasse.writing import agreement, decoded
 from experiments.runner import text as texts
+from experiments.runner.jobs import Job
 from experiments.runner.text import Split, word_pieces
 from tests.experiments.miniature import run_miniature
 from tests.experiments.test_recipes import rows
@@ -158,3 +160,16 @@ def test_warm_arms_are_causal_at_first(finished: Path) -> None:
 def test_rows_must_be_whole_blocks() -> None:
     with pytest.raises(ValueError, match="rows of 60 tokens are not a multiple of twice 8"):
         study.setup(replace(Training(), length=60))
+
+
+def test_a_tokenizer_without_a_mask_gets_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokenizer = word_pieces(["alpha beta"], 270)
+    tokenizer.mask_token = None
+    monkeypatch.setattr(texts, "learned_from_training", lambda size: tokenizer)
+    monkeypatch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+    made = study.setup(EXPERIMENT.miniature(Training()))
+    assert made.about["vocabulary"] == len(tokenizer) + 1
+    found = made.run(Job("block 2", 1e-3, 0), tmp_path, lambda *_: None)
+    agreed: Any = found["agreement"]
+    assert agreed["compared"] == 2 * 14
+    assert agreed["margin"] < ROUNDING
