@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, no_type_check
 
 import torch
-from jaxtyping import Bool, Int, Int32, UInt8
+from jaxtyping import Bool, Int, Int32
 from torch import Tensor
 
-from attnflow.masks.flex import MAX_UNROLLED, MaskMod
+from attnflow.masks.flex import MAX_UNROLLED, MaskMod, block_mask_of_counts, mask_mod_of_bits
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -75,18 +75,6 @@ def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: 
     return compare
 
 
-def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
-    """`mask_mod` of one bit a pair, eight keys a byte, the first in the lowest bit: for rows of many intervals."""
-    several, heads = bits.shape[0] > 1, bits.shape[1] > 1
-
-    @no_type_check
-    def look_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        b, h = b if several else b * 0, h if heads else h * 0
-        return ((bits[b, h, q, k >> 3].int() >> (k & 7)) & 1) == 1
-
-    return look_up
-
-
 def block_mask_of_rows(
     rows: Int32[Tensor, "batch heads rows queries"], num_keys: int, blocks: tuple[int, int] = (128, 128)
 ) -> BlockMask:
@@ -97,24 +85,6 @@ def block_mask_of_rows(
     """
     counts = block_counts_of_rows(rows, num_keys, blocks)
     return block_mask_of_counts(counts, blocks, mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
-
-
-def block_mask_of_counts(
-    counts: Int[Tensor, "batch heads query_blocks key_blocks"],
-    blocks: tuple[int, int],
-    mask_mod: MaskMod,
-    shape: tuple[int, int],
-) -> BlockMask:
-    """The `BlockMask` of the allowed pairs in each block."""
-    from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
-
-    full = counts == blocks[0] * blocks[1]
-    tables: list[Tensor] = []
-    for part in ((counts > 0) & ~full, full):
-        present = part.to(torch.int32)
-        order = torch.argsort(present, dim=-1, descending=True, stable=True).to(torch.int32)
-        tables += [present.sum(-1, dtype=torch.int32), order.contiguous()]
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=shape)
 
 
 def block_counts_of_rows(

@@ -15,13 +15,8 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
 from attnflow.masks import flex
-from attnflow.masks.batch_rows import (
-    block_mask_of_counts,
-    block_mask_of_rows,
-    mask_mod_of_bits,
-    mask_mod_of_rows,
-)
-from attnflow.masks.flex import MAX_UNROLLED, MaskMod
+from attnflow.masks.batch_rows import block_mask_of_rows, mask_mod_of_rows
+from attnflow.masks.flex import MAX_UNROLLED, MaskMod, block_mask_of_counts, mask_mod_of_bits
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 

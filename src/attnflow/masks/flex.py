@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, no_type_check
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from attnflow._core import checks
@@ -64,11 +64,17 @@ def _bit_table(rows: IntervalRows, key_rank: IntArray | None, device: torch.devi
         part = rows.to_bool(slice(start, start + chunk))
         part = part if key_rank is None else part[:, key_rank]
         packed[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
-    bits = torch.from_numpy(packed).to(device)
+    return mask_mod_of_bits(torch.from_numpy(packed).to(device)[None, None])
+
+
+def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
+    """`mask_mod` of one bit a pair, eight keys a byte, the first in the lowest bit: for rows of many intervals."""
+    several, heads = bits.shape[0] > 1, bits.shape[1] > 1
 
     @no_type_check
     def look_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ((bits[q, k >> 3].int() >> (k & 7)) & 1) == 1
+        b, h = b if several else b * 0, h if heads else h * 0
+        return ((bits[b, h, q, k >> 3].int() >> (k & 7)) & 1) == 1
 
     return look_up
 
@@ -80,15 +86,24 @@ def block_mask(
 
     Identical to `create_block_mask`, which also leaves a block that sticks out of the sequence partial.
     """
-    from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
-
     shape = rows.num_rows, rows.num_keys
     if 0 in shape:
         raise ValueError(f"a BlockMask needs at least one query and one key, got shape {shape}")
-    counts = block_counts(rows, key_rank, *blocks)
+    counts = torch.from_numpy(block_counts(rows, key_rank, *blocks))[None, None]
+    return block_mask_of_counts(counts.to(device), blocks, mask_mod, shape)
+
+
+def block_mask_of_counts(
+    counts: Int[Tensor, "batch heads query_blocks key_blocks"],
+    blocks: tuple[int, int],
+    mask_mod: MaskMod,
+    shape: tuple[int, int],
+) -> BlockMask:
+    """The `BlockMask` of the allowed pairs in each block."""
+    from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
+
     full = counts == blocks[0] * blocks[1]
-    partial = (counts > 0) & ~full
-    tables = [torch.from_numpy(t).to(device)[None, None] for part in (partial, full) for t in _block_rows(part)]
+    tables = [table for part in ((counts > 0) & ~full, full) for table in _block_rows(part)]
     return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=shape)
 
 
@@ -155,7 +170,10 @@ def _count_shattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_blo
     return counts.astype(np.int64).reshape(grid)
 
 
-def _block_rows(blocks: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:
     """(number of blocks per row, block columns with the present ones first), as torch lays them out."""
-    order = np.argsort(~blocks, axis=1, kind="stable")
-    return blocks.sum(axis=1, dtype=np.int32), order.astype(np.int32)
+    before = present.cumsum(-1, dtype=torch.int32)  # of the present ones, with each column itself
+    number, column = before[..., -1], torch.arange(present.shape[-1], dtype=torch.int32, device=present.device)
+    place = torch.where(present, before - 1, number[..., None] + column - before)
+    order = torch.empty_like(place).scatter_(-1, place.long(), column.expand_as(place).contiguous())
+    return number.contiguous(), order
