@@ -15,6 +15,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.results import Result
 from attnflow.masks import flex
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.catalogue import causal, sliding_window
 from attnflow.masks.mask import Mask, not_a_mask
 
@@ -103,13 +104,29 @@ def mask_memory(mask: Mask, block: int = 128) -> dict[str, int]:
     return {"intervals": intervals, "blocks": 4 * (4 * rows * columns + 2 * rows + 2 * columns), "bounds": inside}
 
 
+def _flex_memory(mask: Mask | MaskGrid, tables: list[Mask], block: int) -> int:
+    """Bytes of the block tables, and of what the `mask_mod` captures."""
+    held = [mask_memory(each, block) for each in tables]
+    if isinstance(mask, Mask):
+        return held[0]["blocks"] + held[0]["bounds"]
+    bits = len(tables) * mask.num_queries * -(-mask.num_keys // 8)
+    return sum(each["blocks"] for each in held) + (bits if mask._wide() else mask.row_intervals().nbytes)
+
+
+def _added(parts: list[BlockSparsity], pairs: int) -> BlockSparsity:
+    """The blocks of several masks, of which `pairs` are allowed."""
+    full, partial, empty = (sum(getattr(part, name) for part in parts) for name in ("full", "partial", "empty"))
+    computed = (full + partial) * parts[0].block ** 2
+    return BlockSparsity(parts[0].block, full, partial, empty, pairs / computed if computed else 0.0)
+
+
 @dataclass(frozen=True)
 class BackendCost:
-    """What one backend needs for one sequence, forward, in one layer.
+    """What one backend needs for one sequence, or for those of a batch together, forward, in one layer.
 
     Attributes:
         backend: "eager", "sdpa" with a table of pairs, or "flex".
-        pairs: pairs (query, key) that it computes per head, allowed or not.
+        pairs: pairs (query, key) that it computes, allowed or not: per head, or of all heads where each has its mask.
         flops: 4 x head_dim per computed pair and head; a multiply-add is 2. A training step takes 3.5 times as many.
         memory: bytes at its peak beside queries, keys, values and output: the mask, and scores where they are stored.
         seconds: as the short run predicts; None without one.
@@ -152,11 +169,12 @@ class Cost(Result):
         backend: the one that `flops`, `memory` and `seconds` are of.
         num_queries: rows.
         num_keys: columns.
-        allowed_pairs: number of pairs that are allowed.
+        allowed_pairs: number of pairs that are allowed; of all sequences and heads that have a mask of their own.
         num_heads: query heads.
-        blocks: full, partial and skipped blocks.
+        blocks: full, partial and skipped blocks, of all these.
         backends: the cost of each backend.
         calibration: how fast this machine is; None if no run was asked for.
+        num_sequences: of the batch.
     """
 
     mask: str
@@ -168,6 +186,7 @@ class Cost(Result):
     blocks: BlockSparsity
     backends: tuple[BackendCost, ...]
     calibration: Calibration | None
+    num_sequences: int = 1
 
     @property
     def chosen(self) -> BackendCost:
@@ -200,7 +219,7 @@ class Cost(Result):
         if self.calibration is None or not self.num_queries * self.num_keys:
             return None
         here = self.calibration
-        pairs = self.num_queries * self.num_keys * self.num_heads
+        pairs = self.num_queries * self.num_keys * self.num_heads * self.num_sequences
         return min(1.0, max(0.0, (here.sdpa * pairs - here.flex_start) / (here.flex * pairs)))
 
     @property
@@ -212,7 +231,8 @@ class Cost(Result):
         if self.calibration is None or not self.blocks.total:
             return None
         gain = self.calibration.sdpa - self.calibration.flex * (1 - self.skipped)
-        return math.sqrt(self.calibration.flex_start / (gain * self.num_heads)) if gain > 0 else math.inf
+        heads = self.num_heads * self.num_sequences
+        return math.sqrt(self.calibration.flex_start / (gain * heads)) if gain > 0 else math.inf
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each backend."""
@@ -235,7 +255,7 @@ class Cost(Result):
 
 
 def cost(
-    mask: Mask,
+    mask: Mask | MaskGrid,
     backend: Backend = "flex",
     *,
     num_heads: int = 1,
@@ -247,14 +267,15 @@ def cost(
 ) -> Cost:
     """What attention under a mask costs: blocks that are skipped, work and memory of eager, SDPA and FlexAttention.
 
-    Exact from row intervals, for one sequence, one layer, forward. Memory is what the implementations of torch and
+    Exact from row intervals, for one sequence, one layer, forward; of `batch([...])` and `per_head([...])` for all
+    sequences and heads together, padding included (pads are computed). Memory is what the implementations of torch and
     transformers hold at their peak: eager, two tables of scores, one of them in float32, and an additive mask; SDPA,
     the mask as bools and as an additive table; FlexAttention, block tables and row bounds.
 
     Args:
-        mask: any mask.
+        mask: any mask, or those of a batch or of heads.
         backend: the one that the result's `flops`, `memory` and `seconds` are of; `backends` has all.
-        num_heads: query heads.
+        num_heads: query heads; where each has its mask, they are as many as masks.
         head_dim: channels per head.
         bytes_per_value: of scores and of an additive mask; 2 for bfloat16.
         block_size: queries and keys per block.
@@ -263,31 +284,38 @@ def cost(
         device: where to time: "cpu" or "cuda".
 
     Raises:
-        ValueError: an unknown backend or device, or a calibration for another `head_dim`.
+        ValueError: an unknown backend or device, a calibration for another `head_dim`, or another number of heads than
+            there are masks for.
 
     >>> from attnflow import masks
     >>> result = cost(masks.sliding_window(4096, 256), num_heads=9)
     >>> f"{result.skipped:.2f}", result.flops, cost(masks.causal(4096), "sdpa").flops
     ('0.91', 3510632448, 4294967296)
     """
-    if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(mask, Mask | MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise not_a_mask(mask)
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
-    model = CostModel(1, num_heads, head_dim, bytes_per_value)
     size = checks.integer("block_size", block_size, 1)
+    if isinstance(mask, Mask):
+        sequences, heads, own, tables = 1, 1, [mask], [mask]
+    else:
+        sequences, heads = mask.shape[:2]
+        own, tables = ([each for row in rows for each in row] for rows in (mask.masks, mask.padded()))
+    if heads > 1 and num_heads not in (1, heads):
+        raise ValueError(f"these masks are for {heads} heads, one each, got num_heads={num_heads}")
+    alike = CostModel(1, num_heads if heads == 1 else 1, head_dim, bytes_per_value)  # heads that share each table
     if calibrate is True:
         calibrate = measured(head_dim, device)
     if calibrate and calibrate.head_dim != head_dim:
         raise ValueError(f"expected a calibration for head_dim {head_dim}, got one for {calibrate.head_dim}")
-    blocks = block_sparsity(mask, size)
-    every = mask.num_queries * mask.num_keys
-    in_blocks = min(blocks.computed * size * size, every)
-    held = mask_memory(mask, size)
+    area = tables[0].num_queries * tables[0].num_keys
+    parts, every, allowed = [block_sparsity(each, size) for each in tables], area * len(tables), sum(m.nnz for m in own)
+    in_blocks = sum(min(part.computed * size * size, area) for part in parts)
     memory = {
-        "eager": num_heads * every * (bytes_per_value + _SOFTMAX_BYTES) + every * bytes_per_value,
+        "eager": alike.num_heads * every * (bytes_per_value + _SOFTMAX_BYTES) + every * bytes_per_value,
         "sdpa": every * (1 + bytes_per_value),
-        "flex": held["blocks"] + held["bounds"],
+        "flex": _flex_memory(mask, tables, size),
     }
     costs: list[BackendCost] = []
     for each in _BACKENDS:
@@ -295,10 +323,11 @@ def cost(
         seconds = None
         if calibrate:
             rate = {"eager": calibrate.eager, "sdpa": calibrate.sdpa, "flex": calibrate.flex}[each]
-            seconds = rate * pairs * num_heads + (calibrate.flex_start if each == "flex" else 0.0)
-        costs.append(BackendCost(each, pairs, model.flops(pairs), memory[each], seconds))
-    sizes = (*mask.shape, mask.nnz, num_heads)
-    return Cost(repr(mask), backend, *sizes, blocks, tuple(costs), calibrate or None)
+            seconds = rate * pairs * alike.num_heads + (calibrate.flex_start if each == "flex" else 0.0)
+        costs.append(BackendCost(each, pairs, alike.flops(pairs), memory[each], seconds))
+    sizes = (*tables[0].shape, allowed, heads * alike.num_heads)
+    blocks = _added(parts, allowed)
+    return Cost(repr(mask), backend, *sizes, blocks, tuple(costs), calibrate or None, sequences)
 
 
 def measured(head_dim: int, device: str) -> Calibration:

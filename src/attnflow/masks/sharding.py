@@ -13,6 +13,7 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.plain import as_integer, as_list
 from attnflow._core.results import Result
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict
@@ -143,6 +144,7 @@ def plan(mask: Mask, ranks: int, sharding: Sharding = "head-tail", block_size: i
             sequence.
 
     Raises:
+        TypeError: masks of a batch or of heads: each sequence is planned by itself.
         ValueError: the mask is not square, or an unknown sharding.
 
     Cost: O(intervals x ranks).
@@ -151,6 +153,11 @@ def plan(mask: Mask, ranks: int, sharding: Sharding = "head-tail", block_size: i
     >>> [round(plan(masks.causal(1024), 4, how).imbalance, 2) for how in ("contiguous", "head-tail")]
     [1.75, 1.0]
     """
+    if isinstance(mask, MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"a plan is of one sequence and one mask, got {mask!r}: plan each sequence by itself, "
+            "masks.plan(grid[b, 0], ranks), and where heads differ their union, which says what must be sent"
+        )
     if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise not_a_mask(mask)
     if mask.num_queries != mask.num_keys:

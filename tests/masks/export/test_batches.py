@@ -80,3 +80,32 @@ def test_heads_of_flashmask(parts, width, causal):
 def test_heads_that_share_a_mask_are_refused_where_they_differ(make):
     with pytest.raises(NotExpressible, match="query 2, key 0, but another head of sequence 0"):
         make(masks.per_head([masks.causal(4), masks.sliding_window(4, 2)]))
+
+
+HEADS = [masks.causal(8), masks.sliding_window(8, 3), masks.full(8), masks.butterfly(4)[:8, :8]]
+
+
+def test_splash_takes_a_mask_for_each_head():
+    grid = masks.per_head(HEADS)
+    form = export.splash(grid)
+    assert form.to_mask() == grid
+    assert str(form) == "SplashMask: MultiHeadMask of CausalMask, LocalMask, FullMask, NumpyMask"
+    again = export.SplashMask.from_json(form.to_json())
+    assert again.to_mask() == grid
+    assert export.splash(masks.batch([grid, grid])).to_mask() == grid
+    assert export.splash(masks.batch([HEADS[0]] * 2)).kind == "CausalMask"
+    with pytest.raises(NotExpressible, match="sequence 0 does not agree with sequence 1") as refusal:
+        export.splash(masks.batch([HEADS[0], HEADS[1]]))
+    assert refusal.value.pair == HEADS[1].difference(HEADS[0], limit=1)[0]
+    with pytest.raises(ValueError, match="these masks are for 4 heads, one each, got num_heads=3"):
+        form.build(3)
+
+
+def test_transformer_engine_takes_tables_by_sequence_and_by_head():
+    for grid in (masks.per_head(HEADS), masks.batch(PACKED), masks.batch([masks.per_head(HEADS[:2])] * 3)):
+        form = export.te(grid)
+        assert form.attn_mask_type == "arbitrary"
+        assert torch.equal(~form.attention_mask, grid.dense())
+        assert torch.equal(form.to_mask().dense(), grid.dense())
+        assert torch.equal(export.EngineMask.from_json(form.to_json()).attention_mask, form.attention_mask)
+    assert export.te(masks.batch([HEADS[0]])).attn_mask_type == "causal"

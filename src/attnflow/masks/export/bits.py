@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
 from attnflow._core.results import Result
-from attnflow.masks.batches import MaskGrid, batch
+from attnflow.masks.batches import MaskGrid, batch, per_head
 from attnflow.masks.build import from_dense
 from attnflow.masks.export.bands import Bands, bands_of
 from attnflow.masks.export.packed import _cumulative, _lengths
@@ -108,7 +108,8 @@ class EngineMask(Result):
     Attributes:
         attn_mask_type: a preset, or "arbitrary" with a table. "padding..." is for packed documents, in "thd".
         window_size: keys (before, after) the diagonal; -1 for all.
-        attention_mask: bool[1, 1, queries, keys], **True where attention is forbidden**; None with a preset.
+        attention_mask: bool[batch or 1, heads or 1, queries, keys], **True where attention is forbidden**; None with a
+            preset.
         cu_seqlens_q: int32[documents + 1], the first query of each document and the end; None but for "padding...".
         cu_seqlens_kv: int32[documents + 1], the same of its keys.
         num_queries: rows of the mask.
@@ -117,16 +118,17 @@ class EngineMask(Result):
 
     attn_mask_type: PresetType
     window_size: tuple[int, int]
-    attention_mask: Bool[Tensor, "1 1 queries keys"] | None
+    attention_mask: Bool[Tensor, "batch heads queries keys"] | None
     cu_seqlens_q: Int32[Tensor, "documents_and_1"] | None
     cu_seqlens_kv: Int32[Tensor, "documents_and_1"] | None
     num_queries: int
     num_keys: int
 
-    def to_mask(self) -> Mask:
+    def to_mask(self) -> Mask | MaskGrid:
         """The relation that the engine computes."""
         if self.attention_mask is not None:
-            return from_dense(~self.attention_mask[0, 0], "te")
+            rows = [[from_dense(~table, "te") for table in row] for row in self.attention_mask]
+            return rows[0][0] if self.attention_mask.shape[:2] == (1, 1) else batch(map(per_head, rows))
         queries, keys = (self.num_queries,), (self.num_keys,)
         if self.cu_seqlens_q is not None and self.cu_seqlens_kv is not None:
             queries, keys = _lengths("cu_seqlens_q", self.cu_seqlens_q), _lengths("cu_seqlens_kv", self.cu_seqlens_kv)
@@ -139,8 +141,10 @@ class EngineMask(Result):
     __repr__ = __str__
 
 
-def te(mask: Mask) -> EngineMask:
+def te(mask: Mask | MaskGrid) -> EngineMask:
     """The arguments of Transformer Engine's `DotProductAttention`; what is no preset is a table, True = forbidden.
+
+    Masks by sequence and by head are tables, with the padding of `MaskGrid.dense()`.
 
     Cost: O(intervals) for a preset, one byte per pair for a table.
 
@@ -150,6 +154,10 @@ def te(mask: Mask) -> EngineMask:
     >>> te(masks.butterfly(2)).attention_mask[0, 0].int().tolist()[0]
     [0, 1, 1, 1]
     """
+    if isinstance(mask, MaskGrid):
+        if mask.shape[:2] != (1, 1):
+            return EngineMask("arbitrary", (-1, -1), ~mask.dense(), None, None, *mask.shape[2:])
+        mask = mask[0, 0]
     try:
         bands = bands_of(checked(mask), "te")
     except NotExpressible:
