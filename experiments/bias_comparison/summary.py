@@ -1,183 +1,287 @@
-"""What the runs of a comparison say: a table with intervals, CSV, JSON and the figure."""
+"""What the runs of the comparison say: differences paired by seed, a table, CSV, JSON and the figures."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from experiments.bias_comparison.compare import BASE, validation_loss
-from experiments.runner.figures import canvas, colour, plot_band
+from attnflow._core.markup import aligned
+from experiments.bias_comparison import figures
+from experiments.bias_comparison.maps import OPERANDS, WORDS
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import DIVERGED, Job, best_rate
-from experiments.runner.statistics import Array, Interval, fraction, interval
+from experiments.runner.jobs import DIVERGED, Job, Record, best_rate
+from experiments.runner.statistics import Interval, detectable, speed_up, student
 from experiments.runner.study import read_study
 
-_MARKS: Final = {"guidance": "o", "key": "s", "lowrank": "^", "lora": "D"}
+SMALLEST: Final = 0.02  # nats: the smallest effect of interest
+SOLVED: Final = 0.95  # accuracy
+_CONTROLS: Final = ("key", "lowrank", "lora", "gate", "dense", "cumulative")
+_MIDDLE: Final = ("0.25", "0.5", "0.75")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One arm at its chosen learning rate.
+    """One arm of a part, at its own learning rate.
 
     Attributes:
+        part: its name.
         arm: its name.
-        parameters: how many it trains.
-        rate: chosen on the validation rows of the first seed.
-        validation: mean validation loss of each rate tried.
-        seeds: how many have run.
-        curve: step -> gain over the frozen base on the test rows, in nats (positive: better).
-        per_seed: gain at the end of each seed.
-        kept: way of shuffling -> the fraction of the gain that is left; None where the gain is not above 0.
-        strength: |B| of each layer at the end, mean over seeds.
+        rate: chosen on the first seed.
+        tried: loss for choosing, by rate; infinite if it diverged.
+        runs: by seed.
     """
 
+    part: str
     arm: str
-    parameters: int
     rate: float
-    validation: dict[float, float]
-    seeds: int
-    curve: dict[int, Interval]
-    per_seed: list[float]
-    kept: dict[str, Interval | None]
-    strength: dict[int, float]
+    tried: Mapping[float, float]
+    runs: Mapping[int, Record]
 
     @property
-    def gain(self) -> Interval:
-        """At the last step."""
-        return self.curve[max(self.curve)]
+    def parameters(self) -> int:
+        """Added to the model."""
+        return self._any["parameters"]
+
+    @property
+    def steps(self) -> list[int]:
+        """At which it was measured."""
+        return [entry["step"] for entry in self._any["measured"]]
+
+    @property
+    def probe(self) -> bool:
+        """Whether it has an accuracy."""
+        return "accuracy" in self._any["measured"][-1]
+
+    @property
+    def _any(self) -> Record:
+        return next(iter(self.runs.values()))
+
+    def end(self, quantity: str = "loss") -> dict[int, float]:
+        """At the last step, by seed."""
+        return {seed: run["measured"][-1][quantity] for seed, run in self.runs.items()}
+
+    def curve(self, quantity: str = "loss") -> dict[int, list[float]]:
+        """By seed."""
+        return {seed: [entry[quantity] for entry in run["measured"]] for seed, run in self.runs.items()}
+
+    def extra(self, take: Callable[[Any], float]) -> dict[int, float]:
+        """Something of the extras, by seed."""
+        return {seed: take(run["extras"]) for seed, run in self.runs.items()}
 
 
-def read_results(folder: Path) -> tuple[float, list[Result]]:
-    """(test loss of the frozen base, the arms that have finished their learning rates).
+Results = Mapping[tuple[str, str], Result]
+
+
+def read_results(folder: Path) -> tuple[Mapping[str, Any], dict[tuple[str, str], Result]]:
+    """(config, every arm whose learning rates have all been tried) of a study.
 
     Raises:
-        FileNotFoundError: no study in the folder, or its base has not been measured.
+        FileNotFoundError: no study in the folder, or none of its jobs is finished.
     """
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
-    if BASE not in runs:
-        raise FileNotFoundError(f"the frozen base has not been measured in {folder}")
-    test = np.array(runs[BASE]["test"])
-    rates, seeds = about["config"]["rates"], about["config"]["seeds"]
-    results: list[Result] = []
-    for name in about["arms"]:
-        if all(Job(name, rate, seeds[0]) in runs for rate in rates):
-            best = best_rate(name, rates, seeds[0], runs.__getitem__, validation_loss)
-            first = {rate: runs[Job(name, rate, seeds[0])] for rate in rates}
-            tried = {rate: math.inf if DIVERGED in run else validation_loss(run) for rate, run in first.items()}
-            every = [runs[Job(name, best, seed)] for seed in seeds if Job(name, best, seed) in runs]
-            chosen = [run for run in every if DIVERGED not in run]
-            count = len(chosen[0]["validation"])
-            results.append(_result({rate: loss / count for rate, loss in tried.items()}, best, chosen, test))
-    return float(test.mean()), results
+    config, results = about["config"], dict[tuple[str, str], Result]()
+    seeds = config["seeds"]
+    for part in config["parts"]:
+        for arm in part["arms"]:
+            name = f"{part['name']} {arm}"
+            first = {rate: runs.get(Job(name, rate, seeds[0])) for rate in part["rates"]}
+            tried = {rate: float("inf") if DIVERGED in run else run["choosing"] for rate, run in first.items() if run}
+            if len(tried) < len(first) or min(tried.values()) == float("inf"):
+                continue
+            best = best_rate(name, part["rates"], seeds[0], runs.__getitem__, lambda run: run["choosing"])
+            chosen = {seed: runs.get(Job(name, best, seed)) for seed in seeds}
+            whole = {seed: run for seed, run in chosen.items() if run and DIVERGED not in run}
+            results[part["name"], arm] = Result(part["name"], arm, best, tried, whole)
+    return config, results
 
 
-def _result(tried: dict[float, float], rate: float, runs: Sequence[Mapping[str, Any]], test: Array) -> Result:
-    def gains(part: str, name: str) -> Array:
-        return test[None] - np.array([run[part][name] for run in runs])
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Differences on the seeds that both have."""
+    return [one[seed] - other[seed] for seed in one if seed in other]
 
-    steps = sorted(int(step) for step in runs[0]["curve"])
-    curve = {step: interval(gains("curve", str(step))) for step in steps}
-    whole = gains("curve", str(steps[-1]))
-    kept = {how: fraction(gains("shuffles", how), whole) for how in runs[0]["shuffles"]}
-    last = [run["log"][-1] for run in runs]
-    layers = [key for key in last[0] if key.startswith("bias/layer_")]
-    strength = {int(key.rpartition("_")[2]): float(np.mean([entry[key] for entry in last])) for key in layers}
-    arm = runs[0]["arm"]
-    return Result(
-        arm["name"], arm["parameters"], rate, tried, len(runs), curve, whole.mean(axis=1).tolist(), kept, strength
-    )
+
+def contrasts(results: Results) -> dict[str, list[float]]:
+    """What the claims are judged by: name -> a difference by seed; see the README."""
+    made: dict[str, list[float]] = {}
+
+    def add(name: str, part: str, one: str, other: str, take: Callable[[Result], Mapping[int, float]]) -> None:
+        if (part, one) in results and (part, other) in results:
+            made[name] = paired(take(results[part, one]), take(results[part, other]))
+
+    for part in dict.fromkeys(part for part, _ in results):
+        for arm in dict.fromkeys(arm for where, arm in results if where == part and arm != "guidance"):
+            add(f"{part}: loss, guidance less {arm}", part, "guidance", arm, lambda one: one.end())
+            if results[part, arm].probe:
+                add(f"{part}: accuracy, guidance less {arm}", part, "guidance", arm, lambda one: one.end("accuracy"))
+    for arm in ("width 16", "width 128", "every layer", "every fourth", "by head", "bilinear", "dot", "He init"):
+        add(f"knobs: loss, width 64 less {arm}", "knobs", "width 64", arm, lambda one: one.end())
+
+    def start(one: Result) -> Mapping[int, float]:
+        return {seed: curve[0] for seed, curve in one.curve().items()}
+
+    add("knobs: loss before the first step, He less zero", "knobs", "He init", "width 64", start)
+    if ("tuned", "guidance") in results:
+        one = results["tuned", "guidance"]
+        made["tuned: loss, guidance less start"] = paired(one.end(), start(one))
+    if {("recall", "guidance"), ("recall", "plain")} <= results.keys():
+        own, base = (results["recall", arm].extra(_hurt) for arm in ("guidance", "plain"))
+        made["distractors: loss of accuracy, guidance"] = list(own.values())
+        made["distractors: loss of accuracy, plain"] = list(base.values())
+        made["distractors: loss of accuracy, guidance less a third of plain"] = [
+            own[seed] - base[seed] / 3 for seed in own if seed in base
+        ]
+    add("depth: accuracy in the middle at 8 lengths, guidance less plain", "recall", "guidance", "plain", _middle)
+    if ("sums", "guidance") in results:
+        own = results["sums", "guidance"].extra(lambda extras: float(np.mean(extras["sums"]["contrast"])))
+        made["sums: bias of operands less the rest"] = list(own.values())
+    if {("changes", "new text"), ("changes", "same text")} <= results.keys():
+
+        def take(extras: Any) -> float:
+            return float(np.mean(extras["kept"]["correlation"]))
+
+        new, same = (results["changes", arm].extra(take) for arm in ("new text", "same text"))
+        made["changes: correlation of B with its start, new text"] = list(new.values())
+        made["changes: correlation of B with its start, new less same text"] = paired(new, same)
+    return {name: values for name, values in made.items() if values}
+
+
+def _hurt(extras: Any) -> float:
+    by_count = extras["distractors"]
+    return by_count["0"] - float(np.mean([value for count, value in by_count.items() if count != "0"]))
+
+
+def _middle(one: Result) -> Mapping[int, float]:
+    return one.extra(lambda extras: float(np.mean([extras["depth"][f"8x {depth}"] for depth in _MIDDLE])))
+
+
+def first_line(results: Results) -> str:
+    """Whether guidance is better than what else the same parameters buy."""
+    said: list[str] = []
+    for part in ("text", "tuned", "encoder"):
+        better, worse, level = list[str](), list[str](), list[str]()
+        for arm in _CONTROLS:
+            if {(part, arm), (part, "guidance")} <= results.keys():
+                one = student(paired(results[part, "guidance"].end(), results[part, arm].end()))
+                (better if one.high < 0 else worse if one.low > 0 else level).append(arm)
+        verdicts = {"better than": better, "no better than": level, "worse than": worse}
+        if any(verdicts.values()):
+            said.append(f"{part}: " + ", ".join(f"{how} {', '.join(arms)}" for how, arms in verdicts.items() if arms))
+    return "Guidance is, on " + "; ".join(said) if said else "Guidance has not been compared yet"
+
+
+def speed(results: Results) -> dict[str, Any] | None:
+    """Share of the steps that guidance saves over plain training on text, with the null of plain against itself."""
+    if not {("text", "guidance"), ("text", "plain")} <= results.keys():
+        return None
+    one, other = results["text", "guidance"], results["text", "plain"]
+    mine, theirs = one.curve(), other.curve()
+    window = min(3, len(one.steps))
+    pairs = [speed_up(one.steps, mine[seed], theirs[seed], window) for seed in mine if seed in theirs]
+    null = [speed_up(one.steps, theirs[a], theirs[b], window) for a in theirs for b in theirs if a != b] or [0.0]
+    low, high = np.percentile(null, [2.5, 97.5])
+    return {"speed_up": student(pairs).numbers, "null": [float(np.mean(null)), float(low), float(high)]}
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and curve.png, and return the table.
+    """Write results.json, results.csv and the figures, and return the table.
 
     Raises:
-        FileNotFoundError: no comparison in the folder.
-    """
-    base, arms = read_results(folder)
-    write(results / "results.json", _json(base, arms))
-    rows = [
-        [one.arm, one.parameters, one.rate, one.seeds, step, *(f"{value:.6f}" for value in g.numbers)]
-        for one in arms
-        for step, g in one.curve.items()
-    ]
-    head = ["arm", "parameters", "learning_rate", "seeds", "step", "gain", "low", "high"]
-    write_table(results / "results.csv", head, rows)
-    if arms:
-        figure(base, arms).savefig(results / "curve.png", dpi=150)
-    return table(base, arms)
-
-
-def table(base: float, results: Sequence[Result]) -> str:
-    """The results in text."""
-    lines = [f"frozen base: test loss {base:.4f} nats; gains over it, 95 % intervals"]
-    for one in results:
-        kept = ", ".join(f"{how} shuffled keep {_percent(value)}" for how, value in one.kept.items())
-        lines.append(
-            f"{one.arm:9} {one.parameters:,} parameters, rate {one.rate:g}, {one.seeds} seeds: {one.gain}; {kept}"
-        )
-    return "\n".join(line.rstrip("; ") for line in lines)
-
-
-def figure(base: float, results: Sequence[Result]) -> Any:
-    """Held-out loss against steps, each arm with its interval, beside the frozen base; at the right without LoRA.
-
-    Raises:
+        FileNotFoundError: no study in the folder, or none of its jobs is finished.
         MissingExtra: matplotlib is not installed.
     """
-    drawn, (every, biases) = canvas(9.6, 3.8, 1, 2)
-    _curves(every, base, results)
-    _curves(biases, base, [one for one in results if one.arm != "lora"])
-    every.set_ylabel("held-out loss (nats per token)")
-    every.set_title("all arms", fontsize=10)
-    biases.set_title("biases alone (another scale)", fontsize=10)
-    names = {"frameon": False, "fontsize": 8, "ncols": 7}  # below both panels, where they cover no line
-    drawn.legend(*every.get_legend_handles_labels(), loc="outside lower center", **names)
-    return drawn
-
-
-def _curves(axes: Any, base: float, results: Sequence[Result]) -> None:
-    axes.axhline(base, color="0.35", linestyle="--", linewidth=1.2, label="frozen base")
-    for one in results:
-        middle, low, high = (
-            [base, *(base - getattr(gain, name) for gain in one.curve.values())] for name in ("mean", "high", "low")
-        )
-        style = {"color": colour(one.arm), "marker": _MARKS.get(one.arm, "o"), "label": one.arm}
-        plot_band(axes, [0, *one.curve], middle, low, high, **style)
-    axes.set_xlabel("training step")
-
-
-def _percent(value: Interval | None) -> str:
-    if value is None:
-        return "undefined (no gain)"
-    return f"{value.mean:.0%} [{value.low:.0%}, {value.high:.0%}]"
-
-
-def _json(base: float, results: Sequence[Result]) -> dict[str, object]:
-    def plain(value: Interval | None) -> list[float] | None:
-        return None if value is None else value.numbers
-
-    return {
-        "base_test_loss": base,
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and rows",
-        "arms": [
-            {
-                "arm": one.arm,
-                "parameters": one.parameters,
-                "learning_rate": one.rate,
-                "validation_loss_by_rate": {f"{rate:g}": loss for rate, loss in one.validation.items()},
-                "seeds": one.seeds,
-                "gain_by_step": {str(step): plain(gain) for step, gain in one.curve.items()},
-                "gain_by_seed": one.per_seed,
-                "kept_by_shuffle": {how: plain(value) for how, value in one.kept.items()},
-                "strength_by_layer": {str(layer): value for layer, value in one.strength.items()},
-            }
-            for one in results
-        ],
+    config, every = read_results(folder)
+    if not every:
+        raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
+    compared = contrasts(every)
+    arms = [_entry(one) for one in every.values()]
+    content: dict[str, Any] = {
+        "first_line": first_line(every),
+        "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
+        "smallest_effect_of_interest": SMALLEST,
+        "arms": arms,
+        "contrasts": {name: {"by_seed": values, "t": student(values).numbers} for name, values in compared.items()},
+        "seen_with_80_%": {name: detectable(values) for name, values in compared.items() if len(set(values)) > 1},
+        "speed": speed(every),
+        "extras": {f"{part} {arm}": _extras(one) for (part, arm), one in every.items() if _extras(one)},
+        "words": list(WORDS),
+        "operands": list(OPERANDS),
     }
+    write(results / "results.json", content)
+    rows = [
+        [one.part, one.arm, f"{one.rate:g}", seed, entry["step"], *(f"{entry.get(q, float('nan')):.6f}" for q in _BOTH)]
+        for one in every.values()
+        for seed, run in one.runs.items()
+        for entry in run["measured"]
+    ]
+    write_table(results / "results.csv", ["part", "arm", "rate", "seed", "step", *_BOTH], rows)
+    for name, drawn in figures.draw(every, config["parts"]).items():
+        drawn.savefig(results / f"{name}.png", dpi=110)
+    return table(content)
+
+
+_BOTH: Final = ("loss", "accuracy")
+
+
+def _entry(one: Result) -> dict[str, Any]:
+    accuracy = list(one.end("accuracy").values()) if one.probe else []
+    return {
+        "part": one.part,
+        "arm": one.arm,
+        "parameters": one.parameters,
+        "rate": one.rate,
+        "choosing_loss_by_rate": {f"{rate:g}": loss for rate, loss in one.tried.items()},
+        "seeds": list(one.runs),
+        "loss": student(list(one.end().values())).numbers,
+        "accuracy": student(accuracy).numbers if accuracy else None,
+        "solved": float(np.mean([value >= SOLVED for value in accuracy])) if accuracy else None,
+        "seconds": float(np.mean([run["seconds"] for run in one.runs.values()])),
+    }
+
+
+def _extras(one: Result) -> dict[str, Any]:
+    """Means over seeds of all numbers in the extras."""
+    return _mean([run["extras"] for run in one.runs.values()])
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return {key: _mean([value[key] for value in values]) for key in values[0]}
+    return np.mean(np.array(values, dtype=np.float64), axis=0).tolist()
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The results in text; the first line says whether guidance is worth it.
+
+    "seen": the smallest difference that would be told apart from 0 in four of five such studies.
+    """
+    head = ["part", "arm", "added", "rate", "seeds", "held-out loss", "guidance less this", "seen", "right", "solved"]
+    lines = [head]
+    for one in content["arms"]:
+        name = f"{one['part']}: loss, guidance less {one['arm']}"
+        less = content["contrasts"].get(name)
+        seen = content["seen_with_80_%"].get(name)
+        lines.append(
+            [
+                one["part"],
+                one["arm"],
+                f"{one['parameters']:,}",
+                f"{one['rate']:g}",
+                str(len(one["seeds"])),
+                f"{one['loss'][0]:.4f}",
+                "" if less is None else f"{Interval(*less['t']):.4f}",
+                "" if seen is None else f"{seen:.4f}",
+                *(("", "") if one["solved"] is None else (f"{one['accuracy'][0]:.3f}", f"{one['solved']:.0%}")),
+            ]
+        )
+    more = [
+        f"{name}: {Interval(*value['t']):.3f}"
+        for name, value in content["contrasts"].items()
+        if not any(f": {quantity}, guidance less" in name for quantity in _BOTH)
+        or name == "tuned: loss, guidance less start"
+    ]
+    return "\n".join([content["first_line"], "", aligned(lines, left=range(2)), "", *more])

@@ -16,6 +16,12 @@ COLOURS: Final[Mapping[str, str]] = {
     "key": "#c2571a",
     "lowrank": "#3a8a4d",
     "lora": "#7a4fa3",
+    "plain": "#222222",
+    "dense": "#997700",
+    "cumulative": "#00796b",
+    "gate": "#5c4033",
+    "zero init": "#1f5fa8",
+    "He init": "#c2571a",
     # a language model and what becomes of it
     "base": "#6a6a6a",
     "continued": "#222222",

