@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from experiments.runner import statistics
-from experiments.runner.statistics import difference, interval, over_seeds, permutation_test, speed_up
+from experiments.runner.statistics import detectable, difference, interval, over_seeds, permutation_test, speed_up
 
 VALUES = [0.31, 0.45, 0.12, 0.38, 0.51]
 OTHERS = [0.22, 0.18, 0.35, 0.05, 0.15]
@@ -32,6 +32,18 @@ def test_the_interval_of_a_difference_is_scipys() -> None:
     band = 5 * quantile_error(theirs.bootstrap_distribution)
     assert mine.mean == pytest.approx(np.mean(VALUES) - np.mean(OTHERS))
     assert (mine.low, mine.high) == pytest.approx(tuple(theirs.confidence_interval), abs=band)
+
+
+def test_what_is_detectable_is_scipys_power_of_a_t_test() -> None:
+    for values, power in ((VALUES, 0.8), (VALUES[:3], 0.5)):
+        freedom = len(values) - 1
+        shift = detectable(values, power) * len(values) ** 0.5 / np.std(values, ddof=1)
+        edge = scipy.stats.t.ppf(0.975, freedom)
+        found = scipy.stats.nct.sf(edge, freedom, shift) + scipy.stats.nct.cdf(-edge, freedom, shift)
+        assert found == pytest.approx(power, abs=1e-3)
+    assert detectable([1.0, 2.0]) > 0
+    with pytest.raises(ValueError, match="at least 2 values, got 1"):
+        detectable([1.0])
 
 
 def quantile_error(draws: np.ndarray) -> float:
