@@ -191,8 +191,8 @@ def arm(model: Any, name: str, config: Evaluation, seed: int) -> Generator[list[
     try:
         for parameter in own:
             parameter.requires_grad_(trains_all)
-            if trains_all:  # bfloat16 would lose every update below 0.4 % of a weight
-                parameter.data = parameter.data.float()
+            if trains_all:  # bfloat16 would lose every update below 0.4 % of a weight; a copy, as the weights come back
+                parameter.data = parameter.data.to(torch.float32, copy=True)
         new = [] if handle is None else handle.parameters()
         for parameter in new:
             parameter.data = parameter.data.float()

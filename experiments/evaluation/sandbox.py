@@ -32,6 +32,8 @@ _FIRST_USER: Final = (
 _USERS: Final = count()
 _STARTED: Final = b"+"
 _ANSWER: Final = 64  # bytes that are read of an answer at most
+_SHOWN: Final = 2000  # bytes of what it printed
+_START: Final = 60.0  # seconds until the program begins
 # Reads what it must answer before the program runs, and answers after it: a program that leaves early has not passed.
 _DRIVER: Final = f"""
 import os, sys
@@ -55,7 +57,7 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: on the clock, start of Python included; as much CPU for each process.
+        seconds: on the clock, from its first line on; about as much CPU for each process.
         memory: bytes of all processes together, files in memory included.
         processes: at a time, threads included.
         disk: bytes of its only folder, which lies in memory.
@@ -134,7 +136,6 @@ def _run(group: Path, program: bytes, limits: Limits) -> Outcome:
         stack.callback(os.close, answer_read)
         os.write(question_write, expected)
         os.close(question_write)
-        began = time.monotonic()
         try:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", _ENTER, "sh", str(group), *_command(limits, code, answer_write)],
@@ -150,10 +151,9 @@ def _run(group: Path, program: bytes, limits: Limits) -> Outcome:
             os.close(question_read)
             os.close(answer_write)
         stack.callback(_end, process)
-        verdict, said, printed = _watch(process, answer_read, limits, began)
-        seconds = time.monotonic() - began
+        verdict, said, printed, seconds = _watch(process, answer_read, limits)
     text = printed.decode("utf-8", "replace")
-    if verdict == "failed" and not said.startswith(_STARTED):
+    if not said.startswith(_STARTED):
         raise NoSandbox(f"the sandbox does not start: {text.strip() or 'it says nothing'}")
     return Outcome("passed" if said == _STARTED + expected else verdict, text, seconds)
 
@@ -189,28 +189,34 @@ def _command(limits: Limits, code: int, answer: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _watch(process: subprocess.Popen[bytes], answer: int, limits: Limits, began: float) -> tuple[Verdict, bytes, bytes]:
-    """(what ended the program unless it passed, what it answered, the last of what it printed), within limits."""
+def _watch(process: subprocess.Popen[bytes], answer: int, limits: Limits) -> tuple[Verdict, bytes, bytes, float]:
+    """(what ended the program unless it passed, what it answered, the last of what it printed, its seconds)."""
     assert process.stdout is not None
     said, printed, amount = b"", b"", 0
+    began, limit = time.monotonic(), _START
+    verdict: Verdict = "failed"
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(answer, selectors.EVENT_READ)
         while selector.get_map():
-            left = began + limits.seconds - time.monotonic()
+            left = began + limit - time.monotonic()
             if left <= 0:
-                return "timed out", said, printed
+                verdict = "timed out"
+                break
             for key, _ in selector.select(left):
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
                     selector.unregister(key.fileobj)
                 elif key.fd == answer:
+                    if not said:  # a busy machine may take its time before the program begins
+                        began, limit = time.monotonic(), limits.seconds
                     said = (said + chunk)[:_ANSWER]
                 else:
-                    printed, amount = (printed + chunk)[-2000:], amount + len(chunk)
+                    printed, amount = (printed + chunk)[-_SHOWN:], amount + len(chunk)
             if amount > limits.output:
-                return "too much output", said[: len(_STARTED)], printed
-    return "failed", said, printed
+                verdict, said = "too much output", said[: len(_STARTED)]
+                break
+    return verdict, said, printed, time.monotonic() - began
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
