@@ -22,7 +22,8 @@ from experiments.runner import text as texts
 from experiments.runner.experiment import find, names
 from experiments.runner.jobs import Job
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
-from tests.models import CAUSAL, tiny
+from tests.experiments.benchmarked import language_model
+from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -43,7 +44,6 @@ class Words:
         return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
 
 
-SIZES = {"max_position_embeddings": 256, "pad_token_id": 268, "eos_token_id": 267, "bos_token_id": 267}
 QUESTIONS = {
     "openai/gsm8k": {"question": "How many?", "answer": "1 + 1 = 2\n#### 2"},
     "tasksource/QuALITY": {"article": "A story.", "question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 4},
@@ -88,9 +88,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     monkeypatch.setattr(
         ablate, "load_model", lambda name, dtype: SimpleNamespace(model=tiny("Llama", torch.float32), tokenizer=Words())
     )
-    monkeypatch.setattr(
-        evaluation, "load_model", lambda *_, **__: (CAUSAL["Llama"].make(vocab_size=270, **SIZES), tokenizer)
-    )
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (language_model(), tokenizer))
     monkeypatch.setattr(evaluation, "DATA", tmp_path / "data")
     monkeypatch.setattr(evaluation, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
     monkeypatch.setattr(sources, "held_out", lambda *_: ["to be or not to be", "that is the question"])
