@@ -24,6 +24,7 @@ LENGTH = 4  # of every axis
 # Results without a picture of their own, whose rows say it all.
 TABLES = {
     "ActivityReport",
+    "Answer",
     "BatchReport",
     "Conditions",
     "Cost",
@@ -33,6 +34,7 @@ TABLES = {
     "Drift",
     "Duplicates",
     "EngineMask",
+    "Fitted",
     "FlashInferMask",
     "FlashMask",
     "GreedyComparison",

@@ -20,6 +20,7 @@ from attnflow.cli import (
     demo,
     doctor,
     geometry,
+    knowledge_reader,
     knowledge_trace,
     mask,
     mask_formats,
@@ -71,6 +72,8 @@ GROUPS: Final = {
     "bias": _group("bias", "Look at what a learned bias does; train one.", bias.bias_show, bias.bias_train),
     "knowledge": knowledge,
 }
+knowledge.command("fit")(knowledge_reader.knowledge_fit)
+knowledge.command("ask")(knowledge_reader.knowledge_ask)
 knowledge.command("trace")(knowledge_trace.knowledge_trace)
 app.add_typer(knowledge, name="knowledge")
 

@@ -48,6 +48,7 @@ def build(
         str, typer.Option("--encoder", metavar="MODEL", help="What embeds texts: minilm, a folder or a hub id.")
     ] = "minilm",
     split: Annotated[Split, typer.Option("--split", help="What of a text file is one entry.")] = Split.line,
+    values: Annotated[bool, typer.Option("--values", help="Embed values, too, for `knowledge fit` and `ask`.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Build a store.
@@ -65,7 +66,9 @@ def build(
     check_uri(store)
     with working(f"reading {file or from_model}") as spinner:
         if file is not None:
-            written = texts.build(store, file, encoder, split=split.value, progress=_shown(spinner, "embedding"))
+            written = texts.build(
+                store, file, encoder, split=split.value, values=values, progress=_shown(spinner, "embedding")
+            )
         else:
             written = texts.build_from_model(store, str(from_model), progress=_shown(spinner, "writing"))
     _note_truncated(written.truncated, written.entries)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
     from attnflow.knowledge.hf.encoder import TextEncoder
+    from attnflow.knowledge.hf.fit import fit_reader
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
@@ -43,6 +44,7 @@ __all__ = [
     "conditions",
     "drift",
     "duplicates",
+    "fit_reader",
     "from_ffn",
     "reembed",
     "save_entries",

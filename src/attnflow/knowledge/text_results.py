@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import aligned, plural, shorten
@@ -142,3 +143,60 @@ class Inspection(Result):
         if self.drift is not None:
             said += ["", f"drift {self.drift}"]
         return "\n".join(said)
+
+
+@dataclass(frozen=True)
+class Fitted(Result):
+    """What came out of teaching a model to read a store; its table is the curve of held-out questions.
+
+    Attributes:
+        folder: where the reader, the settings and the checkpoint lie.
+        num_parameters: of the reader.
+        curve: of each measurement the step and, for stores of 64 and 1,024 entries, how often the right entry had the
+            most weight (entry), the first word of the answer was right (word), anything was read (read), and nothing
+            was where the entry was not there (refused).
+        settings: of the run, by which it is recognised when it goes on.
+    """
+
+    folder: str
+    num_parameters: int
+    curve: tuple[dict[str, float], ...]
+    settings: dict[str, Any]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each measurement."""
+        return self.curve
+
+    def __str__(self) -> str:
+        last = ", ".join(f"{name} {value:.2f}" for name, value in self.curve[-1].items() if name != "step")
+        return f"{self.folder}: {self.num_parameters:,} parameters; held-out questions: {last}"
+
+
+@dataclass(frozen=True)
+class Answer(Result):
+    """What a model with a reader says to a question, and the entries that it read for it.
+
+    Attributes:
+        question: as it was asked.
+        answer: the model's words; None if nothing in the store was read.
+        read: the share of the reader's weight that went to entries at the end of the question, 0 to 1.
+        sources: the entries with the most weight, which is their score, best first.
+    """
+
+    question: str
+    answer: str | None
+    read: float
+    sources: tuple[Match, ...]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each entry."""
+        return [asdict(one) for one in self.sources]
+
+    def __str__(self) -> str:
+        said = "not in the store" if self.answer is None else self.answer
+        lines = [
+            f"  {one.score:.2f}  entry {one.id}, version {one.version}: {shorten(readable(one.text), 80)}"
+            + (f" ({one.source})" if one.source else "")
+            for one in self.sources
+        ]
+        return "\n".join([said, f"read {self.read:.2f} of the weight:", *lines])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -66,6 +67,8 @@ class TextEncoder:
         max_length: tokens of a text that are read; default as the model's folder says, else as its tokenizer and
             positions allow.
         separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
+        values: with a separator: an embedding has two halves, of the key and of the value, as a reader needs them (a
+            text without a separator is both); that of a query, see `query`, is compared with keys alone.
         batch_size: texts of a forward pass.
 
     Raises:
@@ -87,6 +90,7 @@ class TextEncoder:
         normalise: bool = True,
         max_length: int | None = None,
         separator: str | None = None,
+        values: bool = False,
         batch_size: int = 32,
     ) -> None:
         named = "" if isinstance(model, tuple) else os.fspath(model)
@@ -106,7 +110,9 @@ class TextEncoder:
         self.pooling: Pooling = _pooling(source) if pooling is None else pooling
         if self.pooling not in _POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
-        self.normalise, self.separator = normalise, separator
+        self.normalise, self.separator, self.values = normalise, separator, values
+        if values and separator is None:
+            raise ValueError("values=True needs the separator that stands before a value")
         self.batch_size = integer("batch_size", batch_size, 1)
         self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
         integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
@@ -133,7 +139,8 @@ class TextEncoder:
         encoder = cls(chosen)
         if not version or encoder.version == version:
             return encoder
-        keyed = cls((encoder.model, encoder.tokenizer), name=encoder.name, separator=SEPARATOR)
+        whole, halves = (encoder.model, encoder.tokenizer), store.dim == 2 * encoder.dim
+        keyed = cls(whole, name=encoder.name, separator=SEPARATOR, values=halves)
         # Where it has changed, versions do not say which of the two it was, but entries do.
         if keyed.version == version or (current and SEPARATOR in (store.get(store.ids()[:1])[0].text or "")):
             return keyed
@@ -147,7 +154,7 @@ class TextEncoder:
     @property
     def dim(self) -> int:
         """Width of an embedding."""
-        return int(self.model.config.hidden_size)
+        return int(self.model.config.hidden_size) * (1 + self.values)
 
     @property
     def version(self) -> str:
@@ -160,6 +167,7 @@ class TextEncoder:
             add_tensor(digest, f"{key} {value.dtype} {tuple(value.shape)}", value)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         settings = (vocabulary, self.pooling, self.normalise, self.max_length, self.separator)
+        settings += ("values",) if self.values else ()
         digest.update(json.dumps(settings).encode())
         return f"{self.name}@{digest.hexdigest()[:_DIGITS]}"
 
@@ -179,6 +187,13 @@ class TextEncoder:
             )
         return encoded.embeddings
 
+    def query(self, text: str) -> Float[Tensor, " dim"]:
+        """The embedding of what is looked for: with values, a key half alone."""
+        embedding = self([text])[0]
+        if self.values:
+            embedding[self.dim // 2 :] = 0
+        return embedding
+
     def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Encoded:
         """Embeddings, with the texts that were cut; progress is called as progress(done, total, what).
 
@@ -188,6 +203,8 @@ class TextEncoder:
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in cast("Sequence[object]", texts)):
             raise TypeError("texts must be a sequence of strings")
+        if self.values:
+            return self._encode_halves(texts, progress)
         if self.separator is not None:
             texts = [text.partition(self.separator)[0] for text in texts]
         embeddings, truncated = torch.empty(len(texts), self.dim), list[int]()
@@ -206,6 +223,19 @@ class TextEncoder:
             row = int((~torch.isfinite(embeddings).all(dim=1)).nonzero()[0])
             raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")
         return Encoded(embeddings, tuple(truncated))
+
+    def _encode_halves(self, texts: Sequence[str], progress: Progress | None) -> Encoded:
+        """[key | value], each distinct text embedded once."""
+        parts = [text.partition(self.separator or "") for text in texts]
+        pairs = [(key, value.strip() or key) for key, _, value in parts]
+        distinct = {text: row for row, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        half = copy.copy(self)
+        half.separator, half.values = None, False
+        plain = half.encode(list(distinct), progress)
+        rows = torch.tensor([[distinct[text] for text in pair] for pair in pairs], dtype=torch.int64).view(-1, 2)
+        cut = set(plain.truncated)
+        truncated = tuple(place for place, pair in enumerate(rows.tolist()) if cut & set(pair))
+        return Encoded(plain.embeddings[rows].flatten(1), truncated)
 
     def _tokens(self, texts: Sequence[str], start: int, truncated: list[int]) -> list[list[int]]:
         tokens = cast("list[list[int]]", self.tokenizer(list(texts), verbose=False)["input_ids"])

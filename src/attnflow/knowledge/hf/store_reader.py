@@ -137,6 +137,8 @@ class StoreReader(KnowledgeReader, LayerReader):
     Attributes:
         gate: one number; 0 at first, with which the model is as it was, bit for bit.
         source: the store, shared by all readers of a model.
+        given: entries that are read instead of the store's, as in training; or None.
+        asking: called with what X is made of, the tokens and what is pooled for them; or None.
     """
 
     def __init__(self, layer: int, widths: Widths, key_dim: int, num_heads: int, source: FollowedStore) -> None:
@@ -158,6 +160,8 @@ class StoreReader(KnowledgeReader, LayerReader):
         nn.init.normal_(self.pooled_map.weight, std=widths.output_dim**-0.5)
         self.source = source
         self.pooled: Tensor | None = None
+        self.given: Tensor | None = None
+        self.asking: Callable[[Tensor, Tensor], object] | None = None
 
     def pool(self, call: AttentionCall, proceed: Proceed) -> None:
         """Keep what all tokens that each one may attend to say together, until the layer ends."""
@@ -178,11 +182,22 @@ class StoreReader(KnowledgeReader, LayerReader):
             )
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            wide, said = (functional.rms_norm(one.to(kind), one.shape[-1:]) for one in (hidden, pooled))
-            return self(self.own * wide + self.pooled_map(said)).to(hidden.dtype)
+            wide = hidden.to(kind), pooled.to(kind)
+            if self.asking is not None:
+                self.asking(*wide)
+            return self(self.asked(*wide)).to(hidden.dtype)
+
+    def asked(
+        self, hidden: Float[Tensor, "*tokens model_dim"], pooled: Float[Tensor, "*tokens out"]
+    ) -> Float[Tensor, "*tokens model_dim"]:
+        """X, what tokens ask by."""
+        own, said = (functional.rms_norm(one, one.shape[-1:]) for one in (hidden, pooled))
+        return self.own * own + self.pooled_map(said)
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
         """What the store adds, by the queries of tokens."""
+        if self.given is not None:
+            return self._scale * super().forward(hidden, self.given)
         read = self.source.entries(hidden) if self.retrieval is None else self.source
         return self._scale * super().forward(hidden, read)
 

@@ -13,6 +13,7 @@ import numpy as np
 from attnflow._core.checks import Indices, preview
 from attnflow._core.markup import plural
 from attnflow._core.progress import Progress
+from attnflow.knowledge.hf.asking import ask as ask
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.sync import MADE_BY, save_entries
@@ -34,6 +35,7 @@ def build(
     encoder: str = "minilm",
     *,
     split: Split = "line",
+    values: bool = False,
     progress: Progress | None = None,
 ) -> Written:
     """A new store of texts. If it was interrupted, the same call goes on where it was.
@@ -43,6 +45,7 @@ def build(
         source: a text file, or .jsonl with text, or key and value, and source; or `records(...)`.
         encoder: what embeds the texts: a short name, a folder or a hub id.
         split: what of a text file is one entry.
+        values: embed values beside keys, in a half of their own, as a reader of a language model needs them.
         progress: called as progress(done, total, what).
 
     Raises:
@@ -50,8 +53,8 @@ def build(
         ValueError: no text, a model that is no encoder, or a store with other entries.
     """
     began, new = time.monotonic(), read_records(source, split) if isinstance(source, str | Path) else list(source)
-    separator = SEPARATOR if any(SEPARATOR in record.text for record in new) else None
-    maker = TextEncoder(encoder, separator=separator)
+    separator = SEPARATOR if values or any(SEPARATOR in record.text for record in new) else None
+    maker = TextEncoder(encoder, separator=separator, values=values)
     with Store.open(uri, dim=maker.dim, search="exact") as store:
         done, version = len(store), maker.version
         if done:  # of an interrupted build, the first records
@@ -160,7 +163,7 @@ def search(
     if not query.strip():
         raise ValueError("the query is empty")
     maker = TextEncoder.of(store, encoder)
-    asked, version = maker([query])[0], maker.version
+    asked, version = maker.query(query), maker.version
     began = time.monotonic()
     near = store.search(asked, k, mode=mode) if above is None else store.range(asked, above, mode=mode)
     seconds = time.monotonic() - began
