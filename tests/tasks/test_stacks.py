@@ -346,17 +346,26 @@ def test_a_task_with_one_mask_may_stand_beside_stacks():
         torch.testing.assert_close(row[:3], model(torch.tensor([[4, 5, 6]])).logits[0], rtol=1e-7, atol=1e-9)
 
 
+def sparse_alone(model, tokens):
+    """The summed loss of a sample's sparse form by itself, and nothing else."""
+    task = sparse_family(tokens)
+    with masks.attach(model, task.mask):
+        logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="sum"), None
+
+
 @pytest.mark.parametrize("form", ["dense", "intervals"])
-def test_stacks_train_in_trainer(form, tmp_path):
+@pytest.mark.parametrize(("family", "stock_run"), [(stacked_family, alone), (sparse_family, sparse_alone)])
+def test_trainer_trains_what_a_loop_trains(form, family, stock_run, tmp_path):
     """Three steps of `Trainer` are three steps of a loop over the samples one by one."""
-    samples = [{"input_ids": tokens} for tokens in [*STACKED, [1, 2, 3, 9, 8, 7], list(range(12)), [2, 4, 6, 8]]]
+    samples = [{"input_ids": tokens} for tokens in [*STACKED, [1, 2, 3, 9, 8, 7], list(range(1, 10)), [2, 4, 6, 8]]]
     arguments = TrainingArguments(
         str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=0.1, lr_scheduler_type="constant",
         optim="sgd", max_grad_norm=0.0, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
         train_sampling_strategy="sequential",
     )  # fmt: skip
     model, stock = tiny_llama(), tiny_llama()
-    collate = af.tasks.Collator(stacked_family, by_length=True, dtype=torch.float64, masks=form)
+    collate = af.tasks.Collator(family, by_length=True, dtype=torch.float64, masks=form)
     with precision(model, torch.float64), masks.attach(model, "batch"):
         guard = af.audit.GuardCallback(order="mask")
         Trainer(
@@ -367,9 +376,9 @@ def test_stacks_train_in_trainer(form, tmp_path):
     with precision(stock, torch.float64):
         for step in range(3):
             chosen = [sample["input_ids"] for sample in samples[2 * step : 2 * step + 2]]
-            labels = sum(len(af.tasks.merge(stacked_family(tokens)).task.labels) for tokens in chosen)
+            labels = collate(chosen)["labels"][..., 0, 1:].ne(-100).sum()
             optimizer.zero_grad()
-            (sum(alone(stock, tokens)[0] for tokens in chosen) / labels).backward()
+            (sum(stock_run(stock, tokens)[0] for tokens in chosen) / labels).backward()
             optimizer.step()
     before = dict(tiny_llama().named_parameters())
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
