@@ -28,6 +28,20 @@ def test_products_are_those_of_tables(data):
     assert composition.compose(one, two, len(product.starts) - 1) is None
 
 
+@given(st.data())
+def test_products_with_ranges_from_the_first_key_on(data):
+    """What later layers of causal kinds read: all keys up to one, and perhaps some more."""
+    n = data.draw(st.integers(1, 9))
+    later = data.draw(arrays(np.bool_, (n, n))) & data.draw(st.booleans())
+    upto = data.draw(st.lists(st.integers(0, n), min_size=n, max_size=n))
+    later |= np.arange(n) < np.array(upto)[:, None]
+    earlier = data.draw(arrays(np.bool_, (n, n)))
+    earlier = np.tril(earlier) | np.eye(n, dtype=bool) if data.draw(st.booleans()) else earlier
+    product = composition.compose(IntervalRows.from_bool(later), IntervalRows.from_bool(earlier), 1000)
+    assert product is not None
+    assert np.array_equal(product.to_bool(), later.astype(int) @ earlier.astype(int) > 0)
+
+
 @given(square_masks(10))
 def test_depths_are_those_of_bit_matrices(mask):
     if not mask.num_queries:

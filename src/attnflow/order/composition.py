@@ -9,6 +9,7 @@ import numpy as np
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.order.chains import Chains, pieces_at_a_time
+from attnflow.order.components import reads_only_before
 
 LONG: Final = 1 << 11  # positions from which on intervals, where they stay few, take less time than bits
 
@@ -38,6 +39,9 @@ def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRow
     if not len(rows.starts) or not len(before.starts):
         empty = np.zeros(0, np.int64)
         return IntervalRows.build(empty, empty, empty, rows.num_rows, before.num_keys) if limit >= 0 else None
+    prefix = rows.starts == 0
+    if 2 * int(prefix.sum()) > len(prefix) and reads_only_before(before):
+        return _with_prefixes(rows, prefix, before, limit)
     chains = Chains.of(before)
     starts, ends, which = _distinct(rows)
     if chains.count(starts, ends).sum() > 4 * limit:
@@ -46,6 +50,20 @@ def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRow
     if which is None:
         return unions if len(unions.starts) <= limit else None
     return _gathered(rows.indptr, which, unions, limit)
+
+
+def _with_prefixes(rows: IntervalRows, prefix: BoolArray, before: IntervalRows, limit: int) -> IntervalRows | None:
+    """`compose` for a triangular `before` with its diagonal: over the first keys together it gives these keys."""
+    row = rows.row_index()
+    done, rest = (
+        IntervalRows.build(row[part], rows.starts[part], rows.ends[part], rows.num_rows, before.num_keys)
+        for part in (prefix, ~prefix)
+    )
+    others = compose(rest, before, limit)
+    if others is None:
+        return None
+    result = done.union(others)
+    return result if len(result.starts) <= limit else None
 
 
 def _distinct(rows: IntervalRows) -> tuple[IntArray, IntArray, IntArray | None]:
