@@ -39,6 +39,7 @@ def draw(results: Results, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         drawn["depth"] = depth(results)
     if ("sums", "guidance") in results:
         drawn["sums"] = reasoning(results)
+        drawn["map"] = graph(results["sums", "guidance"])
     return drawn
 
 
@@ -148,6 +149,39 @@ def reasoning(results: Results) -> Any:
     for axes, one in zip(panels[1:], arms, strict=True):
         bars(axes, one, "weights")
         axes.set_title(f'{one.arm}: attention of the last "=", mean over heads and layers', fontsize=SIZE)
+    return figure
+
+
+def graph(one: Result) -> Any:
+    """Fig. 1: the bias of all queries, mean over layers and seeds; and of each query its strongest key, up and down."""
+    figure, (left, right) = canvas(14.0, 6.4, 1, 2)
+    values = np.mean([np.mean(run["extras"]["sums"]["map"], axis=0) for run in one.runs.values()], axis=0)
+    reach = float(np.abs(values).max()) or 1.0
+    forbidden = np.triu(np.ones(values.shape, dtype=bool), 1)
+    shown = left.imshow(np.where(forbidden, np.nan, values), cmap="coolwarm_r", vmin=-reach, vmax=reach)
+    figure.colorbar(shown, ax=left, shrink=0.7).ax.tick_params(labelsize=SIZE)
+    places = range(len(WORDS))
+    left.set_xticks(places, WORDS, rotation=90, fontsize=SIZE)
+    left.set_yticks(places, WORDS, fontsize=SIZE)
+    left.set_title("row-centred bias: rows are queries", fontsize=SIZE)
+    blue, red = shown.cmap(0.95), shown.cmap(0.05)
+    for query in places[1:]:
+        row = values[query, : query + 1]
+        for key, shade, side in ((int(row.argmax()), blue, 1), (int(row.argmin()), red, -1)):
+            if key != query and row[key] * side > 0:
+                arrow = {
+                    "arrowstyle": "->",
+                    "connectionstyle": f"arc3,rad={side * 0.45}",
+                    "color": shade,
+                    "linewidth": 0.6 + 2.4 * abs(row[key]) / reach,
+                }
+                right.annotate("", (0.14 * side, key), (0.14 * side, query), arrowprops=arrow)
+    for place, word in enumerate(WORDS):
+        right.text(0, place, word, ha="center", va="center", fontsize=SIZE)
+    right.set_xlim(-1, 1)
+    right.set_ylim(len(WORDS) - 0.5, -0.5)
+    right.set_axis_off()
+    right.set_title("from each query to its strongest key (blue up, red down)", fontsize=SIZE)
     return figure
 
 

@@ -381,7 +381,7 @@ def test_the_summary_is_written_and_judges(compared: Path) -> None:
     content = json.loads((compared / "results" / "results.json").read_text())
     assert content["first_line"].startswith("Guidance is, on text: ")
     assert (compared / "results" / "results.csv").read_text().count("\n") == 1 + 3 * 2 * len(content["arms"])
-    for name in ("texts", "probes", "knobs", "depth", "sums"):
+    for name in ("texts", "probes", "knobs", "depth", "sums", "map"):
         assert (compared / "results" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     said = {one.claim for one in EXPERIMENT.judge(compared / "results")}
     assert said == {"D7", "D12", "D13", "D14", "D15", "D16", "D17", "D18", "D20", "D21", "D22"}
