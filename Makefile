@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit typed slow fuzz faults compiled kernels conformance docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit typed slow fuzz faults compiled kernels conformance studio docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -83,6 +83,11 @@ kernels: $(ENV)  ## tests of the Triton kernels, in Triton's interpreter where t
 
 conformance: $(ENV)  ## every architecture of the installed transformers against every feature, into docs/conformance.md
 	OMP_NUM_THREADS=1 $(PY) -m tests.conformance --workers $(WORKERS)
+
+studio:  ## bundle the page of `attnflow studio` from frontend/, with node and npm
+	$(call say,the page of the studio)
+	npm --prefix frontend ci --no-audit --no-fund
+	node frontend/build.mjs
 
 docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are missing
 	$(call say,documentation)

@@ -11,8 +11,24 @@ from networkx import DiGraph, strongly_connected_components
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
-ROOMS = ["models", "masks", "order", "audit", "tasks", "bias", "geometry", "knowledge", "report", "cli", "testing"]
-OPTIONAL = ["transformers", "huggingface_hub", "accelerate", "triton", "matplotlib", "gguf", "lancedb", "pymilvus"]
+ROOMS = [
+    "models",
+    "masks",
+    "order",
+    "audit",
+    "tasks",
+    "bias",
+    "geometry",
+    "knowledge",
+    "report",
+    "studio",
+    "cli",
+    "testing",
+]
+OPTIONAL = [
+    *("transformers", "huggingface_hub", "accelerate", "triton", "matplotlib", "gguf", "lancedb", "pymilvus"),
+    *("starlette", "uvicorn", "websockets"),
+]
 WITHOUT_TRANSFORMERS = [
     "attnflow",
     *(f"attnflow.{room}" for room in ROOMS),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from attnflow._core import mask_examples
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
@@ -24,23 +25,8 @@ OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FI
 _DEFAULT_N: Final = 16
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
 EXAMPLES: Final[Mapping[str, str]] = {
-    "attention_sink": "--set sinks=2 --set window=4",
-    "big_bird": "--n 32 --set block=2",
-    "block_causal": "--set block=4",
-    "block_diffusion": "--set num_blocks=4 --set block=2",
-    "block_two_stream": "--set num_blocks=4 --set block=2",
-    "butterfly": "--n 6",
-    "causal": "--n 8",
-    "dilated_window": "--set window=3 --set dilation=2",
-    "document": "--set lengths=5,3,4",
-    "full": "--n 8",
-    "global_tokens": "--set indices=0,8",
-    "longformer": "--set window=3 --set indices=0",
-    "multi_token_prediction": "--n 6 --set horizon=3",
-    "permutation_lm": "--set permutation=2,0,3,1",
-    "prefix_lm": "--set prefix=6",
-    "sliding_window": "--set window=4",
-    "tree": "--set parents=-1,0,0,1,1,2",
+    name: " ".join(f"--n {value}" if key == "n" else f"--set {key}={value}" for key, value in settings.items())
+    for name, settings in mask_examples.EXAMPLES.items()
 }
 
 

@@ -25,6 +25,7 @@ from attnflow.cli import (
     mask,
     mask_formats,
     report,
+    studio,
 )
 from attnflow.cli._output import BadUsage
 from attnflow.cli.knowledge import app as knowledge
@@ -45,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (audit.audit, geometry.geometry, report.report, doctor.doctor, demo.demo):
+for command in (audit.audit, geometry.geometry, report.report, studio.studio, doctor.doctor, demo.demo):
     app.command(command.__name__)(command)
 
 

@@ -33,6 +33,21 @@ def require(name: str) -> None:
         raise BadUsage(f"{name!r} is no local model; HF_HUB_OFFLINE is set, and it is not in the hub's local cache")
 
 
+def require_model(name: str, with_settings: bool) -> None:
+    """Answer a typo at once, where a mask or a model may be meant; `with_settings`: parameters of a mask came along."""
+    from attnflow._core.plain import close_to
+    from attnflow.models.packages import MODELS
+
+    if with_settings:
+        raise BadUsage(f"--n and --set belong to masks, and {name!r} is none{close_to(name, EXAMPLES)}")
+    try:
+        require(name)
+    except BadUsage as error:
+        near = close_to(name, [*EXAMPLES, *MODELS]) if "/" not in name else ""
+        message = f"no mask, model, file or folder {name!r}{near}"
+        raise BadUsage(message if near else f"{error}; masks are in `attnflow mask list`") from error
+
+
 def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
     """The model `name`: a short name, a folder, a GGUF file or a model of the hub.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, mask_argument
-from attnflow.cli._models import describe, load, require, sample
+from attnflow.cli._models import describe, load, require_model, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, style, working
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def report(
     if is_mask and text is not None:
         raise BadUsage(f"--text belongs to models; {subject} is a mask")
     if not is_mask:
-        _require_model(subject, n is not None or bool(settings))
+        require_model(subject, n is not None or bool(settings))
     with working(f"reading {subject}") as spinner:
         page = _of_mask(subject, n, settings or [], spinner) if is_mask else _of_model(subject, text, tokens, spinner)
         page.save(target)
@@ -54,21 +54,6 @@ def report(
         verdict = "" if page.ok else " It reports a leak."
         say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if page.ok else style(page.ok))
     raise typer.Exit(0 if page.ok else 1)
-
-
-def _require_model(name: str, with_settings: bool) -> None:
-    """Answer a typo at once, whether a mask or a model is meant."""
-    from attnflow._core.plain import close_to
-    from attnflow.models.packages import MODELS
-
-    if with_settings:
-        raise BadUsage(f"--n and --set belong to masks, and {name!r} is none{close_to(name, EXAMPLES)}")
-    try:
-        require(name)
-    except BadUsage as error:
-        near = close_to(name, [*EXAMPLES, *MODELS]) if "/" not in name else ""
-        message = f"no mask, model, file or folder {name!r}{near}"
-        raise BadUsage(message if near else f"{error}; masks are in `attnflow mask list`") from error
 
 
 def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Reporter) -> Page:

@@ -239,6 +239,15 @@ class Flow(Result):
         inside = walk.field(self._stack(layers), self._number(query))
         return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
+    def arrivals(self, query: int, most: int) -> IntArray:
+        """int64[n]: after how many layers each position's information is first in `query`; -1 if not within `most`.
+
+        A stack is walked to its end, whatever `most` says. Cost: O(n) for each layer.
+        """
+        number = self._number(self._position("query", query))
+        first = walk.arrivals(self._layers, number, most if self.num_layers is None else None)
+        return first if self._rank is None else first[self._rank]
+
     def path(self, source: int, target: int) -> list[int]:
         """A shortest way for the information of `source` to `target`, layer by layer.
 

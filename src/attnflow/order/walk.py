@@ -21,6 +21,31 @@ def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
     return inside
 
 
+def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> IntArray:
+    """int64[n]: after how many layers the information of each position is first in `query`; -1 if it never is.
+
+    Args:
+        layers: relations with their diagonals, first layer first.
+        query: the position that reads.
+        most: `layers` holds one relation, which so many layers have at most; None where it holds one for each layer.
+
+    Cost: of one relation, a breadth-first walk: O(n) for each layer; of a stack, `field` for each number of layers.
+    """
+    first = np.full(layers[0].num_rows, -1)
+    first[query] = 0
+    if most is None:
+        for count in range(1, len(layers) + 1):
+            first[(first < 0) & field(layers[:count], query)] = count
+        return first
+    fresh = np.array([query])
+    for count in range(1, most + 1):
+        fresh = np.flatnonzero(_keys_of_any(layers[0], fresh) & (first < 0))
+        if not len(fresh):
+            break
+        first[fresh] = count
+    return first
+
+
 def shortest_path(rows: IntervalRows, source: int, target: int) -> list[int]:
     """Fewest steps from `source` up to `target`; `source` must be below `target`."""
     towards = np.full(rows.num_rows, -1)  # the next position on the way up

@@ -14,8 +14,10 @@ from attnflow.order.hasse import Hasse
 from attnflow.report import hasse_summary as summary
 from attnflow.report import layered_layout as layout
 from attnflow.report.hasse_summary import Box, Grouping
-from attnflow.report.layered_layout import Point
+from attnflow.report.layered_layout import Placement, Point
 from attnflow.report.svg import MONO, SANS, STYLE
+
+Words = tuple[str, str, str]  # first line, second line, tooltip
 
 _HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
 _MARGIN: Final = 14.0
@@ -67,16 +69,15 @@ def _boxes(
     standalone: bool,
 ) -> str | None:
     """The diagram of boxes, or None if it is too large for a page."""
-    texts = [_text(hasse, box, labels) for box in grouping.boxes]
-    sizes = [(max(44.0, 20 + max(7.4 * columns(a), 6.4 * columns(b))), 42.0 if b else 28.0) for a, b, _ in texts]
     box_of = grouping.box_of()
     stops = [box_of[index] for index in path]
     hot = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1))) if a != b}
     edges = list(grouping.links)
     edges += [edge for edge in hot if edge not in grouping.links]  # a layer may pass several covers in one move
-    placement = layout.place(sizes, grouping.levels, edges)
-    if placement.width > _MAX_WIDTH or placement.height > _MAX_HEIGHT:
+    arranged = arrange(hasse, grouping, labels, edges)
+    if arranged is None:
         return None
+    texts, sizes, placement = arranged
     routes = dict(zip(edges, placement.routes, strict=True))
     parts = [
         _line(routes[edge], hot.get(edge), _edge_note(grouping, edge), grouping.links.get(edge))
@@ -91,7 +92,19 @@ def _boxes(
     return page("".join(parts), placement.width, placement.height, caption, standalone, what)
 
 
-def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> tuple[str, str, str]:
+def arrange(
+    hasse: Hasse, grouping: Grouping, labels: Sequence[str] | None, edges: Sequence[tuple[int, int]]
+) -> tuple[list[Words], list[tuple[float, float]], Placement] | None:
+    """(texts, (width, height), placement) of the boxes and `edges`; None if it is too large for a page."""
+    texts = [_text(hasse, box, labels) for box in grouping.boxes]
+    sizes = [(max(44.0, 20 + max(7.4 * columns(a), 6.4 * columns(b))), 42.0 if b else 28.0) for a, b, _ in texts]
+    placement = layout.place(sizes, grouping.levels, edges)
+    if placement.width > _MAX_WIDTH or placement.height > _MAX_HEIGHT:
+        return None
+    return texts, sizes, placement
+
+
+def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> Words:
     """(first line, second line, tooltip) of a box."""
     positions = sorted(position for index in box.classes for position in hasse.nodes[index])
     where, count = runs(positions), len(box.classes)
@@ -179,7 +192,7 @@ def _badge(route: list[Point], layer: int) -> str:
     return element("g", element("title", f"layer {layer}") + disc + text, class_="af-badge")
 
 
-def _box(centre: Point, size: tuple[float, float], text: tuple[str, str, str], several: bool, hot: bool) -> str:
+def _box(centre: Point, size: tuple[float, float], text: Words, several: bool, hot: bool) -> str:
     (x, y), (width, height) = centre, size
     first, second, tooltip = text
     colour = _HOT if hot else "currentColor"

@@ -1,0 +1,168 @@
+// What is known of the design: its order in numbers, leaks and dead positions, cost, code.
+
+import { useSignal } from "@preact/signals";
+import { bytes, grouped, percent, plural, short } from "./format.js";
+
+export function Order({ studio }) {
+  const { value, error } = studio.answers.flow.value;
+  const layer = studio.view.value?.layers[studio.layer.value];
+  const rows = [
+    ["Depth", value ? grouped(value.depth) : "–", value ? (value.dense ? "dense: one layer does all" : value.num_layers ? `of ${plural(value.num_layers, "layer")}` : "layers until all has flowed") : ""],
+    ["Classes", value ? grouped(value.classes) : "–", value ? `on ${plural(value.levels, "level")}` : ""],
+    ["Covers", value ? grouped(value.covers) : "–", "edges of the Hasse diagram"],
+    ["Pairs", layer ? percent(layer.density) : "–", layer ? `${grouped(layer.pairs)} in a layer` : ""],
+    ["Flow", value ? percent(value.closure_density) : "–", "pairs in the closure"],
+  ];
+  return (
+    <section class="panel order" aria-labelledby="order-title">
+      <h2 id="order-title">Order</h2>
+      <dl class="facts">
+        {rows.map(([name, number, note]) => (
+          <div>
+            <dt>{name}</dt>
+            <dd><b class="n">{number}</b><small>{note}</small></dd>
+          </div>
+        ))}
+      </dl>
+      {error && <p class="trouble">{error}</p>}
+    </section>
+  );
+}
+
+const TABS = [
+  ["leaks", "Leaks"],
+  ["cost", "Cost"],
+  ["code", "Code"],
+];
+
+export function Answers({ studio }) {
+  const leaks = studio.answers.leaks.value.value?.total ?? 0;
+  const move = (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const now = TABS.findIndex(([tab]) => tab === studio.tab.value);
+    const [next] = TABS[(now + step + TABS.length) % TABS.length];
+    studio.tab.value = next;
+    document.getElementById(`tab-${next}`).focus();
+  };
+  return (
+    <section class="panel answers">
+      <div class="tabs" role="tablist" aria-label="What follows" onKeyDown={move}>
+        {TABS.map(([tab, label]) => (
+          <button type="button" role="tab" id={`tab-${tab}`} key={tab} aria-selected={studio.tab.value === tab} aria-controls="answer" tabIndex={studio.tab.value === tab ? 0 : -1} onClick={() => (studio.tab.value = tab)}>
+            {label}
+            {tab === "leaks" && leaks > 0 && <span class="count n">{grouped(leaks)}</span>}
+          </button>
+        ))}
+      </div>
+      <div id="answer" role="tabpanel" aria-labelledby={`tab-${studio.tab.value}`} tabIndex={0}>
+        {{ leaks: <Leaks studio={studio} />, cost: <Cost studio={studio} />, code: <Code studio={studio} /> }[studio.tab.value]}
+      </div>
+    </section>
+  );
+}
+
+function Leaks({ studio }) {
+  const { value, error } = studio.answers.leaks.value;
+  if (error) return <p class="trouble">The leaks are not known: {error}.</p>;
+  if (!value) return <p class="quiet">…</p>;
+  if (!value.labels)
+    return <p class="quiet">No labels yet. Say what positions must predict (left, “Labels”), and every way by which an answer can be read is found here.</p>;
+  return (
+    <>
+      <p class={value.total ? "verdict bad" : "verdict good"}>
+        {value.total ? `${plural(value.total, "leak")}: a label can be read where it must be predicted` : `No leak: proved for ${plural(value.labels, "label")}`}
+      </p>
+      <ol class="leaks">
+        {value.leaks.map((leak, i) => (
+          <li key={i}>
+            <button type="button" aria-pressed={studio.leak.value === i} onClick={() => (studio.leak.value = studio.leak.value === i ? null : i)}>
+              <span class="n">{leak.position}</span>
+              <span>reads token {leak.token}<small>{leak.route}</small></span>
+            </button>
+          </li>
+        ))}
+      </ol>
+      {value.total > value.leaks.length && <p class="quiet">and {grouped(value.total - value.leaks.length)} more</p>}
+      <p class="quiet">{value.num_dead ? <>Dead, no label reads them: <span class="n">{value.dead_text}</span> ({grouped(value.num_dead)})</> : "No position is dead."}</p>
+    </>
+  );
+}
+
+const BACKENDS = { eager: "eager", sdpa: "SDPA", flex: "FlexAttention" };
+
+function Cost({ studio }) {
+  const { value, error } = studio.answers.cost.value;
+  if (!value) return <p class="quiet">{error || "…"}</p>;
+  const { blocks } = value;
+  const most = Math.max(...value.backends.map((row) => row.pairs), 1);
+  return (
+    <>
+      <p class="verdict"><b class="n">{percent(value.skipped)}</b> of {plural(blocks.total, "block")} of {blocks.block} are skipped</p>
+      <div class="blocks" role="img" aria-label={`${blocks.full} full, ${blocks.partial} partial, ${blocks.empty} empty blocks`}>
+        {[["full", blocks.full], ["partial", blocks.partial], ["empty", blocks.empty]].map(([kind, count]) => (
+          <span class={kind} style={{ flexGrow: count }} title={`${kind}: ${grouped(count)}`} />
+        ))}
+      </div>
+      <p class="legend"><span class="swatch full" /> {grouped(blocks.full)} full <span class="swatch partial" /> {grouped(blocks.partial)} partial <span class="swatch empty" /> {grouped(blocks.empty)} empty</p>
+      <table>
+        <thead><tr><th scope="col">backend</th><th scope="col" class="n">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
+        <tbody>
+          {value.backends.map((row) => (
+            <tr>
+              <th scope="row">{BACKENDS[row.backend]}<meter min="0" max={most} value={row.pairs} aria-label={`pairs of ${row.backend}`} /></th>
+              <td class="n">{short(row.pairs)}</td>
+              <td class="n">{short(row.flops)}</td>
+              <td class="n">{bytes(row.memory)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <p class="quiet">One sequence, one head of 64 channels, one layer, forward.</p>
+    </>
+  );
+}
+
+function Code({ studio }) {
+  const kind = useSignal("attnflow");
+  const shown = useSignal(null);
+  const value = studio.answers.code.value.value;
+  if (!value) return <p class="quiet">…</p>;
+  const choose = async (name) => {
+    kind.value = name;
+    shown.value = null;
+    if (name in { attnflow: 1, flex: 1 }) return;
+    const reply = await studio.ask({ op: "export", format: name, layer: studio.layer.value });
+    shown.value = { ...reply, revision: studio.view.value.revision };
+  };
+  const stale = shown.value && shown.value.revision !== studio.view.value.revision;
+  if (stale) choose(kind.value);
+  const text = value[kind.value] ?? (shown.value?.ok ? (shown.value.text ?? shown.value.refused) : (shown.value?.error ?? ""));
+  const refused = !(kind.value in value) && shown.value && !shown.value.text;
+  return (
+    <>
+      <div class="row">
+        <label class="field">
+          <span>for</span>
+          <select value={kind.value} onChange={(event) => choose(event.currentTarget.value)}>
+            <option value="attnflow">attnflow</option>
+            <option value="flex">FlexAttention</option>
+            {value.formats.map((name) => <option value={name}>{name}</option>)}
+          </select>
+        </label>
+        <CopyButton text={text} disabled={!text || refused} />
+      </div>
+      {refused ? <p class="trouble">{text}</p> : <pre tabIndex={0} aria-label="Code"><code>{text}</code></pre>}
+    </>
+  );
+}
+
+export function CopyButton({ text, disabled = false, label = "Copy" }) {
+  const copied = useSignal(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(typeof text === "function" ? text() : text);
+    copied.value = true;
+    setTimeout(() => (copied.value = false), 1200);
+  };
+  return <button type="button" class="copy" disabled={disabled} onClick={copy}>{copied.value ? "Copied" : label}</button>;
+}

@@ -1,0 +1,199 @@
+// What is drawn: the catalogue with its parameters, the algebra, the layers, the brush.
+
+import { useSignal, useSignalEffect } from "@preact/signals";
+import { grouped, percent } from "./format.js";
+
+export function MaskPanel({ studio }) {
+  const masks = studio.catalogue.value?.masks ?? [];
+  const name = useSignal("causal");
+  const settings = useSignal({});
+  const entry = masks.find((mask) => mask.name === name.value);
+  const spec = studio.view.value?.layers[studio.layer.value]?.spec;
+
+  // The form shows the layer's own mask while that is one of the catalogue.
+  useSignalEffect(() => {
+    const shown = studio.view.value?.layers[studio.layer.value]?.spec;
+    if (!shown || !studio.catalogue.value) return;
+    name.value = shown.name;
+    settings.value = textsOf(shown.parameters ?? {});
+  });
+
+  const choose = (event) => {
+    const mask = masks.find((each) => each.name === event.currentTarget.value);
+    const begin = { ...mask.example };
+    if (mask.parameters.some((parameter) => parameter.name === "n")) begin.n = String(studio.size.value);
+    name.value = mask.name;
+    settings.value = begin;
+    studio.act("pick", { layer: studio.layer.value, name: mask.name, settings: begin });
+  };
+
+  const set = (parameter, value) => {
+    settings.value = { ...settings.value, [parameter]: value };
+    if (spec?.name === name.value) studio.act("pick", { layer: studio.layer.value, name: name.value, settings: settings.value });
+  };
+
+  const send = (op, values = {}) => studio.act(op, { layer: studio.layer.value, name: name.value, settings: settings.value, ...values });
+
+  return (
+    <section class="panel" aria-labelledby="mask-title">
+      <h2 id="mask-title">Mask</h2>
+      <label class="field">
+        <span>Catalogue</span>
+        <select value={name.value} onChange={choose}>
+          {masks.map((mask) => <option value={mask.name}>{mask.name.replaceAll("_", " ")}</option>)}
+        </select>
+      </label>
+      <div class="parameters">
+        {entry?.parameters.map((parameter) => (
+          <Parameter key={`${entry.name}.${parameter.name}`} parameter={parameter} value={settings.value[parameter.name]} set={set} />
+        ))}
+      </div>
+      <p class="relation" title={entry?.relation}>{entry?.relation ?? "\u00a0"}</p>
+      <div class="buttons" role="group" aria-label="Combine">
+        <button type="button" onClick={() => send("pick")}>Use</button>
+        <button type="button" onClick={() => send("combine", { sign: "and" })} title="Pairs that both allow">& and</button>
+        <button type="button" onClick={() => send("combine", { sign: "or" })} title="Pairs that either allows">| or</button>
+        <button type="button" onClick={() => studio.act("invert", { layer: studio.layer.value })} title="Pairs that the mask forbids">~ not</button>
+      </div>
+    </section>
+  );
+}
+
+function Parameter({ parameter, value, set }) {
+  const { name, kind, choices, default: otherwise, required } = parameter;
+  const shown = value ?? (otherwise === null || otherwise === undefined ? "" : String(otherwise));
+  if (kind === "bool")
+    return (
+      <label class="check">
+        <input type="checkbox" checked={shown === "true"} onChange={(event) => set(name, String(event.currentTarget.checked))} />
+        <span>{name}</span>
+      </label>
+    );
+  if (choices.length)
+    return (
+      <label class="field">
+        <span>{name}</span>
+        <select value={shown} onChange={(event) => set(name, event.currentTarget.value)}>{choices.map((choice) => <option>{choice}</option>)}</select>
+      </label>
+    );
+  const number = kind === "int";
+  return (
+    <label class={number ? "field number" : "field"}>
+      <span>{name}</span>
+      <input type={number ? "number" : "text"} min={number ? 0 : undefined} value={shown} required={required} spellcheck={false} autocomplete="off"
+        onInput={(event) => number && event.currentTarget.value !== "" && set(name, event.currentTarget.value)}
+        onChange={(event) => set(name, event.currentTarget.value)} />
+    </label>
+  );
+}
+
+export function LayersPanel({ studio }) {
+  const layers = studio.view.value?.layers ?? [];
+  const stacked = studio.view.value?.stacked;
+  return (
+    <section class="panel" aria-labelledby="layers-title">
+      <h2 id="layers-title">Layers <span class="aside">{stacked ? `a stack of ${layers.length}` : "one mask for all"}</span></h2>
+      <ol class="layers">
+        {layers.map((layer, i) => (
+          <li key={i}>
+            <button type="button" class="layer" aria-pressed={i === studio.layer.value} onClick={() => studio.selectLayer(i)}>
+              <span class="n">{stacked ? i + 1 : "∀"}</span>
+              <span class="title" title={layer.title}>{layer.title}</span>
+              <span class="n share">{percent(layer.density)}</span>
+            </button>
+            {stacked && (
+              <button type="button" class="icon" aria-label={`Remove layer ${i + 1}`} onClick={() => studio.act("unstack", { layer: i })}>×</button>
+            )}
+          </li>
+        ))}
+      </ol>
+      <div class="buttons">
+        <button type="button" onClick={() => studio.act("stack", { layer: studio.layer.value })}>Add a layer</button>
+      </div>
+    </section>
+  );
+}
+
+const TOOLS = [
+  ["look", "Look", "v"],
+  ["allow", "Allow", "a"],
+  ["forbid", "Forbid", "f"],
+];
+
+export function BrushPanel({ studio }) {
+  return (
+    <section class="panel" aria-labelledby="brush-title">
+      <h2 id="brush-title">Paint</h2>
+      <div class="segments" role="radiogroup" aria-label="What the pointer does">
+        {TOOLS.map(([tool, label, key]) => (
+          <label key={tool} title={`${label} (${key})`}>
+            <input type="radio" name="tool" value={tool} checked={studio.tool.value === tool} onChange={() => (studio.tool.value = tool)} />
+            <span>{label}</span>
+          </label>
+        ))}
+      </div>
+      <label class="field number">
+        <span>block</span>
+        <input type="number" min="1" max={studio.size.value || 1} value={studio.brush.value}
+          onInput={(event) => (studio.brush.value = Math.max(1, Math.floor(Number(event.currentTarget.value)) || 1))} />
+      </label>
+    </section>
+  );
+}
+
+export function ComparePanel({ studio }) {
+  const masks = studio.catalogue.value?.masks ?? [];
+  const against = studio.view.value?.against;
+  const difference = studio.answers.difference.value.value;
+  const numbers = against && difference?.layers?.[studio.layer.value];
+  const choose = async (event) => {
+    const name = event.currentTarget.value;
+    if (!name) return studio.act("against");
+    const mask = masks.find((each) => each.name === name);
+    const settings = { ...mask.example };
+    if (mask.parameters.some((parameter) => parameter.name === "n")) settings.n = String(studio.size.value);
+    return studio.act("against", { name, settings });
+  };
+  return (
+    <section class="panel" aria-labelledby="compare-title">
+      <h2 id="compare-title">Compare</h2>
+      <label class="field">
+        <span>with</span>
+        <select value={against ? (masks.find((mask) => against.startsWith(`${mask.name}(`))?.name ?? "file") : ""} onChange={choose}>
+          <option value="">nothing</option>
+          {masks.map((mask) => <option value={mask.name}>{mask.name.replaceAll("_", " ")}</option>)}
+          {against && <option value="file" disabled hidden>{against.slice(0, 40)}</option>}
+        </select>
+      </label>
+      <p class="legend">
+        {numbers ? (
+          <>
+            <span class="swatch extra" /> {grouped(numbers.extra)} more
+            <span class="swatch missing" /> {grouped(numbers.missing)} fewer
+          </>
+        ) : "\u00a0"}
+      </p>
+      <FileButton label="Compare with a file…" onText={(text) => studio.act("against", { text })} studio={studio} />
+    </section>
+  );
+}
+
+/** A file that the reader picks is read here and sent as text: the server opens nothing. */
+export function FileButton({ label, onText, studio }) {
+  const read = async (event) => {
+    const input = event.currentTarget;
+    const [file] = input.files;
+    if (!file) return;
+    if (file.size > 1_500_000) studio.message.value = { kind: "error", text: `${file.name} is too large for the page: use attnflow studio ${file.name}` };
+    else onText(await file.text());
+    input.value = "";
+  };
+  return (
+    <label class="file">
+      <input type="file" accept=".json,application/json" onChange={read} />
+      <span>{label}</span>
+    </label>
+  );
+}
+
+const textsOf = (parameters) => Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, Array.isArray(value) ? value.join(",") : String(value)]));

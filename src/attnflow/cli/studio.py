@@ -1,0 +1,82 @@
+"""`attnflow studio`: see and design what flows, live, on a page of this machine."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import typer
+
+from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, mask_argument
+from attnflow.cli._models import load, require_model, sample
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, working
+
+_TOKENS: Final = 32  # of the text for which a model's masks are asked
+
+
+def studio(
+    subject: Annotated[
+        str,
+        typer.Argument(metavar="MASK|TASK.json|MODEL", help="A mask, a JSON file with a mask or a task, or a model."),
+    ] = "causal",
+    n: MaskLength = None,
+    settings: Settings = None,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port of the loopback (default: a free one).")
+    ] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Open the studio, a page to see and design masks on.
+
+    It begins with the mask or the task, or of a model with the masks of its layers for a short text. The page is
+    served to this machine alone, at an address with a secret token, until Ctrl-C or half an hour without use.
+    Everything on it is computed here; nothing is fetched from a network.
+    """
+    from attnflow.studio import serve
+
+    design = _design(subject, n, settings or [])
+
+    def opened(address: str) -> None:
+        if json_output:
+            print_json("attnflow.studio/1", {"address": address})
+        else:
+            say(console(), f"The studio is at {address}\nCtrl-C ends it.")
+        if not no_open:
+            webbrowser.open(address)
+
+    serve(design, port, opened)
+
+
+def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, object]:
+    """The plain data of what pages begin with; refused here, where a mistake can still be corrected."""
+    from attnflow._core.plain import read_json
+    from attnflow.report.live.actions import design_of
+
+    if is_file(subject):
+        if n is not None or settings:
+            raise BadUsage(f"--n and --set belong to masks of the catalogue; {subject} is a file that says it all")
+        return design_of(read_json(subject), subject).to_dict()
+    if subject in EXAMPLES:
+        return design_of(mask_argument(subject, n, settings).to_dict(), subject).to_dict()
+    return _of_model(subject, n is not None or bool(settings))
+
+
+def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
+    """The masks that a model declares for a short text, as a stack, with its tokens."""
+    from attnflow.audit.declared import declared_order
+    from attnflow.audit.inputs import text_inputs
+    from attnflow.report.live.design import Design
+
+    require_model(name, with_settings)
+    with working(f"reading {name}") as spinner:
+        loaded = load(name)
+        inputs = text_inputs(loaded, sample(), _TOKENS)
+        spinner.stage("its masks")
+        flow = declared_order(loaded, inputs)
+        assert loaded.tokenizer is not None
+        texts = loaded.tokenizer.batch_decode([[token] for token in inputs["input_ids"][0].tolist()])
+    layers = [{"mask": mask.to_dict()} for mask in flow.masks]
+    stacked = flow.num_layers is not None
+    return Design.from_dict({"layers": layers, "stacked": stacked, "tokens": texts}, name).to_dict()

@@ -1,0 +1,191 @@
+"""The operations that change a design: structured data in, the next design out; nothing is ever evaluated as code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final, cast
+
+from attnflow._core.parameters import find
+from attnflow._core.plain import as_integer, as_list, as_object, parse_json
+from attnflow.masks.spec import named_masks
+from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, stroke_of, tokens_of
+from attnflow.tasks.task import Task
+
+Message = Mapping[str, object]
+Outcome = tuple[Design, list[str]]
+
+
+def chosen(message: Message, size: int) -> Spec:
+    """The specification of the mask of the catalogue that a message names, its settings as typed texts.
+
+    A parameter `n` without a text is `size`; others without one keep their default.
+    """
+    name = _text(message, "name")
+    entry = find(name, named_masks(), "mask")
+    settings = as_object(message.get("settings", {}), "settings")
+    texts = {key: _text(settings, key) for key in settings}
+    values = entry.read({key: text for key, text in texts.items() if text.strip()})
+    if "n" not in values and any(parameter.name == "n" for parameter in entry.parameters):
+        values["n"] = size
+    entry.require(values)
+    return {"name": name, "parameters": values}
+
+
+def pick(design: Design, message: Message) -> Outcome:
+    """A mask of the catalogue in place of a layer's."""
+    return design.with_layer(_layer(design, message), Layer.of(chosen(message, design.size)))
+
+
+def combine(design: Design, message: Message) -> Outcome:
+    """A layer's mask `and` or `or` one of the catalogue."""
+    number, sign = _layer(design, message), _text(message, "sign")
+    if sign not in ("and", "or"):
+        raise ValueError(f"sign must be and or or, got {sign!r}")
+    here, other = design.layers[number], Layer.of(chosen(message, design.size))
+    if other.mask.num_queries != design.size:
+        raise ValueError(
+            f"masks that are combined have as many positions: expected {design.size}, got {other.mask.num_queries}"
+        )
+    base = here.baked()
+    parts = cast("list[object]", base[sign]) if sign in base else [base]
+    return design.with_layer(number, Layer.of({sign: [*parts, other.spec]}))
+
+
+def invert(design: Design, message: Message) -> Outcome:
+    """Everything that a layer's mask forbids."""
+    number = _layer(design, message)
+    base = design.layers[number].baked()
+    return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
+
+
+def paint(design: Design, message: Message) -> Outcome:
+    """Rectangles of pairs, allowed or forbidden."""
+    number = _layer(design, message)
+    strokes = as_list(message.get("strokes"), "strokes")
+    drawn = [stroke_of(each, design.size, f"strokes[{i}]") for i, each in enumerate(strokes)]
+    if not drawn:
+        raise ValueError("expected at least one stroke")
+    return design.with_layer(number, design.layers[number].painted(drawn))
+
+
+def stack(design: Design, message: Message) -> Outcome:
+    """A copy of a layer's mask as a further layer after it; of one mask for all layers it makes a stack of two."""
+    number = _layer(design, message)
+    if len(design.layers) >= MAX_LAYERS:
+        raise ValueError(f"a stack has at most {MAX_LAYERS} layers")
+    layers = (*design.layers[: number + 1], design.layers[number], *design.layers[number + 1 :])
+    return replace(design, layers=layers, stacked=True), []
+
+
+def unstack(design: Design, message: Message) -> Outcome:
+    """Without a layer; the last one that is left is the mask of all layers."""
+    number = _layer(design, message)
+    if len(design.layers) == 1:
+        raise ValueError("the only mask of a design cannot be removed")
+    layers = tuple(each for i, each in enumerate(design.layers) if i != number)
+    return replace(design, layers=layers, stacked=len(layers) > 1), []
+
+
+def label(design: Design, message: Message) -> Outcome:
+    """A label at a position, or where it is there already, none: the data token that it must predict."""
+    pair = (_position(design, message, "position"), _position(design, message, "token"))
+    rest = tuple(each for each in design.labels if each != pair)
+    return replace(design, labels=rest if len(rest) < len(design.labels) else (*rest, pair)), []
+
+
+def labels(design: Design, message: Message) -> Outcome:
+    """Labels for all positions at once: the "next" token, their "own", or "none"."""
+    kind = _text(message, "kind")
+    n = design.size
+    pairs = {
+        "next": [(i, i + 1) for i in range(n - 1)],
+        "own": [(i, i) for i in range(n)],
+        "none": [],
+    }
+    return replace(design, labels=tuple(find(kind, pairs, "kind of labels"))), []
+
+
+def source(design: Design, message: Message) -> Outcome:
+    """What the input at a position is made of: data tokens; none of [MASK]."""
+    position = _position(design, message, "position")
+    tokens = [as_integer(each, "tokens") for each in as_list(message.get("tokens"), "tokens")]
+    sources = {i: made for i, made in design.sources.items() if i != position}
+    if tokens != [position]:
+        sources[position] = tuple(sorted({_bounded(each, design.size, "tokens") for each in tokens}))
+    return replace(design, sources=sources), []
+
+
+def tokens(design: Design, message: Message) -> Outcome:
+    """Texts of the positions: the words of a text."""
+    words = _text(message, "text").split()
+    notices = [f"{len(words) - design.size} words do not fit"] if len(words) > design.size else []
+    return replace(design, tokens=tokens_of(words, design.size, "tokens")), notices
+
+
+def against(design: Design, message: Message) -> Outcome:
+    """Another mask to compare with: of the catalogue, of a file's text, or none."""
+    if message.get("name") is None and message.get("text") is None:
+        return replace(design, against=None), []
+    spec = chosen(message, design.size) if message.get("name") is not None else _mask_of_text(_text(message, "text"))
+    other = Layer.of(spec)
+    if other.mask.num_queries != design.size:
+        raise ValueError(
+            f"masks that are compared have as many positions: expected {design.size}, got {other.mask.num_queries}"
+        )
+    return replace(design, against=other), []
+
+
+def load(_: Design, message: Message) -> Outcome:
+    """The mask or the task of a file's text, in place of everything."""
+    text = _text(message, "text")
+    return design_of(parse_json(text, "the file")), []
+
+
+def restore(_: Design, message: Message) -> Outcome:
+    """A design that was taken away as plain data."""
+    return Design.from_dict(message.get("design")), []
+
+
+def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
+    """The design of the plain data of a mask, of a task, or of a design."""
+    if "layers" in values:
+        return Design.from_dict(values, where)
+    if "inputs" in values:
+        return Design.of_task(Task.from_dict(values, where))
+    return Design((Layer.of(values.get("mask", values), where=where),))
+
+
+ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {
+    function.__name__: function
+    for function in (
+        *(pick, combine, invert, paint, stack, unstack),
+        *(label, labels, source, tokens, against, load, restore),
+    )
+}
+
+
+def _mask_of_text(text: str) -> Spec:
+    values = parse_json(text, "the file")
+    return as_object(values.get("mask", values), "the file")
+
+
+def _layer(design: Design, message: Message) -> int:
+    return _bounded(as_integer(message.get("layer", 0), "layer"), len(design.layers), "layer")
+
+
+def _position(design: Design, message: Message, name: str) -> int:
+    return _bounded(as_integer(message.get(name), name), design.size, name)
+
+
+def _bounded(value: int, size: int, name: str) -> int:
+    if not 0 <= value < size:
+        raise ValueError(f"{name} must lie in [0, {size}), got {value}")
+    return value
+
+
+def _text(values: Mapping[str, object], name: str) -> str:
+    value = values.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {type(value).__name__}")
+    return value

@@ -1,0 +1,269 @@
+"""`Design`: what a page shows and may change, as an immutable value with plain data in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+
+from attnflow._core.plain import as_integer, as_list, as_object, only_keys
+from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.mask import Mask
+from attnflow.masks.spec import mask_from_dict
+from attnflow.order.flow import Flow, analyze
+from attnflow.tasks.task import Label, Task, Token
+
+MAX_POSITIONS: Final = 131_072
+MAX_LAYERS: Final = 64
+_MAX_STROKES: Final = 4096
+_MAX_TEXT: Final = 400  # characters of one token
+_VERSION: Final = 1
+
+Spec = Mapping[str, object]
+
+
+class Stroke(NamedTuple):
+    """A rectangle of pairs that was painted: queries [first_query, last_query), keys [first_key, last_key)."""
+
+    first_query: int
+    last_query: int
+    first_key: int
+    last_key: int
+    allow: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The mask of a layer, or of all of them: plain data that says it, and what was painted on it since.
+
+    Attributes:
+        spec: a mask as `masks.from_json` reads it.
+        strokes: rectangles, first one first.
+        mask: what they are together.
+    """
+
+    spec: Spec
+    strokes: tuple[Stroke, ...]
+    mask: Mask = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, spec: object, strokes: Iterable[Stroke] = (), where: str = "mask") -> Layer:
+        """The layer of plain data.
+
+        Raises:
+            ValueError: it says no mask, or one that is not square, or too long.
+        """
+        mask = mask_from_dict(spec, where)
+        if mask.num_queries != mask.num_keys:
+            raise ValueError(f"{where}: expected as many queries as keys, got a mask of shape {mask.shape}")
+        if not 0 < mask.num_queries <= MAX_POSITIONS:
+            raise ValueError(f"{where}: expected 1 to {MAX_POSITIONS:,} positions, got {mask.num_queries:,}")
+        return cls(dict(cast(Spec, spec)), (), mask).painted(strokes)
+
+    def painted(self, strokes: Iterable[Stroke]) -> Layer:
+        """With these rectangles allowed or forbidden, on top of what there is. Cost: O(intervals)."""
+        added = tuple(strokes)
+        if len(self.strokes) + len(added) > _MAX_STROKES:
+            raise ValueError(f"at most {_MAX_STROKES:,} strokes, got {len(self.strokes) + len(added):,}")
+        mask = self.mask
+        for allow, group in groupby(added, key=lambda stroke: stroke.allow):
+            drawn = _rectangles(list(group), mask.num_queries)
+            mask = mask | drawn if allow else mask & ~drawn
+        return replace(self, strokes=self.strokes + added, mask=mask)
+
+    @property
+    def title(self) -> str:
+        """What it is, in a line."""
+        base = repr(self.mask) if not self.strokes else repr(mask_from_dict(self.spec))
+        return base if not self.strokes else f"{base}, painted"
+
+    def baked(self) -> Spec:
+        """One specification that says all of it: its own, or row intervals where it was painted."""
+        return self.spec if not self.strokes else self.mask.to_dict()
+
+    def to_dict(self) -> dict[str, object]:
+        """As plain data; `from_dict` reads it."""
+        strokes = [[*map(int, stroke)] for stroke in self.strokes]
+        return {"mask": dict(self.spec), **({"strokes": strokes} if strokes else {})}
+
+    @classmethod
+    def from_dict(cls, values: object, where: str) -> Layer:
+        """The layer that `to_dict` wrote."""
+        content = as_object(values, where)
+        only_keys(content, where, ("mask",), ("strokes",))
+        plain = Layer.of(content["mask"], where=f"{where}.mask")
+        strokes = as_list(content.get("strokes", []), f"{where}.strokes")
+        return plain.painted(
+            stroke_of(each, plain.mask.num_queries, f"{where}.strokes[{i}]") for i, each in enumerate(strokes)
+        )
+
+
+@dataclass(frozen=True)
+class Design:
+    """Everything that can be designed: masks, tokens, what they are made of, labels, and another mask beside it.
+
+    Attributes:
+        layers: one for all layers, or of a stack one for each, first layer first.
+        stacked: whether it is a stack.
+        tokens: a text for each of the first positions.
+        sources: the data tokens that the input at a position is made of, where it is not its own alone.
+        labels: (position, data token) for each label.
+        against: the mask that it is compared with; None without one.
+    """
+
+    layers: tuple[Layer, ...]
+    stacked: bool = False
+    tokens: tuple[str, ...] = ()
+    sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    labels: tuple[tuple[int, int], ...] = ()
+    against: Layer | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+        return self.layers[0].mask.num_queries
+
+    @cached_property
+    def flow(self) -> Flow:
+        """What the masks let flow."""
+        masks = [layer.mask for layer in self.layers]
+        return analyze(masks if self.stacked else masks[0])
+
+    @cached_property
+    def task(self) -> Task:
+        """The inputs, labels and masks as a task: position i is data token i, unless `sources` says otherwise."""
+        tokens = [Token(i, i, self.sources.get(i)) for i in range(self.size)]
+        labels = [Label(position, Token(token, token)) for position, token in self.labels]
+        masks = [layer.mask for layer in self.layers]
+        return Task(tokens, labels, masks if self.stacked else masks[0])
+
+    def with_layer(self, number: int, layer: Layer) -> tuple[Design, list[str]]:
+        """With another mask for a layer; (the design, what had to go because it does not fit any more)."""
+        if layer.mask.num_queries == self.size:
+            layers = tuple(layer if i == number else each for i, each in enumerate(self.layers))
+            return replace(self, layers=layers), []
+        if len(self.layers) > 1:
+            raise ValueError(
+                f"the layers of a stack have as many positions each: expected {self.size}, got "
+                f"{layer.mask.num_queries}; remove the other layers first"
+            )
+        size, notices = layer.mask.num_queries, list[str]()
+        labels = tuple(pair for pair in self.labels if max(pair) < size)
+        sources = {i: made for i, made in self.sources.items() if i < size and max(made, default=0) < size}
+        if len(labels) < len(self.labels) or len(sources) < len(self.sources):
+            gone = len(self.labels) - len(labels) + len(self.sources) - len(sources)
+            notices.append(f"{gone} labels and inputs beyond position {size - 1} are gone")
+        against = self.against
+        if against is not None and against.mask.num_queries != size:
+            against = None
+            notices.append("the comparison has ended: the other mask has another number of positions")
+        new = Design((layer,), self.stacked, self.tokens[:size], sources, labels, against)
+        return new, notices
+
+    def to_dict(self) -> dict[str, object]:
+        """As plain data; `from_dict` reads it."""
+        return {
+            "version": _VERSION,
+            "layers": [layer.to_dict() for layer in self.layers],
+            **({"stacked": True} if self.stacked else {}),
+            **({"tokens": list(self.tokens)} if self.tokens else {}),
+            **({"sources": [[i, *made] for i, made in self.sources.items()]} if self.sources else {}),
+            **({"labels": [list(pair) for pair in self.labels]} if self.labels else {}),
+            **({"against": self.against.to_dict()} if self.against else {}),
+        }
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "design") -> Design:
+        """The design of plain data.
+
+        Raises:
+            ValueError: a part is missing, unknown, malformed or too large; the message says where.
+        """
+        content = as_object(values, where)
+        only_keys(content, where, ("layers",), ("version", "stacked", "tokens", "sources", "labels", "against"))
+        if content.get("version", _VERSION) != _VERSION:
+            raise ValueError(f"{where}: this release reads version {_VERSION}, got version {content['version']!r}")
+        specs = as_list(content["layers"], f"{where}.layers")
+        stacked = content.get("stacked", False)
+        if not 1 <= len(specs) <= (MAX_LAYERS if stacked is True else 1):
+            raise ValueError(f"{where}.layers: expected one, or of a stack 1 to {MAX_LAYERS}, got {len(specs)}")
+        layers = tuple(Layer.from_dict(spec, f"{where}.layers[{i}]") for i, spec in enumerate(specs))
+        size = layers[0].mask.num_queries
+        if any(layer.mask.num_queries != size for layer in layers):
+            raise ValueError(f"{where}.layers: expected masks of one size, got {[x.mask.num_queries for x in layers]}")
+        sources: dict[int, tuple[int, ...]] = {}
+        for i, row in enumerate(as_list(content.get("sources", []), f"{where}.sources")):
+            position, *made = _positions(row, size, f"{where}.sources[{i}]", 1)
+            sources[position] = tuple(sorted(set(made)))
+        labels: list[tuple[int, int]] = []
+        for i, row in enumerate(as_list(content.get("labels", []), f"{where}.labels")):
+            position, token = _positions(row, size, f"{where}.labels[{i}]", 2, 2)
+            labels.append((position, token))
+        tokens = tokens_of(content.get("tokens", []), size, f"{where}.tokens")
+        against = None if "against" not in content else Layer.from_dict(content["against"], f"{where}.against")
+        if against is not None and against.mask.num_queries != size:
+            raise ValueError(f"{where}.against: expected {size} positions, got {against.mask.num_queries}")
+        return cls(layers, stacked is True, tokens, sources, tuple(dict.fromkeys(labels)), against)
+
+    @classmethod
+    def of_task(cls, task: Task) -> Design:
+        """The design of a task: its masks, what its inputs are made of, and those labels that are data tokens.
+
+        Raises:
+            ValueError: it has too many positions or layers, or data tokens beyond its positions.
+        """
+        if task.size > MAX_POSITIONS or len(task.masks) > MAX_LAYERS:
+            raise ValueError(
+                f"expected at most {MAX_POSITIONS:,} positions and {MAX_LAYERS} layers, got {task.size:,} and "
+                f"{len(task.masks)}"
+            )
+        layers = [{"mask": mask.to_dict()} for mask in task.masks]
+        sources = [[i, *sorted(token.provenance)] for i, token in enumerate(task.inputs) if token.provenance != {i}]
+        labels = [[label.position, label.data_index] for label in task.labels if label.data_index is not None]
+        stacked = task.num_layers is not None
+        return cls.from_dict({"layers": layers, "stacked": stacked, "sources": sources, "labels": labels}, "task")
+
+
+def stroke_of(values: object, size: int, where: str) -> Stroke:
+    """The rectangle [first query, last query, first key, last key, allow] of plain data; the last ones excluded."""
+    numbers = [as_integer(each, where) for each in as_list(values, where)]
+    if len(numbers) != 5 or numbers[4] not in (0, 1):
+        raise ValueError(f"{where}: expected [first query, last query, first key, last key, 0 or 1], got {numbers}")
+    first_query, last_query, first_key, last_key, allow = numbers
+    if not (0 <= first_query < last_query <= size and 0 <= first_key < last_key <= size):
+        raise ValueError(f"{where}: expected a rectangle within {size} positions, got {numbers[:4]}")
+    return Stroke(first_query, last_query, first_key, last_key, bool(allow))
+
+
+def tokens_of(values: object, size: int, where: str) -> tuple[str, ...]:
+    """The texts of the first positions."""
+    texts = as_list(values, where)
+    for text in texts:
+        if not isinstance(text, str) or len(text) > _MAX_TEXT:
+            raise ValueError(f"{where}: expected texts of at most {_MAX_TEXT} characters, got {str(text)[:40]!r}")
+    return tuple(cast(Sequence[str], texts[:size]))
+
+
+def _positions(values: object, size: int, where: str, least: int, most: int | None = None) -> list[int]:
+    numbers = [as_integer(each, where) for each in as_list(values, where)]
+    if len(numbers) < least or (most is not None and len(numbers) > most):
+        raise ValueError(
+            f"{where}: expected {least if most == least else f'at least {least}'} positions, got {numbers}"
+        )
+    for number in numbers:
+        if not 0 <= number < size:
+            raise ValueError(f"{where}: expected positions in [0, {size}), got {number}")
+    return numbers
+
+
+def _rectangles(strokes: Sequence[Stroke], size: int) -> Mask:
+    """The mask that allows what lies in any of them."""
+    rows = np.concatenate([np.arange(s.first_query, s.last_query) for s in strokes])
+    heights = [s.last_query - s.first_query for s in strokes]
+    starts = np.repeat([s.first_key for s in strokes], heights)
+    ends = np.repeat([s.last_key for s in strokes], heights)
+    return Mask(IntervalRows.build(rows, starts, ends, size, size), "painted")

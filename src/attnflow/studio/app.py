@@ -1,0 +1,186 @@
+"""The studio's ASGI application: four files that lie in memory, and one socket for each page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final, cast
+
+from attnflow.studio.guard import Guard
+from attnflow.studio.limits import Limits
+from attnflow.studio.process import Worker
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp
+    from starlette.websockets import WebSocket
+
+# The only codes that a page is closed with, and what it tells its reader then.
+UNAUTHORISED: Final = 4401
+TOO_MANY: Final = 4429
+MALFORMED: Final = 4400
+_FILES: Final = {
+    "/": ("studio.html", "text/html; charset=utf-8"),
+    "/studio.js": ("studio.js", "text/javascript; charset=utf-8"),
+    "/studio.css": ("studio.css", "text/css; charset=utf-8"),
+    "/studio.svg": ("studio.svg", "image/svg+xml"),
+}
+_STOP: Final = "stop"
+
+
+class Studio:
+    """The pages that are open and what they may do.
+
+    Attributes:
+        token: what a page must show first; it stands in the fragment of the address, which no server ever sees.
+        limits: the caps.
+    """
+
+    def __init__(self, token: str, design: Mapping[str, object], limits: Limits) -> None:
+        self.token = token
+        self.limits = limits
+        self._last_message = time.monotonic()
+        self._design = design
+        self._open = 0
+        self._answering = 0
+        self._spare: Worker | None = None
+
+    def app(self, port: int) -> ASGIApp:
+        """The application, as it answers on this port of the loopback."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route, WebSocketRoute
+
+        assets = files("attnflow") / "report" / "assets"
+        routes = [
+            *(Route(path, _file((assets / name).read_bytes(), kind)) for path, (name, kind) in _FILES.items()),
+            WebSocketRoute("/session", self._session),
+        ]
+        return Guard(Starlette(routes=routes), port)
+
+    @property
+    def idle(self) -> float:
+        """Seconds since a page was last asked or answered; none while one is being answered."""
+        return 0.0 if self._answering else time.monotonic() - self._last_message
+
+    async def prepare(self) -> None:
+        """Start a process for the next page, so that it need not wait for one."""
+        self._spare = Worker(self._design, self.limits)
+        await self._spare.start()
+
+    async def close(self) -> None:
+        """End the process that waits for a page."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            await spare.stop()
+
+    async def _session(self, socket: WebSocket) -> None:
+        await socket.accept()
+        if not await self._shows_token(socket):
+            await _close(socket, UNAUTHORISED, "the address lacks the token")
+            return
+        if self._open >= self.limits.sessions:
+            await _close(socket, TOO_MANY, f"{self.limits.sessions} pages are open already")
+            return
+        self._open += 1
+        self._last_message = time.monotonic()
+        worker, self._spare = self._spare or Worker(self._design, self.limits), None
+        try:
+            await self._converse(socket, worker)
+        finally:
+            self._open -= 1
+            await worker.stop()
+            if self._spare is None and not self._open:
+                await self.prepare()
+
+    async def _shows_token(self, socket: WebSocket) -> bool:
+        """Whether the first message is the token, in time."""
+        try:
+            async with asyncio.timeout(self.limits.first_message):
+                text = await _received(socket)
+        except TimeoutError:
+            return False
+        return is_token((_parsed(text or "", self.limits.message_bytes) or {}).get("token"), self.token)
+
+    async def _converse(self, socket: WebSocket, worker: Worker) -> None:
+        """Messages in, replies out, one after the other; "stop" ends what is being computed at once."""
+        waiting: asyncio.Queue[dict[str, object]] = asyncio.Queue(self.limits.queued)
+        answering = asyncio.create_task(self._answer(socket, worker, waiting))
+        try:
+            while True:
+                text = await _received(socket)
+                if text is None:
+                    return
+                self._last_message = time.monotonic()
+                message = _parsed(text, self.limits.message_bytes)
+                if message is None:
+                    await _close(socket, MALFORMED, "expected a JSON object")
+                    return
+                if message.get("op") == _STOP:
+                    await worker.stop()
+                elif waiting.full():
+                    await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")
+                    return
+                else:
+                    waiting.put_nowait(message)
+        finally:
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+
+    async def _answer(self, socket: WebSocket, worker: Worker, waiting: asyncio.Queue[dict[str, object]]) -> None:
+        from starlette.websockets import WebSocketDisconnect
+
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the page has gone while it was computed
+            while True:
+                message = await waiting.get()
+                self._answering += 1
+                try:
+                    reply = await worker.ask(message)
+                finally:
+                    self._answering -= 1
+                    self._last_message = time.monotonic()
+                await socket.send_text(json.dumps(reply, separators=(",", ":")))
+
+
+def is_token(shown: object, token: str) -> bool:
+    """Whether a page shows the token, found out in a time that says nothing of it."""
+    return isinstance(shown, str) and hmac.compare_digest(shown.encode("utf-8", "replace"), token.encode())
+
+
+async def _received(socket: WebSocket) -> str | None:
+    """The next text; "" for bytes, which no page sends; None once the page has gone."""
+    message = await socket.receive()
+    return None if message["type"] == "websocket.disconnect" else message.get("text") or ""
+
+
+def _parsed(text: str, limit: int) -> dict[str, object] | None:
+    """The JSON object of a message; None if it is none, or too long."""
+    if len(text.encode()) > limit:
+        return None
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, object]", message) if isinstance(message, dict) else None
+
+
+def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    from starlette.responses import Response
+
+    async def endpoint(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return endpoint
+
+
+async def _close(socket: WebSocket, code: int, reason: str) -> None:
+    from starlette.websockets import WebSocketDisconnect
+
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it was closed from there
+        await socket.close(code, reason)

@@ -1,0 +1,83 @@
+"""`Worker`: a page's process as its server sees it: asked, stopped, started again where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from attnflow.studio.limits import Limits
+
+
+class Worker:
+    """The process of one page, started when it is first asked.
+
+    Attributes:
+        design: what it shows, as plain data: where a new process goes on.
+    """
+
+    def __init__(self, design: Mapping[str, object], limits: Limits) -> None:
+        self.design: object = dict(design)
+        self._limits = limits
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_ready = False
+
+    async def start(self) -> None:
+        """Begin to start the process, if there is none; `ask` waits until it is ready."""
+        if self._process is None:
+            command = (sys.executable, "-m", "attnflow.studio.worker", str(self._limits.memory))
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, limit=self._limits.reply_bytes
+            )
+            self._process, self._is_ready = process, False
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ask` sees that it has ended
+                await self._send(process, self.design)
+
+    async def ask(self, message: Mapping[str, object]) -> dict[str, Any]:
+        """The reply to a message; after `limits.seconds` the process is ended, and the reply says so."""
+        await self.start()
+        process, limit = self._process, self._limits.starting
+        assert process is not None
+        assert process.stdout is not None
+        try:
+            if not self._is_ready:
+                async with asyncio.timeout(limit):
+                    self._is_ready = bool(await process.stdout.readline())
+            limit = self._limits.seconds
+            async with asyncio.timeout(limit):
+                await self._send(process, message)
+                line = await process.stdout.readline()
+        except TimeoutError:
+            await self.stop()
+            return _failed(message, f"stopped after {limit:g} seconds: too much work for a page")
+        except (BrokenPipeError, ConnectionResetError, ValueError):  # ValueError: a reply beyond its limit
+            line = b""
+        if not line:
+            was_stopped = self._process is not process
+            await self.stop()
+            return _failed(message, "stopped" if was_stopped else "its process ended; what you had is kept")
+        answer: dict[str, Any] = json.loads(line)
+        self.design = answer.get("design", self.design)
+        return answer["reply"]
+
+    async def stop(self) -> None:
+        """End the process, whatever it does."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _send(self, process: asyncio.subprocess.Process, content: object) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(content, separators=(",", ":")).encode() + b"\n")
+        await process.stdin.drain()
+
+
+def _failed(message: Mapping[str, object], reason: str) -> dict[str, Any]:
+    identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+    return {**identity, "ok": False, "error": reason, "restarted": True}

@@ -1,0 +1,106 @@
+"""`serve`: the studio on a port of the loopback, until it is idle or interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from attnflow._core.errors import MissingExtra
+from attnflow.studio.limits import Limits
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from attnflow.studio.app import Studio
+
+_NEEDED: Final = ("starlette", "uvicorn", "websockets")
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def serve(
+    design: Mapping[str, object],
+    port: int = 0,
+    opened: Callable[[str], object] | None = None,
+    limits: Limits | None = None,
+) -> None:
+    """Serve the studio on 127.0.0.1 until it has been idle for long, or is interrupted.
+
+    Nothing but this machine reaches it, and there nothing without the token that stands in the fragment of its
+    address: `opened` is called with it once the server listens.
+
+    Args:
+        design: what pages begin with: the plain data of a mask, of a task, or of a design.
+        port: of the loopback; 0 takes a free one.
+        opened: what to do with the address, such as `webbrowser.open`.
+        limits: the caps; by default those of `Limits`.
+
+    Raises:
+        MissingExtra: starlette, uvicorn or websockets are not installed.
+        ValueError: no port.
+        OSError: the port is taken.
+    """
+    for module in _NEEDED:
+        if find_spec(module) is None:
+            raise MissingExtra(module, "studio", "the studio")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must lie in [0, 65535], got {port}")
+    from attnflow.studio.app import Studio
+
+    listener = _listener(port)
+    try:
+        studio = Studio(secrets.token_urlsafe(32), design, limits or Limits())
+        asyncio.run(_run(studio, listener, opened))
+    finally:
+        listener.close()
+
+
+def _listener(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_LOOPBACK, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], object] | None) -> None:
+    import uvicorn
+
+    port = int(listener.getsockname()[1])
+    config = uvicorn.Config(
+        studio.app(port),
+        ws="websockets-sansio",
+        ws_max_size=studio.limits.message_bytes,
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=64,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    address = f"http://{_LOOPBACK}:{port}/#token={studio.token}"
+    watching = asyncio.create_task(_watch(server, studio, address, opened))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watching.cancel()
+        await studio.close()
+
+
+async def _watch(server: uvicorn.Server, studio: Studio, address: str, opened: Callable[[str], object] | None) -> None:
+    """Say where it is once it listens; end it when nobody has said anything for long."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    await studio.prepare()
+    if opened is not None:
+        opened(address)
+    while studio.idle < studio.limits.idle:
+        await asyncio.sleep(min(1.0, studio.limits.idle / 4))
+    server.should_exit = True

@@ -1,0 +1,54 @@
+"""The process of one page: reads a message a line, answers a line; ends with its standard input.
+
+A process of its own can be stopped at any time, whatever it computes, and cannot take the other pages' memory.
+`python -m attnflow.studio.worker BYTES` takes as its first line the plain data of the design to begin with.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+from attnflow.report.live.actions import design_of
+from attnflow.report.live.session import Session
+
+
+def main(memory: int) -> None:
+    """Answer the messages on standard input.
+
+    It says `{"ready": true}` first; each answer is `{"reply": ..., "design": ...}`, with the design as plain data after
+    it changed.
+
+    Args:
+        memory: bytes of address space; what needs more is answered "not enough memory".
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    answers, sys.stdout = sys.stdout, sys.stderr
+    _limit(memory)
+    session = Session(design_of(json.loads(sys.stdin.readline()), "the design"))
+    revision = session.revision
+
+    def say(content: dict[str, object]) -> None:
+        answers.write(json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n")
+        answers.flush()
+
+    say({"ready": True})
+    for line in sys.stdin:
+        content: dict[str, object] = {"reply": session.handle(json.loads(line))}
+        if session.revision != revision:
+            revision, content["design"] = session.revision, session.design.to_dict()
+        say(content)
+
+
+def _limit(memory: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit; the time of an operation is limited there, too
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

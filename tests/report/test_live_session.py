@@ -1,0 +1,407 @@
+"""The operations of pages and widgets: each changes what it says, is undone, and comes back from plain data."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnflow as af
+from attnflow import masks
+from attnflow._core.mask_examples import EXAMPLES
+from attnflow.masks.spec import named_masks
+from attnflow.report.live.design import Design
+from attnflow.report.live.session import Session
+from attnflow.testing import oracles
+from tests.report.live_cases import do, plane, refused, session
+
+
+def mask_of(session, layer=0):
+    return session.design.layers[layer].mask
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_every_mask_of_the_catalogue_is_picked_by_what_people_type(name):
+    page = session({"name": "causal", "parameters": {"n": 16}})
+    do(page, "pick", name=name, settings=dict(EXAMPLES[name]))
+    entry = named_masks()[name]
+    values = entry.read(EXAMPLES[name])
+    if "n" not in values and any(parameter.name == "n" for parameter in entry.parameters):
+        values["n"] = 16
+    assert mask_of(page) == entry.function(**values)
+    assert set(EXAMPLES) == set(named_masks())
+
+
+def test_the_algebra():
+    page = session()
+    causal = mask_of(page)
+    do(page, "combine", sign="and", name="sliding_window", settings={"window": "3", "causal": "false"})
+    assert mask_of(page) == causal & masks.sliding_window(8, 3, causal=False)
+    do(page, "combine", sign="or", name="global_tokens", settings={"indices": "0"})
+    expected = causal & masks.sliding_window(8, 3, causal=False) | masks.global_tokens(8, [0])
+    assert mask_of(page) == expected
+    do(page, "invert")
+    assert mask_of(page) == ~expected
+    do(page, "invert")
+    assert mask_of(page) == expected
+    assert "not" not in page.design.layers[0].spec
+
+
+strokes = st.lists(
+    st.tuples(*[st.integers(0, 7)] * 4, st.integers(0, 1)).map(
+        lambda t: [min(t[:2]), max(t[:2]) + 1, min(t[2:4]), max(t[2:4]) + 1, t[4]]
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(st.lists(strokes, min_size=1, max_size=4))
+@settings(max_examples=40)
+def test_painting_is_what_a_brush_does_to_a_table(batches):
+    page, table = session(), masks.causal(8).dense().numpy().copy()
+    for batch in batches:
+        do(page, "paint", strokes=batch)
+        for first_query, last_query, first_key, last_key, allow in batch:
+            table[first_query:last_query, first_key:last_key] = allow
+    assert np.array_equal(mask_of(page).dense().numpy(), table)
+    again = Design.from_dict(json.loads(json.dumps(page.design.to_dict())))
+    assert again.layers[0].mask == mask_of(page)
+
+
+def test_a_painted_mask_is_combined_as_it_is_drawn():
+    page = session()
+    do(page, "paint", strokes=[[0, 1, 7, 8, 1]])
+    drawn = mask_of(page)
+    do(page, "combine", sign="and", name="full")
+    assert mask_of(page) == drawn
+
+
+def test_a_stack_has_a_mask_for_each_layer_and_its_product_flows():
+    page = session()
+    do(page, "pick", name="sliding_window", settings={"window": "2"})
+    reply = do(page, "stack")
+    assert (reply["stacked"], len(reply["layers"])) == (True, 2)
+    do(page, "pick", layer=1, name="full")
+    flow = do(page, "flow")
+    assert (flow["num_layers"], flow["depth"]) == (2, 2 if not page.design.flow.is_dense else 1)
+    assert not do(page, "unstack", layer=1)["stacked"]
+    assert refused(page, "unstack", layer=0) == "the only mask of a design cannot be removed"
+
+
+def test_undo_and_redo_go_through_every_design():
+    page = session()
+    designs = [page.design]
+    for name in ("full", "sliding_window", "prefix_lm"):
+        do(
+            page,
+            "pick",
+            name=name,
+            settings={"window": "2"} if name == "sliding_window" else {"prefix": "3"} if name == "prefix_lm" else {},
+        )
+        designs.append(page.design)
+    for expected in reversed(designs[:-1]):
+        reply = do(page, "undo")
+        assert page.design is expected
+    assert (reply["undo"], reply["redo"]) == (None, "pick")
+    assert refused(page, "undo") == "there is nothing to undo"
+    for expected in designs[1:]:
+        do(page, "redo")
+        assert page.design is expected
+    do(page, "undo")
+    do(page, "invert")
+    assert refused(page, "redo") == "there is nothing to redo"
+
+
+def test_labels_leak_with_a_witness_and_stop_when_the_input_is_masked():
+    page = session()
+    do(page, "labels", kind="own")
+    found = do(page, "leaks")
+    assert (found["labels"], found["total"]) == (8, 8)
+    for position in range(8):
+        do(page, "source", position=position, tokens=[])
+    assert do(page, "leaks")["total"] == 0
+    do(page, "labels", kind="next")
+    do(page, "source", position=0, tokens=[1])
+    found = do(page, "leaks")
+    assert [(leak["position"], leak["token"], list(leak["witness"])) for leak in found["leaks"]] == [(0, 1, [0])]
+    do(page, "label", position=0, token=1)
+    assert do(page, "leaks")["total"] == 0
+    do(page, "labels", kind="none")
+    assert do(page, "leaks")["labels"] == 0
+
+
+def test_dead_positions_are_those_that_no_label_reads():
+    page = session()
+    do(page, "label", position=3, token=4)
+    report = do(page, "leaks")
+    assert (report["dead"], report["dead_text"]) == ([4, 5, 6, 7], "4–7")
+
+
+def test_the_difference_to_another_mask():
+    page = session()
+    do(page, "against", name="sliding_window", settings={"window": "4"})
+    difference = do(page, "difference")
+    other = masks.sliding_window(8, 4)
+    [layer] = difference["layers"]
+    assert layer["extra"] == (mask_of(page) & ~other).nnz
+    assert layer["missing"] == (other & ~mask_of(page)).nnz == 0
+    window = do(page, "tile", first_query=0, first_key=0, span=8, cells=8)
+    assert np.array_equal(plane(window, "extra"), (mask_of(page) & ~other).dense().numpy())
+    do(page, "against", text=masks.full(8).to_json())
+    assert do(page, "difference")["layers"][0]["missing"] == 28
+    do(page, "against")
+    assert do(page, "difference")["against"] is None
+
+
+def test_a_file_of_a_mask_or_of_a_task_is_data():
+    page = session()
+    do(page, "load", text='{"dense": ["10", "11"]}')
+    assert mask_of(page) == masks.causal(2)
+    task = af.tasks.merge(af.tasks.butterfly([5, 6, 7])).task
+    do(page, "load", text=json.dumps(task.to_dict()))
+    assert do(page, "leaks")["total"] == len(af.tasks.check(task).leaks) == 0
+    assert page.design.task.mask == task.mask
+    assert do(page, "leaks")["labels"] == len(task.labels)
+
+
+def test_a_design_comes_back_from_its_link():
+    page = session()
+    do(page, "pick", name="sliding_window", settings={"window": "3"})
+    do(page, "paint", strokes=[[0, 2, 4, 6, 1]])
+    do(page, "labels", kind="next")
+    do(page, "source", position=2, tokens=[1, 3])
+    do(page, "tokens", text="the cat sat on the mat and purred")
+    state = do(page, "against", name="full")
+    other = session()
+    do(other, "restore", design=json.loads(state["design"]))
+    assert other.design == page.design
+    assert mask_of(other) == mask_of(page)
+
+
+def test_what_does_not_fit_a_new_size_is_named():
+    page = session()
+    do(page, "labels", kind="next")
+    do(page, "against", name="full")
+    notices = do(page, "pick", name="causal", settings={"n": "4"})["notices"]
+    assert "4 labels" in notices[0]
+    assert "comparison has ended" in notices[1]
+    do(page, "stack")
+    assert "remove the other layers first" in refused(page, "pick", name="causal", settings={"n": "6"})
+
+
+def test_a_question_about_a_design_that_is_no_more_costs_nothing():
+    page = session()
+    do(page, "invert")
+    assert do(page, "flow", revision=0) == {"ok": True, "stale": True}
+    assert do(page, "flow", revision=1)["classes"] > 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 63, 200])
+def test_tiles_are_the_pairs_of_their_window(size):
+    page = session({"name": "sliding_window", "parameters": {"n": size, "window": 5}})
+    table = mask_of(page).dense().numpy()
+    whole = do(page, "tile", first_query=0, first_key=0, span=size, cells=size)
+    assert np.array_equal(plane(whole), table)
+    first = size // 3
+    part = do(page, "tile", first_query=first, first_key=0, span=5, cells=16)
+    assert np.array_equal(plane(part), table[first : first + 5, :5])
+
+
+@pytest.mark.parametrize(("size", "cells"), [(200, 64), (63, 10), (1000, 128)])
+def test_coarse_tiles_say_full_and_empty_exactly(size, cells):
+    page = session({"name": "block_causal", "parameters": {"n": size, "block": 1}})
+    do(page, "paint", strokes=[[0, 3, size - 3, size, 1]])
+    reply = do(page, "tile", first_query=0, first_key=0, span=size, cells=cells)
+    step, table = reply["step"], mask_of(page).dense().numpy()
+    content = plane(reply)
+    for row in range(reply["rows"]):
+        for column in range(reply["columns"]):
+            block = table[row * step : (row + 1) * step, column * step : (column + 1) * step]
+            value = content[row, column]
+            assert (value == 0, value == 255) == (not block.any(), block.all())
+
+
+@pytest.mark.parametrize("spec", [
+    {"name": "sliding_window", "parameters": {"n": 9, "window": 3}},
+    {"name": "tree", "parameters": {"parents": [-1, 0, 0, 1, 1, 2]}},
+    {"name": "permutation_lm", "parameters": {"permutation": [2, 0, 3, 1]}},
+    {"dense": ["0100", "0010", "0001", "1000"]},
+])  # fmt: skip
+def test_arrivals_are_the_layers_of_receptive_fields(spec):
+    page = session(spec)
+    flow, n = page.design.flow, page.design.size
+    for position in range(n):
+        runs = do(page, "field", position=position)["runs"]
+        first = {key: layers for start, end, layers in runs for key in range(start, end)}
+        for layers in range(n + 1):
+            expected = flow.receptive_field(position, layers).tolist()
+            assert sorted(key for key, when in first.items() if when <= layers) == expected
+
+
+def test_arrivals_of_a_stack_follow_its_layers_in_order():
+    page = session({"name": "sliding_window", "parameters": {"n": 7, "window": 2}})
+    do(page, "stack")
+    do(page, "stack")
+    do(page, "pick", layer=1, name="dilated_window", settings={"window": "2", "dilation": "3"})
+    flow = page.design.flow
+    for position in range(7):
+        runs = do(page, "field", position=position)["runs"]
+        for layers in range(4):
+            reached = sorted(key for start, end, when in runs for key in range(start, end) if when <= layers)
+            assert reached == flow.receptive_field(position, layers).tolist()
+
+
+def test_the_diagram_holds_every_position_in_one_box():
+    page = session({"name": "sliding_window", "parameters": {"n": 300, "window": 3}})
+    drawn = do(page, "diagram")
+    assert len(drawn["boxes"]) <= 60
+    assert len(drawn["box_of"]) == 300
+    assert set(drawn["box_of"]) == set(range(len(drawn["boxes"])))
+    assert "Summarised" in drawn["caption"]
+    rng = np.random.default_rng(0)
+    table = np.tril(rng.random((400, 400)) < 0.02)
+    irregular = session({"dense": ["".join("01"[int(x)] for x in row) for row in table]})
+    assert do(irregular, "diagram")["bands"]
+
+
+@pytest.mark.parametrize("case", [
+    {"name": "causal", "parameters": {"n": 5}},
+    {"and": [{"name": "causal", "parameters": {"n": 5}}, {"not": {"name": "sliding_window",
+     "parameters": {"n": 5, "window": 2}}}]},
+    {"or": [{"dense": ["100", "110", "111"]}, {"name": "global_tokens", "parameters": {"n": 3, "indices": [0]}}]},
+])  # fmt: skip
+def test_the_code_makes_the_masks(case, capsys):
+    page = session(case)
+    do(page, "paint", strokes=[[0, 2, 1, 3, 1], [1, 2, 0, 1, 0]])
+    do(page, "paint", strokes=[[2, 3, 2, 3, 0]])
+    do(page, "labels", kind="next")
+    do(page, "source", position=1, tokens=[])
+    names: dict[str, object] = {}
+    written = do(page, "code")
+    exec(written["attnflow"], names)
+    assert names["mask"] == mask_of(page)
+    leaks = do(page, "leaks")["total"]
+    assert re.search(r"no label leaks" if not leaks else r"labels? leaks?", capsys.readouterr().out)
+    compile(written["flex"], "flex", "exec")
+    do(page, "stack")
+    do(page, "invert", layer=1)
+    exec(do(page, "code")["attnflow"], names)
+    assert [names["layer_0"], names["layer_1"]] == [layer.mask for layer in page.design.layers]
+
+
+def test_exports_come_with_their_refusals():
+    page = session()
+    shown = do(page, "export", format="flashmask")
+    assert masks.from_json(shown["text"]) == mask_of(page)
+    do(page, "paint", strokes=[[0, 1, 7, 8, 1]])
+    answer = do(page, "export", format="varlen")
+    assert "varlen cannot say" in answer["refused"]
+    assert len(answer["pair"]) == 2
+    assert "unknown format" in refused(page, "export", format="nothing")
+
+
+def test_costs_are_those_of_masks_cost():
+    page = session({"name": "sliding_window", "parameters": {"n": 1024, "window": 64}})
+    reply = do(page, "cost", num_heads=9)
+    assert reply["skipped"] == masks.cost(masks.sliding_window(1024, 64)).skipped
+    assert [row["backend"] for row in reply["backends"]] == ["eager", "sdpa", "flex"]
+
+
+REFUSED = [
+    ({"op": "eval", "code": "1"}, "unknown operation 'eval'"),
+    ({"op": None}, "unknown operation"),
+    ({"op": "__init__"}, "unknown operation"),
+    ({"op": "_tile"}, "unknown operation"),
+    ({"op": "pick", "name": "os.system"}, "unknown mask"),
+    ({"op": "pick", "name": "__import__", "settings": {}}, "unknown mask"),
+    ({"op": "pick", "name": "causal", "settings": {"n": "8; import os"}}, "must be an integer"),
+    ({"op": "pick", "name": "causal", "settings": {"n": ["8"]}}, "n must be text"),
+    ({"op": "pick", "name": "causal", "settings": {"n": "131073"}}, "expected 1 to 131,072 positions"),
+    ({"op": "pick", "name": "causal", "settings": {"n": "999999999999"}}, "at most"),
+    ({"op": "pick", "name": "causal", "settings": {"n": "0"}}, "expected 1 to 131,072 positions"),
+    ({"op": "pick", "layer": 3, "name": "full"}, "layer must lie in"),
+    ({"op": "pick", "layer": True, "name": "full"}, "layer: expected an integer"),
+    ({"op": "paint", "strokes": [[0, 1, 0, 1, 2]]}, "0 or 1"),
+    ({"op": "paint", "strokes": [[0, 9, 0, 1, 1]]}, "within 8 positions"),
+    ({"op": "paint", "strokes": []}, "at least one stroke"),
+    ({"op": "paint"}, "expected a list"),
+    ({"op": "load", "text": "../../etc/passwd"}, "is not JSON"),
+    ({"op": "load", "text": '{"name": "causal", "parameters": {"n": 1e400}}'}, "expected an integer"),
+    ({"op": "load", "text": '{"edges": [], "num_queries": 2, "num_keys": 3}'}, "as many queries as keys"),
+    ({"op": "load", "text": "[" * 100_000}, "nested too deeply"),
+    ({"op": "restore", "design": {"layers": []}}, "expected one"),
+    ({"op": "restore", "design": {"layers": [{"mask": {"dense": ["1"]}}], "tokens": [1]}}, "expected texts"),
+    ({"op": "restore", "design": {"layers": [{"mask": {"dense": ["1"]}}], "labels": [[0, 1]]}}, "positions in"),
+    ({"op": "tile", "first_query": 8, "first_key": 0, "span": 1, "cells": 1}, "at most 7"),
+    ({"op": "tile", "first_query": 0, "first_key": 0, "span": 8, "cells": 100_000}, "cells must be at most"),
+    ({"op": "field", "position": 8}, "at most 7"),
+    ({"op": "source", "position": 0, "tokens": [8]}, "must lie in"),
+    ({"op": "cost", "num_heads": 1 << 60}, "integers are at most"),
+    ({"op": "export", "format": "__class__"}, "unknown format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "error"), REFUSED, ids=[error for _, error in REFUSED])
+def test_mistakes_are_answered_and_change_nothing(message, error):
+    page = session()
+    design = page.design
+    reply = page.handle({"id": 7, **message})
+    assert (reply["ok"], reply["id"]) == (False, 7)
+    assert error in reply["error"]
+    assert page.design is design
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+), st.sampled_from([*Session(session().design)._questions, "pick", "combine", "paint", "label", "source", "tokens",
+                    "against", "load", "restore", "stack", "unstack", "undo", "redo", "labels", "invert"]))  # fmt: skip
+@settings(max_examples=300)
+def test_whatever_a_page_sends_is_answered(value, op):
+    page = session()
+    for message in ({"op": op, **(value if isinstance(value, dict) else {"layer": value})},
+                    {"op": op, "name": value, "text": value, "position": value, "strokes": value, "design": value},
+                    {"op": op, "name": "causal", "settings": value}):  # fmt: skip
+        reply = page.handle(message)
+        json.dumps(reply, allow_nan=False)
+
+
+def test_nothing_of_a_page_opens_a_file(tmp_path):
+    """Whatever text stands where: no path is opened while a page is answered."""
+    import sys
+
+    opened: list[str] = []
+    watching = [True]
+
+    def hook(event, arguments):
+        if watching[0] and event in ("open", "os.listdir", "os.scandir", "subprocess.Popen", "os.system", "compile"):
+            opened.append(f"{event} {arguments[0]!r}")
+
+    page, secret = session(), tmp_path / "secret.json"
+    secret.write_text('{"dense": ["1"]}')
+    for op in ("state", "catalogue", "flow", "diagram", "leaks", "cost", "code", "difference"):
+        do(page, op)  # what is imported on first use
+    do(page, "export", format="flashmask")
+    sys.addaudithook(hook)
+    try:
+        for text in (str(secret), f"file://{secret}", "@" + str(secret)):
+            for message in ({"op": "pick", "name": text}, {"op": "load", "text": text}, {"op": "tokens", "text": text},
+                            {"op": "against", "text": text}, {"op": "against", "name": text},
+                            {"op": "export", "format": text}, {"op": "restore", "design": text},
+                            {"op": "load", "text": json.dumps({"name": text})},
+                            {"op": "load", "text": json.dumps({"attnflow": text})},
+                            {"op": "load", "text": json.dumps({"attnflow": "FlashMask", "path": text})}):  # fmt: skip
+                page.handle(message)
+    finally:
+        watching[0] = False
+    assert opened == []
+
+
+def test_the_closure_of_the_page_is_that_of_brute_force():
+    page = session({"dense": ["0100", "0010", "0000", "1001"]})
+    reached = oracles.closure(mask_of(page).dense().numpy())
+    assert do(page, "flow")["closure_density"] == reached.mean()

@@ -1,0 +1,77 @@
+"""The studio as a process, with the limits that a test wants: prints its address."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from websockets.sync.client import ClientConnection, connect
+
+WINDOW = {"name": "sliding_window", "parameters": {"n": 16, "window": 4}}
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen[str]
+    address: str
+
+    @property
+    def port(self) -> int:
+        return int(urlsplit(self.address).port or 0)
+
+    @property
+    def token(self) -> str:
+        return urlsplit(self.address).fragment.removeprefix("token=")
+
+    @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self, **options) -> ClientConnection:
+        """A socket as a page opens it, which has said nothing yet."""
+        options = {"origin": self.origin, "proxy": None, "max_size": None} | options
+        return connect(f"ws://127.0.0.1:{self.port}/session", **options)
+
+    @contextmanager
+    def page(self) -> Iterator[Page]:
+        """A page that has shown the token."""
+        with self.connect() as socket:
+            socket.send(json.dumps({"token": self.token}))
+            yield Page(socket)
+
+
+class Page(NamedTuple):
+    socket: ClientConnection
+
+    def ask(self, op: str, **message):
+        self.socket.send(json.dumps({"id": 1, "op": op, **message}))
+        return json.loads(self.socket.recv(timeout=120))
+
+
+@contextmanager
+def serving(design: object = WINDOW, **limits: float) -> Iterator[Server]:
+    command = [sys.executable, "-W", "error", "-m", "tests.studio.server", json.dumps(design), json.dumps(limits)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield Server(process, process.stdout.readline().strip())
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def main() -> None:
+    from attnflow.studio import serve
+    from attnflow.studio.limits import Limits
+
+    design, limits = map(json.loads, sys.argv[1:])
+    serve(design, 0, lambda address: print(address, flush=True), Limits(**limits))
+
+
+if __name__ == "__main__":
+    main()
