@@ -46,7 +46,7 @@ def summarise(folder: Path, results: Path) -> str:
         "seconds": {f"{run['job']['arm']}-{run['job']['seed']}": run["seconds_here"] for run in runs},
     }
     write(results / "results.json", content)
-    head = ["arm", "benchmark", "measure", "seeds", "items", "of", "value", "low", "high", "less_base", "low", "high"]
+    head = ["arm", "benchmark", "measure", "seeds", "items", "of", "value", "low", "high", "less_base", "from", "to"]
     cells = [
         [
             *(row[key] for key in ("arm", "benchmark", "measure", "seeds", "items", "total")),

@@ -70,7 +70,8 @@ def proportion(successes: int, items: int) -> Interval:
     z, mean = float(ndtri(0.975)), successes / items
     middle = (mean + z * z / (2 * items)) / (1 + z * z / items)
     half = z / (1 + z * z / items) * math.sqrt(mean * (1 - mean) / items + z * z / (4 * items * items))
-    return Interval(mean, max(0.0, middle - half), min(1.0, middle + half))
+    low, high = middle - half if successes else 0.0, middle + half if successes < items else 1.0  # free of rounding
+    return Interval(mean, low, high)
 
 
 def detectable(values: Sequence[float], power: float = 0.8) -> float:

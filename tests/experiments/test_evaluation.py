@@ -317,6 +317,13 @@ def test_wilsons_interval_is_that_of_scipy(right, items):
     assert found.numbers == pytest.approx([right / items, expected.low, expected.high])
 
 
+def test_wilsons_interval_holds_its_mean():
+    for items in (1, 20, 25, 164):
+        for right in range(items + 1):
+            found = proportion(right, items)
+            assert 0.0 <= found.low <= found.mean <= found.high <= 1.0
+
+
 def test_wilsons_interval_needs_items():
     for right, items in ((0, 0), (3, 2), (-1, 2)):
         with pytest.raises(ValueError, match="successes of at least one item"):
