@@ -47,7 +47,7 @@ def test_an_embedding_of_two_halves_has_the_key_and_the_value():
 
 @pytest.fixture(autouse=True)
 def few_words(monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.fit._WORDS", 100)
+    monkeypatch.setattr("attnflow.knowledge.hf.fitting._WORDS", 100)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def store(tmp_path):
 
 
 def test_a_reader_is_fitted_asked_and_goes_on_after_a_kill(loaded, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.fit._SAVE_EVERY", 2)
+    monkeypatch.setattr("attnflow.knowledge.hf.fitting._SAVE_EVERY", 2)
     ids = torch.tensor([[5, 6, 7, 8]])
     own = outputs(loaded.model, input_ids=ids)
     names = set(loaded.model.state_dict())

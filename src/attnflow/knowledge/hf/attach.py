@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from attnflow._core.checks import Indices
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.hf.modular import ModularModel, ModularReader
-from attnflow.knowledge.hf.saved_reader import SavedReader, check_store, encoder_of, save_reader
+from attnflow.knowledge.hf.saved_reader import save_reader
+from attnflow.knowledge.hf.sources import Added, Copied, Exchanged, Searched, Source, copies_of, modular_of
 from attnflow.knowledge.hf.store_reader import (
-    CHILD,
-    FollowedStore,
-    StoreReader,
-    Widths,
-    checked_layers,
-    measured,
-    pool_before,
-    read_after,
     store_readers,
 )
-from attnflow.knowledge.hf.sync import layer_thresholds, load_entries
 from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import readers, reads_entries
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.store import Store
-from attnflow.models.interception import base_implementation, check_implementation, intercept
-from attnflow.models.layers import Stack, stack_of
 from attnflow.models.loaded import Loaded, split
-from attnflow.models.sites import models_around
 
 
 def attach(
@@ -104,17 +90,17 @@ def attach(
     if store is not None and not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
     if reader is not None or layers is not None or (store is not None and not reads_entries(module)):
-        return Attached(module, _Added(module, _text_store(store), reader, layers, key_dim, num_heads), retrieval)
+        return Attached(module, Added(module, _text_store(store), reader, layers, key_dim, num_heads), retrieval)
     readers(module)  # refuses a model without entries
-    source: _Source | None = None
+    source: Source | None = None
     if store is not None:
-        modular = _modular(module)
+        modular = modular_of(module)
         if store_readers(module):
-            source = _Exchanged(module, _text_store(store))
+            source = Exchanged(module, _text_store(store))
         elif modular is None:
-            source = _Copied(module, store)
+            source = Copied(module, store)
         else:
-            source = _Searched(modular, store, write_thresholds)
+            source = Searched(modular, store, write_thresholds)
     return Attached(module, source, retrieval)
 
 
@@ -134,7 +120,7 @@ class Attached(Handle):
         readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
     """
 
-    def __init__(self, model: nn.Module, source: _Source | None, retrieval: Retrieval | None) -> None:
+    def __init__(self, model: nn.Module, source: Source | None, retrieval: Retrieval | None) -> None:
         super().__init__(model)
         self._source, self.store = source, None if source is None else source.store
         self.readers = readers(model)
@@ -174,12 +160,12 @@ class Attached(Handle):
     def stale(self) -> Int64[Tensor, " n"]:
         """Ids of entries whose stored thresholds are not those of a modular model, as after training it."""
         source = self._stored()
-        return source.stale() if isinstance(source, _Searched) else torch.zeros(0, dtype=torch.int64)
+        return source.stale() if isinstance(source, Searched) else torch.zeros(0, dtype=torch.int64)
 
     def write_thresholds(self) -> int:
         """Write a modular model's thresholds where they are stale; returns for how many entries."""
         source = self._stored()
-        return source.write_thresholds() if isinstance(source, _Searched) else 0
+        return source.write_thresholds() if isinstance(source, Searched) else 0
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
@@ -192,7 +178,7 @@ class Attached(Handle):
         """
         return save_reader(self.model, Path(folder))
 
-    def _stored(self) -> _Source:
+    def _stored(self) -> Source:
         if self._source is None:
             raise ValueError("the model reads its own entries: attach(model, store) lets it read a store")
         return self._source
@@ -218,206 +204,9 @@ def attached_store(model: nn.Module) -> Store | None:
     added = store_readers(model)
     if added:
         return added[0].source.store
-    modular = _modular(model)
+    modular = modular_of(model)
     if modular is not None:
         return modular.source.store if isinstance(modular.source, StoredKnowledge) else None
     base = getattr(model, "knowledge", None)
-    copies = _copies(base) if isinstance(base, LayeredKnowledge) else []
+    copies = copies_of(base) if isinstance(base, LayeredKnowledge) else []
     return copies[-1].store if copies else None
-
-
-class _Searched(StoredKnowledge):
-    """A store that a modular model searches."""
-
-    def __init__(self, modular: ModularModel, store: Store, write_thresholds: bool) -> None:
-        width = modular.config.entry_dim
-        if modular.config.threshold == "per_entry":
-            raise ValueError(
-                "threshold='per_entry' belongs to rows of the model's own base: entries of a store need 'mlp' or "
-                "'coordinate'"
-            )
-        if store.dim != width:
-            raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
-        layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
-
-        def thresholds(entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
-            moved = entries.to(modular.knowledge.entries)
-            return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
-
-        super().__init__(store, thresholds)
-        if write_thresholds:
-            self.write_thresholds()
-        elif len(stale := self.stale()):
-            raise ValueError(
-                f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
-                "attach(model, store, write_thresholds=True) computes them anew"
-            )
-        self._modular, self._before = modular, modular.source
-        modular.source = self
-
-    def insert(
-        self,
-        embeddings: Vectors,
-        *,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Tensor:
-        if layers is not None or experts is not None:
-            raise ValueError("all layers of a modular model read all entries: leave layers and experts out")
-        return super().insert(embeddings, **columns)
-
-    @property
-    def latest(self) -> bool:
-        return self._modular.source is self
-
-    def put_back(self) -> None:
-        self._modular.source = self._before
-
-
-class _Copied:
-    """A store whose entries a converted model holds, as they are at each forward pass."""
-
-    def __init__(self, model: nn.Module, store: Store) -> None:
-        self.store, self._model, self._base = store, model, cast(LayeredKnowledge, model.get_submodule("knowledge"))
-        base = self._base
-        self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
-        base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
-        try:
-            self._load()
-        except BaseException:
-            base.put(*self._before)
-            raise
-        _copies(base).append(self)
-        self._hook = model.register_forward_pre_hook(self._follow)
-
-    def insert(
-        self,
-        embeddings: Vectors,
-        *,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Tensor:
-        if layers is None:
-            raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
-        thresholds = layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
-        return self.store.insert(embeddings=embeddings, thresholds=thresholds, **columns)
-
-    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        self.store.upsert(ids=ids, embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
-
-    @property
-    def latest(self) -> bool:
-        return _copies(self._base)[-1] is self
-
-    def put_back(self) -> None:
-        _copies(self._base).pop().stop()
-        self._base.put(*self._before)
-
-    def stop(self) -> None:
-        """Follow the store no longer."""
-        self._hook.remove()
-
-    def _load(self) -> None:
-        self._revision = self.store.revision
-        load_entries(self._model, self.store)
-
-    def _follow(self, _: nn.Module, __: object) -> None:
-        if self.latest and self._revision != self.store.revision:
-            self._load()
-
-
-class _Exchanged(FollowedStore):
-    """A store that the readers of a model read instead of another one."""
-
-    def __init__(self, model: nn.Module, store: Store) -> None:
-        self._readers = store_readers(model)
-        self._before = self._readers[0].source
-        check_store(store, self._readers[0].attention.entry_dim, self._before.encoder)
-        super().__init__(store, self._before.encoder)
-        self._put(self)
-
-    @property
-    def latest(self) -> bool:
-        return self._readers[0].source is self
-
-    def put_back(self) -> None:
-        self._put(self._before)
-
-    def _put(self, source: FollowedStore) -> None:
-        for reader in self._readers:
-            reader.source = source
-
-
-class _Added(FollowedStore):
-    """A store, and the readers of it that a model has got."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        store: Store,
-        folder: str | os.PathLike[str] | None,
-        layers: Sequence[int] | None,
-        key_dim: int,
-        num_heads: int,
-    ) -> None:
-        super().__init__(store, encoder_of(store))
-        if reads_entries(model):
-            raise ValueError(
-                f"{type(model).__name__} reads entries already: leave reader and layers out, or remove what it has"
-            )
-        stack = stack_of(model)
-        saved = None if folder is None else SavedReader.read(Path(folder))
-        if saved is not None:
-            if layers is not None:
-                raise ValueError("a saved reader has its own layers: give reader or layers, one of them")
-            saved.check(stack, store)
-            layers, key_dim, num_heads = saved.layers, saved.key_dim, saved.num_heads
-        chosen = checked_layers(layers, stack)
-        sites = [stack.attention[number] for number in chosen]
-        around = models_around(model, list(stack.attention.values()))
-        name = base_implementation(around[0].config)
-        check_implementation(around[0], name, "the model's attention implementation", "reader")
-        self._readers = [
-            self._made(stack, number, widths, key_dim, num_heads) for number, widths in measured(stack, chosen).items()
-        ]
-        if saved is not None:
-            saved.fill(self._readers)
-        self._interception = intercept(around, {site.module: pool_before for site in sites}, role="pool")
-        self._modules = [site.module for site in sites]
-        self._hooks: list[RemovableHandle] = []
-        for number, site, reader in zip(chosen, sites, self._readers, strict=True):
-            site.module.add_module(CHILD, reader)
-            path = site.name.removeprefix(f"{stack.path}.{number}").strip(".")
-            self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, path)))
-
-    @property
-    def latest(self) -> bool:
-        return self._readers[0].source is self
-
-    def put_back(self) -> None:
-        self._interception.remove(keep_changes=True)
-        for module, hook in zip(self._modules, self._hooks, strict=True):
-            hook.remove()
-            delattr(module, CHILD)
-
-    def _made(self, stack: Stack, number: int, widths: Widths, key_dim: int, num_heads: int) -> StoreReader:
-        module = stack.attention[number].module
-        reader = StoreReader(number, widths, key_dim, num_heads, self)
-        parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
-        if parameter is not None:  # half precision is too coarse to learn in
-            reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
-        return reader.train(module.training)
-
-
-_Source = _Searched | _Copied | _Exchanged | _Added
-
-
-def _copies(base: LayeredKnowledge) -> list[_Copied]:
-    """The stores that a base was copied from, the one that it follows last."""
-    return cast("list[_Copied]", base.__dict__.setdefault("copies", []))
-
-
-def _modular(model: nn.Module) -> ModularModel | None:
-    return next((module for module in model.modules() if isinstance(module, ModularModel)), None)
