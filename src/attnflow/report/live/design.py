@@ -222,7 +222,9 @@ class Design:
                 f"{len(task.masks)}"
             )
         layers = [{"mask": mask.to_dict()} for mask in task.masks]
-        sources = [[i, *sorted(token.provenance)] for i, token in enumerate(task.inputs) if token.provenance != {i}]
+        sources = [
+            [i, *sorted(token.provenance)] for i, token in enumerate(task.inputs) if token.provenance != frozenset({i})
+        ]
         labels = [[label.position, label.data_index] for label in task.labels if label.data_index is not None]
         stacked = task.num_layers is not None
         return cls.from_dict({"layers": layers, "stacked": stacked, "sources": sources, "labels": labels}, "task")
