@@ -115,8 +115,8 @@ def _row(claim: Claim, judged: dict[str, tuple[Judgement, str, str]]) -> str:
 def _link(proof: str) -> str:
     if proof.startswith("docs/"):
         return f"[proof]({proof.removeprefix('docs/')})"
-    path, _, name = proof.partition("::")
-    return f"`{path}`" + (f" `{name}`" if name else "")
+    names = [re.sub("([/_])", r"\1<wbr>", name) for name in proof.split("::")]  # lines end between words
+    return " ".join(f"<code>{name}</code>" for name in names)
 
 
 def _counts(judged: dict[str, tuple[Judgement, str, str]]) -> str:
