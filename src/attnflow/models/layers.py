@@ -58,9 +58,13 @@ class Stack:
         }
 
 
-def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether samples are those of one model, in whatever precision."""
-    ours, theirs = torch.tensor(one), torch.tensor(other)
+def same_weights(here: Sequence[float], saved: object) -> bool:
+    """Whether samples of weights are those that a file holds, in whatever precision.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the file holds something else.
+    """
+    ours, theirs = torch.tensor(here), torch.tensor(cast(Any, saved))
     scale = float(ours.abs().max()) if ours.numel() else 0.0
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0.01, atol=2e-3 * scale)
 

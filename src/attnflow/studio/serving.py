@@ -42,6 +42,7 @@ def serve(
         MissingExtra: starlette, uvicorn or websockets are not installed.
         ValueError: no port.
         OSError: the port is taken.
+        KeyboardInterrupt: it was interrupted.
     """
     for module in _NEEDED:
         if find_spec(module) is None:
@@ -53,7 +54,8 @@ def serve(
     listener = _listener(port)
     try:
         studio = Studio(secrets.token_urlsafe(32), design, limits or Limits())
-        asyncio.run(_run(studio, listener, opened))
+        if not asyncio.run(_run(studio, listener, opened)):
+            raise KeyboardInterrupt  # asyncio does so only where the interrupt meets a task that still waits
     finally:
         listener.close()
 
@@ -69,7 +71,8 @@ def _listener(port: int) -> socket.socket:
     return listener
 
 
-async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], object] | None) -> None:
+async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], object] | None) -> bool:
+    """Whether it ended because nobody used it."""
     import uvicorn
 
     port = int(listener.getsockname()[1])
@@ -89,6 +92,7 @@ async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], 
     watching = asyncio.create_task(_watch(server, studio, address, opened))
     try:
         await server.serve(sockets=[listener])
+        return watching.done()
     finally:
         watching.cancel()
         await studio.close()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, T
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture, WrongBase
+from attnflow._core.files import seal, sealed
 from attnflow.knowledge import Retrieval, Store
 from attnflow.knowledge.hf.store_reader import CHILD, store_readers
 from attnflow.knowledge.store import StoreError
@@ -297,6 +299,11 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     refused(ValueError, "give a store to read", model, None, layers=[1])
     refused(UnsupportedArchitecture, "attention interface", tiny("Bloom", torch.float32), store_of())
     refused(ValueError, "several stacks", tiny("Bart", torch.float32), store_of())
+    about = sealed(reader)
+    for samples in (["a"], {"a": 1}, None):
+        forged = shutil.copytree(reader, tmp_path / f"forged {samples}")
+        seal(forged, about | {"base": about["base"] | {"samples": samples}})
+        refused(ValueError, "is damaged: base cannot be read", model, store_of(), reader=forged)
     weights = reader / "reader.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\7")
     refused(ValueError, "damaged", model, store_of(), reader=reader)

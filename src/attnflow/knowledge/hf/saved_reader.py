@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -115,6 +115,9 @@ class SavedReader:
                 f"{folder} has version {about.get('version')}, this release reads {_VERSION}; update attnflow"
             )
         wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
+        samples = [] if wrong else about["base"].get("samples")
+        if not isinstance(samples, list) or not all(isinstance(one, int | float) for one in samples):
+            wrong.append("base")
         if wrong:
             raise ValueError(f"{folder} is damaged: {', '.join(wrong)} cannot be read")
         return cls(folder, *(about[name] for name in _TYPES))
@@ -134,7 +137,7 @@ class SavedReader:
                     f"the reader in {self.folder} is for another model{named}: {name} is {self.base.get(name)} there "
                     f"and {here[name]} here"
                 )
-        if not same_weights(cast("list[float]", self.base.get("samples", [])), here["samples"]):
+        if not same_weights(here["samples"], self.base.get("samples", [])):
             raise WrongBase(
                 f"the reader in {self.folder} was made for other weights of this architecture{named}; load those"
             )
