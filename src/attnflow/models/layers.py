@@ -40,22 +40,30 @@ class Stack:
 
         Names of parameters that contain `without`, and adapters, are left out.
         """
-        samples: list[float] = []
-        for layer in (self.layers[0], self.layers[len(self.layers) // 2], self.layers[-1]):
-            for name, parameter in layer.named_parameters():
-                ours = without in name or any(part in name for part in _ADAPTERS)
-                if not ours and parameter.is_floating_point() and parameter.ndim == 2:
-                    flat = parameter.detach().flatten()
-                    samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
-                    break
         config = self.owner.config
         return {
             "name": str(getattr(config, "_name_or_path", "") or ""),
             "model_type": str(getattr(config, "model_type", "")),
             "num_layers": len(self.layers),
             "width": getattr(cast(Any, config).get_text_config(), "hidden_size", None),
-            "samples": samples,
+            "samples": weight_samples(self.layers, without),
         }
+
+
+def weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
+    """A few weights of the first, middle and last layer, by which a model is recognised in any precision.
+
+    Names of parameters that contain `without`, and adapters, are left out.
+    """
+    samples: list[float] = []
+    for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
+        for name, parameter in layer.named_parameters():
+            ours = without in name or any(part in name for part in _ADAPTERS)
+            if not ours and parameter.is_floating_point() and parameter.ndim == 2:
+                flat = parameter.detach().flatten()
+                samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
+                break
+    return samples
 
 
 def same_weights(here: Sequence[float], saved: object) -> bool:

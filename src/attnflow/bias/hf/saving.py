@@ -21,12 +21,12 @@ from attnflow._core.errors import WrongBase
 from attnflow._core.files import write_atomically
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.hf.attach import BiasHandle, Train, attach, handle
-from attnflow.bias.hf.layers import CHILD, Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, layers_of
 from attnflow.bias.kinds import config_from_dict
 from attnflow.bias.kinds.base import CustomConfig
 from attnflow.bias.kinds.networks import GuidanceConfig
 from attnflow.bias.layer import layer_biases
-from attnflow.models.layers import same_weights
+from attnflow.models.layers import same_weights, weight_samples
 from attnflow.models.loaded import Loaded, split
 
 WEIGHTS: Final = "bias.safetensors"
@@ -34,7 +34,6 @@ CONFIG: Final = "bias_config.json"
 _FORMAT: Final = "attnflow-bias"
 _VERSION: Final = 1
 _TYPES: Final = {"bias": list, "base": Mapping, "weights": str}
-_SAMPLES: Final = 16  # numbers of the base model by which it is recognised
 
 
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
@@ -183,20 +182,8 @@ def _base(model: nn.Module) -> dict[str, object]:
         "model_type": str(getattr(config, "model_type", "")),
         "num_layers": len(layers),
         "shape": {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "head_dim", "hidden_size")},
-        "samples": _samples(layers),
+        "samples": weight_samples([layer.site.module for layer in layers], CHILD),
     }
-
-
-def _samples(layers: Sequence[Layer]) -> list[float]:
-    """A few weights of the first, middle and last layer, by which the base model is recognised in any precision."""
-    samples: list[float] = []
-    for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
-        for name, parameter in layer.site.module.named_parameters():
-            if CHILD not in name and ".lora_" not in name and parameter.is_floating_point() and parameter.ndim == 2:
-                flat = parameter.detach().flatten()
-                samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
-                break
-    return samples
 
 
 def _check_base(model: nn.Module, saved: Saved, strict: bool) -> None:
