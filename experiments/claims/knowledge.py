@@ -134,7 +134,7 @@ KNOWLEDGE: Final = Paper(
             "K14",
             "sec. 6.2",
             "Top-k retrieval can be trained through, jointly with an embedding model.",
-            Measured("knowledge_twins"),
+            Measured("knowledge_answers"),
         ),
     ),
 )

@@ -49,6 +49,11 @@ COLOURS: Final[Mapping[str, str]] = {
     "4 layers": "#222222",
     "8 layers": "#3a8a4d",
     "12 layers": "#c2571a",
+    # one base for all layers, and its twins
+    "shared": "#1f5fa8",
+    "shared best": "#66ccee",
+    "equal parameters": "#c2571a",
+    "equal compute": "#3a8a4d",
     # initialisations and penalties
     "default": "#6a6a6a",
     "scaled": "#222222",
