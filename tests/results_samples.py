@@ -27,6 +27,7 @@ TABLES = {
     "Answer",
     "BatchReport",
     "Conditions",
+    "Contradictions",
     "Cost",
     "Decoded",
     "Diagnosis",

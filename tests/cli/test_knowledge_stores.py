@@ -205,6 +205,23 @@ def test_stats(run, encoder, store):
     assert inspection.drift.versions[0].compared == 6
 
 
+@pytest.mark.parametrize("values", [False, True])
+def test_stats_of_contradictions(run, tmp_path, encoder, values):
+    path, place = tmp_path / "facts.jsonl", str(tmp_path / "facts")
+    facts = [("the cat sat", "rain"), ("the cat sat", "wind"), ("a dog", "rain"), ("a dog", "Rain"), ("France", "cat")]
+    path.write_text("".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in facts))
+    run("knowledge", "build", place, str(path), "--encoder", encoder, *(["--values"] if values else []))
+    code, out, err = run("knowledge", "stats", place, "--contradictions", "--threshold", "0.9999")
+    assert (code, err) == (1, "")
+    assert "contradictions 1 of 2 pairs of near keys" in out
+    assert out.splitlines()[-1].split()[:2] == ["0,", "1"]
+    found = json.loads(run("knowledge", "stats", place, "--contradictions", "--threshold", "0.9999", "--json").out)
+    assert Inspection.from_dict(found).contradictions.pairs == 1
+    run("knowledge", "delete", place, "0")
+    assert run("knowledge", "stats", place, "--contradictions", "--threshold", "0.9999").code == 0
+    assert "is about --contradictions" in run("knowledge", "stats", place, "--ask", encoder).err
+
+
 def test_an_encoder_that_has_changed(run, tmp_path, encoder, store):
     old = TextEncoder(encoder).version
     save_encoder(tmp_path / "encoder", seed=1)

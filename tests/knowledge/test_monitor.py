@@ -160,7 +160,7 @@ def test_duplicates_are_those_of_all_pairs(seed, threshold, count):
     rows = rows + 0.2 * torch.randn(count, 4, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
     rows[torch.rand(count, generator=generator) < 0.05] = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnflow.knowledge.monitor.duplication._BLOCK", 7)
+        patch.setattr("attnflow.knowledge.monitor.pairs._ROWS", 7)
         found = duplicates(rows, threshold)
     pairs, groups = by_hand(rows, threshold)
     assert (found.pairs, set(found.groups)) == (pairs, groups)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from attnflow.cli import _models
 from attnflow.cli._models import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, working
 
@@ -180,9 +181,16 @@ def delete(
 def stats(
     store: _StoreArgument,
     duplicates: Annotated[bool, typer.Option("--duplicates", help="Look for entries that say the same.")] = False,
+    contradictions: Annotated[
+        bool, typer.Option("--contradictions", help="Look for keys that are near with values that disagree.")
+    ] = False,
+    ask: Annotated[
+        str | None, typer.Option("--ask", metavar="MODEL", help="A language model that tells such entries apart.")
+    ] = None,
     threshold: Annotated[
-        float, typer.Option("--threshold", metavar="X", help="The cosine from which two are duplicates.")
-    ] = 0.95,
+        float | None,
+        typer.Option("--threshold", metavar="X", help="The cosine of duplicates (0.95), or of near keys (0.9)."),
+    ] = None,
     drift: Annotated[bool, typer.Option("--drift", help="Embed a sample again, and compare.")] = False,
     sample: Annotated[
         int, typer.Option("--sample", metavar="N", min=1, help="Entries of each encoder version to compare.")
@@ -192,15 +200,22 @@ def stats(
 ) -> None:
     """Show a store in numbers.
 
-    How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates or drift and found some.
+    How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates, contradictions or drift
+    and found some.
     """
+    if ask is not None and not contradictions:
+        raise BadUsage("--ask MODEL is about --contradictions: give both")
+    if ask is not None:
+        _models.require(ask)
     from attnflow.knowledge import texts
 
     with working(f"opening {store}") as spinner, opened(store) as held, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
         inspection = texts.inspect(
             held,
-            threshold=threshold if duplicates else None,
+            threshold=(0.95 if threshold is None else threshold) if duplicates else None,
+            near=(0.9 if threshold is None else threshold) if contradictions else None,
+            model=None if ask is None else _models.load(ask),
             sample=sample if drift else None,
             encoder=encoder,
             progress=_shown(spinner, "comparing"),

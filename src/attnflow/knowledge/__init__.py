@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
     from attnflow.knowledge.monitor.activity import activity
+    from attnflow.knowledge.monitor.contradiction import contradictions
     from attnflow.knowledge.monitor.duplication import duplicates
     from attnflow.knowledge.monitor.reembedding import drift, reembed
+    from attnflow.knowledge.monitor.sparse import sparsity
 
 __all__ = [
     "GeneralizedCrossAttention",
@@ -42,12 +44,14 @@ __all__ = [
     "activity",
     "attach",
     "conditions",
+    "contradictions",
     "drift",
     "duplicates",
     "fit_reader",
     "from_ffn",
     "reembed",
     "save_entries",
+    "sparsity",
     "texts",
     "to_ffn",
     "trace",
@@ -55,7 +59,7 @@ __all__ = [
 
 
 def _home(name: str) -> object:
-    if name in ("activity", "drift", "duplicates", "reembed"):  # with SciPy
+    if name in ("activity", "contradictions", "drift", "duplicates", "reembed", "sparsity"):  # with SciPy
         from attnflow.knowledge import monitor as home
     else:
         from attnflow.knowledge import hf as home

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -19,13 +18,8 @@ from attnflow._core.markup import aligned
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.base import KnowledgeBase, LayeredKnowledge
-from attnflow.knowledge.index import EntryIndex
+from attnflow.knowledge.monitor.pairs import Search, is_approximate, near_pairs
 from attnflow.knowledge.store import Store
-
-Search = Literal["auto", "exact", "approximate"]
-
-_BLOCK: Final = 512  # entries that are compared with all later ones at once
-_MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto" asks an index (minutes on 2 cores)
 
 
 @dataclass(frozen=True)
@@ -96,23 +90,17 @@ def duplicates(
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold must be a cosine in (0, 1], got {threshold}")
-    if search not in ("auto", "exact", "approximate"):
-        raise ValueError(f"search must be 'auto', 'exact' or 'approximate', got {search!r}")
     rows, ids = _read(entries)
     if rows.ndim != 2 or not bool(torch.isfinite(rows).all()):
         raise ValueError(f"entries must be a finite matrix, got shape {tuple(rows.shape)} or NaN or infinity")
     length = rows.norm(dim=1)
     ids, zeros = ids[(length > 0).numpy()], int((length == 0).sum())
     unit, place = functional.normalize(rows[length > 0], dim=1).unique(dim=0, return_inverse=True)
+    approximate = is_approximate(search, *unit.shape)
     copies = torch.bincount(place, minlength=len(unit))
-    work = float(len(unit)) ** 2 * unit.shape[1]
-    approximate = search == "approximate" or (search == "auto" and work > _MOST_WORK)
-    least = threshold - torch.finfo(unit.dtype).eps * unit.shape[1] ** 0.5  # rounding must not part equals
-    batches = (_by_index if approximate else _by_blocks)(unit, least)
     labels, pairs = np.arange(len(unit)), int((copies * (copies - 1) // 2).sum())
-    for done, first, second in batches:
-        once = second > first  # an index finds most pairs from both sides
-        pairs += int((copies[first[once]] * copies[second[once]]).sum())
+    for done, first, second in near_pairs(unit, threshold, approximate):
+        pairs += int((copies[first] * copies[second]).sum())
         if len(first):
             ends = labels[first.numpy()], labels[second.numpy()]
             edges = coo_array((np.ones(len(first)), ends), shape=(len(unit), len(unit)))
@@ -131,27 +119,6 @@ def _read(entries: Tensor | KnowledgeBase | Store) -> tuple[Tensor, IntArray]:
         return rows, ids
     ids = index_array("ids", entries.ids())
     return torch.as_tensor(entries.vectors(ids)), ids
-
-
-def _by_blocks(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(rows compared so far, first, second) of the pairs of each block with all later rows."""
-    for start in range(0, len(unit), _BLOCK):
-        block = unit[start : start + _BLOCK]
-        places = (block @ unit[start:].T >= least).triu(diagonal=1).nonzero() + start
-        yield start + len(block), places[:, 0], places[:, 1]
-
-
-def _by_index(unit: Tensor, least: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Likewise, by an approximate index."""
-    index = EntryIndex(unit.shape[1], search="approximate")
-    index.build(unit)
-    for start in range(0, len(unit), _BLOCK):
-        block = unit[start : start + _BLOCK]
-        neighbours = index.range(block, least, mode="approximate")
-        first = torch.arange(len(block)).repeat_interleave(torch.tensor([len(one.ids) for one in neighbours])) + start
-        second = torch.cat([one.ids for one in neighbours])
-        other = second != first
-        yield start + len(block), first[other], second[other]
 
 
 def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:

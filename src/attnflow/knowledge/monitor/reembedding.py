@@ -142,7 +142,7 @@ def drift(
     Cost: encoding the sample; entries are read in random order until it is complete.
     """
     integer("sample", sample, 1)
-    _same_width(store, encoder)
+    same_width(store, encoder)
     version, counts = encoder.version, dict(store.stats().encoders)
     sampled: dict[str, list[Entry]] = {name: [] for name in counts}
     wanted = {name: min(sample, count) for name, count in counts.items()}
@@ -185,7 +185,7 @@ def reembed(store: Store, encoder: Encoder, batch_size: int = 512, *, progress: 
     Cost: encoding; memory of one batch.
     """
     integer("batch_size", batch_size, 1)
-    _same_width(store, encoder)
+    same_width(store, encoder)
     version = encoder.version
     ids = np.sort(index_array("ids", store.ids()))
     done = current = seen = 0
@@ -214,7 +214,8 @@ def _cosines(entries: list[Entry], encoder: Encoder) -> list[float]:
     return functional.cosine_similarity(torch.stack([entry.embedding for entry in entries]), now, dim=1).tolist()
 
 
-def _same_width(store: Store, encoder: Encoder) -> None:
+def same_width(store: Store, encoder: Encoder) -> None:
+    """Refuse an encoder of another width than the store's."""
     if encoder.dim != store.dim:
         raise ValueError(
             f"{encoder.version} makes embeddings of width {encoder.dim}, and the store holds {store.dim}: build a new "
