@@ -63,6 +63,18 @@ COLOURS: Final[Mapping[str, str]] = {
     "penalty symmetric": "#66ccee",
     "penalty skew": "#997700",
     "penalty columns": "#4477aa",
+    # checkpoints that packages ship, by what they read
+    "SmolLM2": "#222222",
+    "MiniLM": "#6a6a6a",
+    "Whisper encoder": "#c2571a",
+    "Whisper decoder": "#997700",
+    "AntiBERTy": "#1f5fa8",
+    "Sapiens heavy": "#5aa9d6",
+    "Sapiens light": "#66ccee",
+    "rxnfp": "#228833",
+    "rxnfp tuned": "#3a8a4d",
+    "rxnfp tuned 10k": "#00796b",
+    "RXNMapper": "#aa3377",
     # ways of choosing entries
     "effect": "#1f5fa8",
     "norm": "#c2571a",

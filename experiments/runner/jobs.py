@@ -35,7 +35,7 @@ class Job:
         """Of its file."""
         rate = "" if self.rate is None else f"-{self.rate:g}"
         seed = "" if self.seed is None else f"-{self.seed}"
-        return f"{self.arm.replace(' ', '-')}{rate}{seed}"
+        return f"{self.arm.replace(' ', '-').replace('/', '-')}{rate}{seed}"
 
 
 @dataclass(frozen=True)

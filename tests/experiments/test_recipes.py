@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from attnflow.models import packages
 from experiments.bias_comparison import data, study
 from experiments.daa_evaluation import study as evaluation
 from experiments.evaluation import sources
+from experiments.geometry_checkpoints.checkpoints import Checkpoint
 from experiments.knowledge_ablation import ablate
 from experiments.runner import text as texts
 from experiments.runner.experiment import find, names
@@ -97,6 +99,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     facts = [ablate.Fact("capital", subject, "Oslo", "Reykjavik") for subject in ("Norway", "Sweden", "Denmark")]
     monkeypatch.setattr(ablate, "known_facts", lambda *_: facts)
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
+    monkeypatch.setattr(Checkpoint, "is_here", True)
+    monkeypatch.setattr(Checkpoint, "opened", lambda *_: nullcontext(tiny("Llama", torch.float32)))
     monkeypatch.setattr(ablate, "sample_text", lambda: "to be or not to be that is the question")
 
 
