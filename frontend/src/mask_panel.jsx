@@ -59,7 +59,7 @@ export function MaskPanel({ studio }) {
   );
 }
 
-function Parameter({ parameter, value, set }) {
+export function Parameter({ parameter, value, set }) {
   const { name, kind, choices, default: otherwise, required } = parameter;
   const shown = value ?? (otherwise === null || otherwise === undefined ? "" : String(otherwise));
   if (kind === "bool")

@@ -7,8 +7,9 @@ import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
 import { BrushPanel, ComparePanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx";
 import { Matrix } from "./matrix.jsx";
+import { Screen, ScreenTabs } from "./screens.jsx";
 
-const NAMES = { flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", difference: "the difference", tile: "the picture", restore: "the design of the link", load: "the file" };
+const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", difference: "the difference", tile: "the picture", restore: "the design of the link", load: "the file" };
 
 export function Page({ studio }) {
   useSignalEffect(() => {
@@ -19,43 +20,59 @@ export function Page({ studio }) {
   return (
     <div class={studio.status.value === "closed" ? "page closed" : "page"} data-settled={studio.asked.value === 0 && studio.view.value !== null} data-span={studio.window.value?.span ?? studio.size.value}>
       <Bar studio={studio} />
-      <main>
-        <div class="side" aria-label="Design" role="group">
-          <MaskPanel studio={studio} />
-          <LayersPanel studio={studio} />
-          <BrushPanel studio={studio} />
-          <LabelsPanel studio={studio} />
-          <ComparePanel studio={studio} />
-        </div>
-        <div class="centre">
-          <Matrix studio={studio} />
-          <Readout studio={studio} />
-        </div>
-        <div class="side" aria-label="What follows" role="group">
-          <Hasse studio={studio} />
-          <Order studio={studio} />
-          <Answers studio={studio} />
-        </div>
-      </main>
+      {studio.screen.value === "mask" ? <MaskScreen studio={studio} /> : <Screen studio={studio} />}
       <Status studio={studio} />
     </div>
   );
 }
 
+function MaskScreen({ studio }) {
+  return (
+    <main>
+      <div class="side" aria-label="Design" role="group">
+        <MaskPanel studio={studio} />
+        <LayersPanel studio={studio} />
+        <BrushPanel studio={studio} />
+        <LabelsPanel studio={studio} />
+        <ComparePanel studio={studio} />
+      </div>
+      <div class="centre">
+        <Matrix studio={studio} />
+        <Readout studio={studio} />
+      </div>
+      <div class="side" aria-label="What follows" role="group">
+        <Hasse studio={studio} />
+        <Order studio={studio} />
+        <Answers studio={studio} />
+      </div>
+    </main>
+  );
+}
+
 function Bar({ studio }) {
   const view = studio.view.value;
+  const onMask = studio.screen.value === "mask";
   return (
     <header>
       <h1><span>attnflow</span> studio</h1>
-      <span class="subject" title={view?.layers[studio.layer.value]?.title}>{view ? `${grouped(view.size)} positions` : ""}</span>
+      <ScreenTabs studio={studio} />
+      <span class="subject" title={view?.layers[studio.layer.value]?.title}>{view && onMask ? `${grouped(view.size)} positions` : ""}</span>
       <div class="tools">
-        <button type="button" disabled={!view?.undo} title="Undo (Ctrl Z)" onClick={() => studio.act("undo")}>Undo</button>
-        <button type="button" disabled={!view?.redo} title="Redo (Ctrl Shift Z)" onClick={() => studio.act("redo")}>Redo</button>
-        <FileButton label="Open…" studio={studio} onText={(text) => studio.act("load", { text })} />
-        <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />
+        {onMask && <MaskTools studio={studio} view={view} />}
         <button type="button" onClick={toggleTheme} title="Light or dark">Theme</button>
       </div>
     </header>
+  );
+}
+
+function MaskTools({ studio, view }) {
+  return (
+    <>
+      <button type="button" disabled={!view?.undo} title="Undo (Ctrl Z)" onClick={() => studio.act("undo")}>Undo</button>
+      <button type="button" disabled={!view?.redo} title="Redo (Ctrl Shift Z)" onClick={() => studio.act("redo")}>Redo</button>
+      <FileButton label="Open…" studio={studio} onText={(text) => studio.act("load", { text })} />
+      <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />
+    </>
   );
 }
 

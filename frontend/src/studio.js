@@ -9,6 +9,7 @@ export const FINE = 1024; // positions up to which every pair is drawn
 export function createStudio() {
   const studio = {
     status: signal("connecting"), // connecting, open, closed
+    screen: signal("mask"),
     reason: signal(""),
     view: signal(null),
     catalogue: signal(null),

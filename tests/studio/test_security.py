@@ -194,6 +194,28 @@ def test_with_the_token_a_page_works(server):
         assert page.ask("state")["size"] == 16
 
 
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"name": "../../etc/passwd", "text": "a b"}, "unknown family"),
+        ({"name": "butterfly", "text": "/etc/passwd " * 40}, "1 to 32 words"),
+        ({"name": "butterfly", "text": "a" * 1_000_000}, "at most 2,000 characters"),
+        ({"name": "permutation_lm", "text": "a b", "settings": {"permutation": "1" * 100_000}}, "at most 400"),
+        ({"name": "butterfly", "text": "a b", "pairs": [[0, 1]] * 100_000}, "at most 64 pairs"),
+        ({"name": "butterfly", "text": "a b", "pairs": [[0, 1 << 70]]}, "integers are at most"),
+        ({"name": "butterfly", "text": "a b", "settings": {"tokens": "9"}}, "no parameter 'tokens'"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value)[:60],
+)
+def test_a_family_is_named_and_small_whatever_a_page_asks(server, message, error):
+    with server.page() as page:
+        reply = page.ask("family", **message)
+        assert not reply["ok"]
+        assert error in reply["error"]
+        assert len(reply["error"]) < 500
+        assert page.ask("state")["size"] == 16
+
+
 @pytest.mark.parametrize("text", ["not JSON", "[]", "1", '"state"', b"\xff", "[" * 100_000])
 def test_what_is_no_message_ends_the_page(server, text):
     with server.page() as page:

@@ -70,6 +70,13 @@ def as_number(value: object, where: str) -> float:
     return float(value)
 
 
+def as_text(value: object, where: str) -> str:
+    """`value` if it is text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be text, got {kind_of(value)}")
+    return value
+
+
 def only_keys(
     values: Mapping[str, object], where: str, required: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> None:

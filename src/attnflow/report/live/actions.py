@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final, cast
 
 from attnflow._core.parameters import find
-from attnflow._core.plain import as_integer, as_list, as_object, parse_json
+from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.spec import named_masks
 from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, stroke_of, tokens_of
 from attnflow.tasks.task import Task
@@ -185,7 +185,4 @@ def _bounded(value: int, size: int, name: str) -> int:
 
 
 def _text(values: Mapping[str, object], name: str) -> str:
-    value = values.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be text, got {type(value).__name__}")
-    return value
+    return as_text(values.get(name), name)

@@ -19,6 +19,7 @@ from attnflow.report.live.actions import ACTIONS, Message
 from attnflow.report.live.code import code, exported
 from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer
 from attnflow.report.live.diagram import MAX_POINTED, diagram, runs_of
+from attnflow.report.live.families import families, family
 from attnflow.report.live.tiles import tile
 from attnflow.tasks.leaks import check
 
@@ -48,7 +49,8 @@ class Session:
       operations of `attnflow.report.live.actions` change the design; the reply tells what it is now. With a "tile"
       it holds that window of the matrix, too.
     - `undo`, `redo`; `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `cost`, `difference`, `code`,
-      `export` change nothing. A question with the "revision" of a design that is no more is answered `"stale": true`.
+      `export`, `families` and `family` change nothing. A question with the "revision" of a design that is no more is
+      answered `"stale": true`.
 
     A mistake is answered, and never raised: `{"ok": false, "error": what was expected, what came}`.
 
@@ -74,6 +76,8 @@ class Session:
             "difference": lambda _: self._difference(),
             "code": lambda _: code(self.design),
             "export": lambda message: exported(self._layer(message), str(message.get("format"))),
+            "families": lambda _: families(),
+            "family": family,
         }
 
     def handle(self, message: Mapping[str, object]) -> Reply:

@@ -1,0 +1,269 @@
+"""A family of tasks under one's hands: its subtasks beside the merged task that they become, and the proof in steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from attnflow._core.parameters import Named, find
+from attnflow._core.plain import as_integer, as_list, as_object, as_text
+from attnflow.masks.build import from_edges
+from attnflow.report.live.actions import Message
+from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.diagram import diagram
+from attnflow.report.live.tiles import tile
+from attnflow.tasks.derivation import derive, named_families
+from attnflow.tasks.families import Family
+from attnflow.tasks.leaks import LeakReport, check
+from attnflow.tasks.merging import MergedTask
+from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Token
+
+MAX_WORDS: Final = 32
+MAX_CHARACTERS: Final = 2000
+_MAX_PAIRS: Final = 64  # that are added to the merged mask
+_MAX_SETTING: Final = 400  # characters
+_MAX_LEAKS: Final = 100
+_MAX_CELLS: Final = 6000  # positions of all subtasks together: more are no picture
+_TEXT: Final = "the cat sat on the mat and slept"
+
+Reply = dict[str, object]
+
+
+def families() -> Reply:
+    """The families that can be picked, each with its parameters and settings to begin with; a text; the limits."""
+    listed = [
+        {
+            "name": entry.name,
+            "summary": re.split(r":| \(", entry.summary, maxsplit=1)[0],
+            "parameters": [
+                {**asdict(parameter), "choices": ()} for parameter in entry.parameters if parameter.name != "mask_token"
+            ],
+            "example": _texts(_example(entry, len(_TEXT.split()))),
+        }
+        for entry in named_families().values()
+    ]
+    return {"families": listed, "text": _TEXT, "max_words": MAX_WORDS, "max_characters": MAX_CHARACTERS}
+
+
+def family(message: Message) -> Reply:
+    """A family on the words of a text: its subtasks, the merged task, each merged node with what it stands for.
+
+    Args:
+        message: "name" of the family; "text"; "settings", its parameters as typed texts, of which those without text
+            keep their default; and "pairs", a list of [query, key] that the merged mask is to allow as well.
+
+    Returns:
+        `words`; `merged` and `subtasks`, whose cells say at which position id (`column`) which input stands and what
+        it is made of; `nodes`, each with its positions, the (subtask, position) that it stands for, what it reads and
+        what it must predict; `pairs`, those that the mask did not allow; `leaks` with their witnesses; the merged mask
+        as a `tile`, its Hasse `diagram`; the `code`, and the merged task as a `design`.
+
+    Raises:
+        ValueError: an unknown family, too long a text, or settings that the family refuses.
+
+    Cost: milliseconds for up to 32 words.
+    """
+    entry = find(as_text(message.get("name"), "name"), named_families(), "family")
+    words = _words(as_text(message.get("text"), "text"))
+    values = _values(entry, message, len(words))
+    derived = derive(entry.name, len(words), **values)
+    if derived.subtask_positions > _MAX_CELLS:
+        raise ValueError(
+            f"the subtasks have {derived.subtask_positions:,} positions together; up to {_MAX_CELLS:,} are drawn: take "
+            "fewer words"
+        )
+    subtasks = entry.function(tokens=list(range(1, len(words) + 1)), **values)
+    merged = derived.merged
+    allowed = merged.task.mask.dense()
+    pairs = [pair for pair in _pairs(message.get("pairs", []), merged.task.size) if not allowed[pair]]
+    task, report = merged.task, derived.report
+    if pairs:
+        task = Task(task.sequence, task.targets, task.mask | from_edges(pairs, task.size))
+        report = check(task)
+    cells = _merged_cells(merged, words)
+    return {
+        "name": entry.name,
+        "call": derived.call,
+        "settings": _texts(values),
+        "words": words,
+        "facts": [list(line) for line in derived.lines()[:4]],
+        "merged": cells,
+        "lanes": 1 + max(cell["lane"] for cell in cells),
+        "subtasks": _subtasks(subtasks, merged, words),
+        "nodes": _nodes(task, merged, report),
+        "labels": report.num_labels,
+        "pairs": [list(pair) for pair in pairs],
+        "leaks": [_leak(report, i, words) for i in range(min(len(report.leaks), _MAX_LEAKS))],
+        "total": len(report.leaks),
+        "dead": list(report.dead),
+        "tile": tile(task.mask, merged.task.mask if pairs else None, 0, 0, task.size, task.size),
+        "diagram": diagram(task.flow.hasse, [cell["short"] for cell in cells]),
+        "code": _code(entry.name, len(words), values, pairs),
+        "design": _design(task, cells).to_dict(),
+    }
+
+
+def _code(name: str, size: int, values: Mapping[str, object], pairs: Sequence[tuple[int, int]]) -> str:
+    """The code that makes all this."""
+    settings = "".join(f", {key}={value!r}" for key, value in values.items())
+    lines = [
+        "import attnflow as af",
+        "",
+        f"tokens = list(range(1, {size + 1}))  # the ids of your text",
+        f"merged = af.tasks.merge(af.tasks.{name}(tokens{settings}))",
+        "print(merged)",
+        "print(af.tasks.check(merged))",
+    ]
+    if pairs:
+        lines += [
+            "",
+            f"mask = merged.task.mask | af.masks.from_edges({list(pairs)}, merged.task.size)",
+            "print(af.tasks.check(af.tasks.Task(merged.task.inputs, merged.task.labels, mask)))",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _design(task: Task, cells: Sequence[Mapping[str, Any]]) -> Design:
+    """The merged task as a design, without labels of data tokens that are beyond its positions and in no input."""
+    sources = {i: tuple(cell["made"]) for i, cell in enumerate(cells) if cell["made"] != [i]}
+    labels = [(each.position, each.data_index) for each in task.labels if each.data_index is not None]
+    inside = tuple(dict.fromkeys(pair for pair in labels if pair[1] < task.size))
+    tokens = tuple(str(cell["short"]) for cell in cells)
+    return Design((Layer.of(task.mask.to_dict()),), tokens=tokens, sources=sources, labels=inside)
+
+
+def _words(text: str) -> list[str]:
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
+    words = text.split()
+    if not 1 <= len(words) <= MAX_WORDS:
+        raise ValueError(f"a text has 1 to {MAX_WORDS} words here, got {len(words)}")
+    return words
+
+
+def _values(entry: Named[Family], message: Message, size: int) -> dict[str, object]:
+    """The arguments of the family: what was typed, and for what it needs and was not typed, an example."""
+    settings = as_object(message.get("settings", {}), "settings")
+    texts = {key: as_text(value, key) for key, value in settings.items()}
+    for key, text in texts.items():
+        if len(text) > _MAX_SETTING:
+            raise ValueError(f"a setting has at most {_MAX_SETTING} characters, got {len(text):,} for {key[:40]}")
+    values = entry.read({key: text for key, text in texts.items() if text.strip()})
+    values = {**_example(entry, size), **values}
+    entry.require(values)
+    return values
+
+
+def _example(entry: Named[Family], size: int) -> dict[str, object]:
+    """Values for the parameters without a default, which suit a text of so many words."""
+    some: Mapping[str, object] = {
+        "block": 2 if size % 2 == 0 else 1,
+        "horizon": 2,
+        "masked": [place for place in range(size) if place % 3 == 1] or [0],
+        "permutation": [*range(1, size, 2), *range(0, size, 2)],
+    }
+    return {p.name: some[p.name] for p in entry.parameters if p.required}
+
+
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {
+        name: ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+        for name, value in values.items()
+    }
+
+
+def _pairs(values: object, size: int) -> list[tuple[int, int]]:
+    listed = as_list(values, "pairs")
+    if len(listed) > _MAX_PAIRS:
+        raise ValueError(f"at most {_MAX_PAIRS} pairs are added, got {len(listed)}")
+    pairs: list[tuple[int, int]] = []
+    for i, each in enumerate(listed):
+        pair = [as_integer(place, f"pairs[{i}]") for place in as_list(each, f"pairs[{i}]")]
+        if len(pair) != 2 or not all(0 <= place < size for place in pair):
+            raise ValueError(f"pairs[{i}]: expected [query, key] within {size} positions, got {pair}")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _cell(token: Token, words: Sequence[str]) -> dict[str, Any]:
+    """An input: the position id at which it stands, and what it is made of."""
+    made = sorted(token.provenance)
+    named = [words[index] for index in made]
+    kind = "data" if made == [token.position] else "mean" if made else "mask"
+    short = {"data": words[token.position], "mask": "[M]", "mean": "+".join(named)}[kind]
+    return {"column": token.position, "kind": kind, "short": short, "made": made}
+
+
+def _merged_cells(merged: MergedTask, words: Sequence[str]) -> list[dict[str, Any]]:
+    """The cells of the merged task, each with its node and its lane: one row of a picture, a position id at most once.
+
+    A lane holds one kind of input. A cell goes on in the lane of the one before it while there is room.
+    """
+    cells: list[dict[str, Any]] = []
+    kinds: list[str] = []
+    taken: list[set[int]] = []
+    lane = -1
+    for token, node in zip(merged.task.inputs, merged.node.tolist(), strict=True):
+        cell = _cell(token, words)
+        free = [i for i, kind in enumerate(kinds) if kind == cell["kind"] and cell["column"] not in taken[i]]
+        if lane not in free:
+            lane = free[-1] if free else len(kinds)
+        if lane == len(kinds):
+            kinds.append(cell["kind"])
+            taken.append(set())
+        taken[lane].add(cell["column"])
+        cells.append({**cell, "lane": lane, "node": node})
+    return cells
+
+
+def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -> list[Reply]:
+    """Each subtask: its cells with their merged nodes and positions, its labels, its mask as a picture."""
+    rows: list[Reply] = []
+    for number, task in enumerate(tasks):
+        places = zip(task.inputs, merged.node_of[number], merged.position_of[number], strict=True)
+        cells = [{**_cell(token, words), "node": node, "position": position} for token, node, position in places]
+        labels = [[label.position, label.data_index] for label in task.labels]
+        rows.append({"cells": cells, "labels": labels, "tile": tile(task.mask, None, 0, 0, task.size, task.size)})
+    return rows
+
+
+def _nodes(task: Task, merged: MergedTask, report: LeakReport) -> list[Reply]:
+    """Each merged node: its positions, what it stands for, what it reads, what it must predict, and how that leaks."""
+    members: list[list[list[int]]] = [[] for _ in range(merged.num_nodes)]
+    for number, places in enumerate(merged.node_of):
+        for position, node in enumerate(places):
+            members[node].append([number, position])
+    reads = [row.nonzero().flatten().tolist() for row in task.flow.reachability()]
+    made = [token.provenance for token in task.inputs]
+    labels = [[label.position, label.data_index, label.task] for label in task.labels]
+    nodes: list[Reply] = []
+    for number, positions in enumerate(merged.nodes):
+        below = sorted({position for place in positions for position in reads[place]})
+        nodes.append(
+            {
+                "positions": list(positions),
+                "members": members[number],
+                "reads": below,
+                "data": sorted(frozenset[int]().union(*(made[position] for position in below))),
+                "labels": [label for label in labels if label[0] in positions],
+                "leaks": [i for i, leak in enumerate(report.leaks[:_MAX_LEAKS]) if leak.position in positions],
+            }
+        )
+    return nodes
+
+
+def _leak(report: LeakReport, number: int, words: Sequence[str]) -> Reply:
+    leak = report.leaks[number]
+    token = leak.label.data_index
+    assert token is not None
+    return {
+        "position": leak.position,
+        "token": token,
+        "word": words[token],
+        "carrier": leak.carrier,
+        "witness": list(leak.witness),
+        "route": leak.route,
+    }
