@@ -11,22 +11,22 @@ const hash = createHash("sha256");
 for (const name of sources) hash.update(`${name}\0`).update(readFileSync(here(name))).update("\0");
 const digest = hash.digest("hex");
 
-for (const [entry, name] of [["src/main.jsx", "studio.js"], ["src/studio.css", "studio.css"]]) {
-  const result = await build({
-    entryPoints: [here(entry).pathname],
-    absWorkingDir: here(".").pathname,
-    bundle: true,
-    minify: true,
-    write: false,
-    format: "esm",
-    target: ["es2022"],
-    jsx: "automatic",
-    jsxImportSource: "preact",
-    legalComments: "none",
-    charset: "utf8",
-  });
-  const licences = name.endsWith(".js") ? ["preact", "@preact/signals"].map((part) => `\n${part}:\n${readFileSync(here(`node_modules/${part}/LICENSE`), "utf8")}`) : [];
-  const head = `/* attnflow studio. Sources: sha256 ${digest}\n${licences.join("")}*/\n`;
-  writeFileSync(`${target}/${name}`, head + result.outputFiles[0].text);
-  console.log(`${name} ${result.outputFiles[0].contents.length} bytes`);
-}
+const bundle = async (entry, options) => {
+  const result = await build({ entryPoints: [here(entry).pathname], absWorkingDir: here(".").pathname, bundle: true, minify: true, write: false, target: ["es2022"], charset: "utf8", ...options });
+  return result.outputFiles[0].text.trimEnd();
+};
+
+// The style travels within the module, which puts it where it is mounted: a page, or a shadow root in somebody else's.
+const style = await bundle("src/studio.css", {});
+const text = await bundle("src/main.jsx", {
+  format: "esm",
+  jsx: "automatic",
+  jsxImportSource: "preact",
+  legalComments: "none",
+  plugins: [{ name: "style", setup: (part) => part.onLoad({ filter: /\.css$/ }, () => ({ contents: style, loader: "text" })) }],
+});
+if (/<\/script|<!--/i.test(text)) throw new Error("the module cannot stand in a page: it holds an end of a script");
+const licences = ["preact", "@preact/signals"].map((part) => `\n${part}:\n${readFileSync(here(`node_modules/${part}/LICENSE`), "utf8")}`);
+const content = `/* attnflow studio. Sources: sha256 ${digest}\n${licences.join("")}*/\n${text}\n`;
+writeFileSync(`${target}/studio.js`, content);
+console.log(`studio.js ${Buffer.byteLength(content)} bytes`);

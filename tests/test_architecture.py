@@ -27,7 +27,7 @@ ROOMS = [
 ]
 OPTIONAL = [
     *("transformers", "huggingface_hub", "accelerate", "triton", "matplotlib", "gguf", "lancedb", "pymilvus"),
-    *("starlette", "uvicorn", "websockets"),
+    *("starlette", "uvicorn", "websockets", "anywidget", "traitlets"),
 ]
 WITHOUT_TRANSFORMERS = [
     "attnflow",

@@ -43,7 +43,7 @@ export function Answers({ studio }) {
     const now = TABS.findIndex(([tab]) => tab === studio.tab.value);
     const [next] = TABS[(now + step + TABS.length) % TABS.length];
     studio.tab.value = next;
-    document.getElementById(`tab-${next}`).focus();
+    event.currentTarget.querySelector(`#tab-${next}`).focus();
   };
   return (
     <section class="panel answers">
@@ -66,6 +66,7 @@ function Leaks({ studio }) {
   const { value, error } = studio.answers.leaks.value;
   if (error) return <p class="trouble">The leaks are not known: {error}.</p>;
   if (!value) return <p class="quiet">…</p>;
+  if (!value.labels && studio.place === "report") return <p class="quiet">No labels: nothing can leak.</p>;
   if (!value.labels)
     return <p class="quiet">No labels yet. Say what positions must predict (left, “Labels”), and every way by which an answer can be read is found here.</p>;
   return (

@@ -101,15 +101,17 @@ export function LayersPanel({ studio }) {
               <span class="title" title={layer.title}>{layer.title}</span>
               <span class="n share">{percent(layer.density)}</span>
             </button>
-            {stacked && (
+            {stacked && studio.place !== "report" && (
               <button type="button" class="icon" aria-label={`Remove layer ${i + 1}`} onClick={() => studio.act("unstack", { layer: i })}>×</button>
             )}
           </li>
         ))}
       </ol>
-      <div class="buttons">
-        <button type="button" onClick={() => studio.act("stack", { layer: studio.layer.value })}>Add a layer</button>
-      </div>
+      {studio.place !== "report" && (
+        <div class="buttons">
+          <button type="button" onClick={() => studio.act("stack", { layer: studio.layer.value })}>Add a layer</button>
+        </div>
+      )}
     </section>
   );
 }

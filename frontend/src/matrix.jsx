@@ -143,7 +143,7 @@ export function Matrix({ studio }) {
   useEffect(() => {
     const element = canvas.current;
     const wheel = (event) => {
-      if (!event.ctrlKey && document.activeElement !== element) return; // a page is scrolled by its wheel
+      if (!event.ctrlKey && element.getRootNode().activeElement !== element) return; // a page is scrolled by its wheel
       event.preventDefault();
       studio.zoom(event.deltaY > 0 ? 1.25 : 0.8, pointed(event));
     };

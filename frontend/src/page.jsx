@@ -14,7 +14,7 @@ const NAMES = { families: "the families", family: "the family", flow: "the order
 export function Page({ studio }) {
   useSignalEffect(() => {
     const layer = studio.view.value?.layers[0];
-    if (layer) document.title = `${layer.title.slice(0, 60)} · attnflow studio`;
+    if (layer && studio.place === "page") document.title = `${layer.title.slice(0, 60)} · attnflow studio`;
   });
   if (studio.status.value === "closed" && !studio.view.value) return <Ended reason={studio.reason.value} />;
   return (
@@ -59,7 +59,7 @@ function Bar({ studio }) {
       <span class="subject" title={view?.layers[studio.layer.value]?.title}>{view && onMask ? `${grouped(view.size)} positions` : ""}</span>
       <div class="tools">
         {onMask && <MaskTools studio={studio} view={view} />}
-        <button type="button" onClick={toggleTheme} title="Light or dark">Theme</button>
+        {studio.place === "page" && <button type="button" onClick={toggleTheme} title="Light or dark">Theme</button>}
       </div>
     </header>
   );
@@ -71,7 +71,7 @@ function MaskTools({ studio, view }) {
       <button type="button" disabled={!view?.undo} title="Undo (Ctrl Z)" onClick={() => studio.act("undo")}>Undo</button>
       <button type="button" disabled={!view?.redo} title="Redo (Ctrl Shift Z)" onClick={() => studio.act("redo")}>Redo</button>
       <FileButton label="Open…" studio={studio} onText={(text) => studio.act("load", { text })} />
-      <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />
+      {studio.place === "page" && <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />}
     </>
   );
 }
@@ -83,7 +83,7 @@ function toggleTheme() {
   document.dispatchEvent(new Event("themechange"));
 }
 
-function Readout({ studio }) {
+export function Readout({ studio }) {
   const most = studio.maxLayers.value;
   const field = studio.field.value;
   const lit = studio.lit.value;
@@ -137,7 +137,8 @@ function Status({ studio }) {
 
 function waitingText(waiting, studio) {
   if (!studio.view.value) return "starting";
-  return <>computing {NAMES[waiting] ?? waiting} <button type="button" onClick={studio.stop}>Stop</button></>;
+  const stop = studio.place === "page" ? <button type="button" onClick={studio.stop}>Stop</button> : "(interrupt the kernel to stop it)";
+  return <>computing {NAMES[waiting] ?? waiting} {stop}</>;
 }
 
 function Ended({ reason }) {

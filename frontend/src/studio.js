@@ -6,8 +6,10 @@ const QUESTIONS = ["flow", "diagram", "leaks", "cost", "difference"];
 const COARSE_CELLS = 512;
 export const FINE = 1024; // positions up to which every pair is drawn
 
-export function createStudio() {
+/** The state of a studio in a "page" of its own, a "widget" of a notebook, or a "report", where nothing can be changed. */
+export function createStudio(place) {
   const studio = {
+    place,
     status: signal("connecting"), // connecting, open, closed
     screen: signal("mask"),
     reason: signal(""),
@@ -141,6 +143,14 @@ export function createStudio() {
     await draw();
   }
 
+  // Somebody else has changed the design: another view of it, or a program.
+  async function catchUp() {
+    const reply = await ask({ op: "state" });
+    if (!reply.ok || reply.revision === studio.view.peek()?.revision) return;
+    take(reply);
+    await Promise.all([draw(), inquire()]);
+  }
+
   let following = false;
   async function follow() {
     if (following) return;
@@ -158,6 +168,7 @@ export function createStudio() {
     act,
     ask,
     draw,
+    catchUp,
     async showCode() {
       const reply = await ask({ op: "code" });
       if (reply.ok) studio.answers.code.value = { value: reply, error: "" };
@@ -195,7 +206,7 @@ export function createStudio() {
       draw();
       inquire();
     },
-    async start(newTransport, { design, remember }) {
+    async start(newTransport, { design, remember } = {}) {
       transport = newTransport;
       remembering = remember ?? (() => {});
       studio.status.value = "open";

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FRONTEND, ASSETS = ROOT / "frontend", ROOT / "src" / "attnflow" / "report" / "assets"
-BUNDLES = ["studio.js", "studio.css"]
+BUNDLE = ASSETS / "studio.js"
 
 
 def digest_of_the_sources():
@@ -22,9 +22,8 @@ def digest_of_the_sources():
     return content.hexdigest()
 
 
-@pytest.mark.parametrize("name", BUNDLES)
-def test_the_bundle_is_that_of_its_sources(name):
-    first = (ASSETS / name).read_text().split("\n", 1)[0]
+def test_the_bundle_is_that_of_its_sources():
+    first = BUNDLE.read_text().split("\n", 1)[0]
     assert f"sha256 {digest_of_the_sources()}" in first, "the sources have changed: run `make studio`"
 
 
@@ -33,26 +32,33 @@ def test_bundling_again_gives_the_same_bytes(tmp_path):
     if node is None or not (FRONTEND / "node_modules" / "esbuild").exists():
         pytest.skip("needs node and the packages of frontend/ (`make studio`)")
     subprocess.run([node, FRONTEND / "build.mjs", tmp_path], check=True, capture_output=True)
-    for name in BUNDLES:
-        assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["studio.js"]
+    assert (tmp_path / "studio.js").read_bytes() == BUNDLE.read_bytes()
 
 
 def test_the_page_is_small():
-    assert sum((ASSETS / name).stat().st_size for name in BUNDLES) < 120_000
+    assert BUNDLE.stat().st_size < 120_000
 
 
 def test_the_page_asks_nothing_of_a_network_and_runs_no_text():
-    script, style, page = ((ASSETS / name).read_text() for name in (*BUNDLES, "studio.html"))
-    code = script.split("*/", 1)[1]
-    addresses = set(re.findall(r"https?://[^\"'`\s)]+", code + style + page))
+    code, page = BUNDLE.read_text().split("*/", 1)[1], (ASSETS / "studio.html").read_text()
+    addresses = set(re.findall(r"https?://[^\"'`\s)]+", code + page))
     assert addresses <= {f"http://www.w3.org/{kind}" for kind in ("2000/svg", "1999/xhtml", "1998/Math/MathML")}
     assert not re.search(r"\beval\(|new Function|import\(|document\.write|fetch\(|XMLHttpRequest", code)
+    style = "".join(path.read_text() for path in (FRONTEND / "src").glob("*.css"))
     assert "url(" not in style
     assert "@import" not in style
 
 
+def test_one_module_serves_the_page_the_widget_and_the_report():
+    """It stands in a page as it is, so that nothing in it may end a script; notebooks take its default export."""
+    text = BUNDLE.read_text()
+    assert not re.search(r"</script|<!--", text, re.IGNORECASE)
+    assert re.search(r"export\s*\{\s*\w+ as default\s*\}", text)
+
+
 def test_the_licences_of_what_is_bundled_come_with_it():
-    script = (ASSETS / "studio.js").read_text()
+    script = BUNDLE.read_text()
     assert script.count("MIT License") == 2
     assert script.count("Permission is hereby granted") == 2
 

@@ -30,7 +30,7 @@ POLICY = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-ROUTES = ["/", "/studio.js", "/studio.css", "/studio.svg", "/session", "/nothing"]
+ROUTES = ["/", "/studio.js", "/studio.svg", "/session", "/nothing"]
 
 
 @pytest.fixture(scope="module")

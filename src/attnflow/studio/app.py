@@ -1,4 +1,4 @@
-"""The studio's ASGI application: four files that lie in memory, and one socket for each page."""
+"""The studio's ASGI application: three files that lie in memory, and one socket for each page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ MALFORMED: Final = 4400
 _FILES: Final = {
     "/": ("studio.html", "text/html; charset=utf-8"),
     "/studio.js": ("studio.js", "text/javascript; charset=utf-8"),
-    "/studio.css": ("studio.css", "text/css; charset=utf-8"),
     "/studio.svg": ("studio.svg", "image/svg+xml"),
 }
 _STOP: Final = "stop"
