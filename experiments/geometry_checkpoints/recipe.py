@@ -46,10 +46,10 @@ def _ordered(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[Verdict, str
         verdict = "refuted"
     name = "S" if what == "symmetry" else "D"
     named = ", ".join(f"{row['model']} {row[what]:+.2f}" for row in rows if row["side"] == "decoder")
-    return verdict, (
-        f"Median {name} over layers: {len(encoders)} encoders {encoders[0]:+.2f} to {encoders[-1]:+.2f} (median "
-        f"{median(encoders):+.2f}), decoders {named}"
-    )
+    of = f"{len(encoders)} encoders {encoders[0]:+.2f} to {encoders[-1]:+.2f} (median {median(encoders):+.2f})"
+    if len(encoders) == 1:
+        of = f"an encoder {encoders[0]:+.2f}"
+    return verdict, f"Median {name} over layers: {of}, decoders {named}"
 
 
 EXPERIMENT: Final = Experiment(
