@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
@@ -13,10 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow._core.progress import Progress
+from attnflow.knowledge.attention import softmax_one
 from attnflow.knowledge.hf.modular import ModularConfig
 from experiments.facts.corpus import UNKNOWN, Corpus, Key, Vocabulary
 from experiments.facts.model import FactEncoder, FactReader, nearest_loss, retrieval_loss
 from experiments.runner import training as loop
+
+SOFTMAX: Final = "softmax"
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,14 @@ class FactTraining:
     Attributes:
         dim: width of the model, and of each half of an entry.
         layers: blocks of the model.
-        activation: from scores of entries to weights.
+        activation: from scores of entries to weights; "softmax" is one with room for none of them.
         threshold: where the threshold of an entry comes from.
         base_entries: the model's own, which it reads where it is given no others: with facts in the context.
         steps: of the optimiser; even ones ask from entries, odd ones from facts in the context.
         facts: in each step's pool, all new.
+        first_facts: of a curriculum, in the pools of its first steps, which have no near misses and no questions about
+            other facts; all three grow together, see `grown`. 0: no curriculum.
+        best: entries that each token reads, the others being passed by with straight-through gradients. 0: all.
         questions: to be answered from entries in an even step.
         contexts: questions to be answered from facts in the context, in an odd step; 0: odd steps are as even ones.
         near: fraction of a pool's keys that differ in one part from another key of it.
@@ -38,7 +46,7 @@ class FactTraining:
         rate: peak learning rate.
         warmup: steps of its rise; it then falls as a cosine.
         retrieval: weight of the supervised reading; 0: the answers alone say which entry to read.
-        nearest: weight of the encoder's own retrieval loss.
+        nearest: weight of the encoder's own retrieval loss; 0: none.
     """
 
     dim: int = 64
@@ -48,6 +56,8 @@ class FactTraining:
     base_entries: int = 64
     steps: int = 2400
     facts: int = 128
+    first_facts: int = 0
+    best: int = 0
     questions: int = 64
     contexts: int = 48
     near: float = 0.6
@@ -61,6 +71,19 @@ class FactTraining:
         """As JSON holds it."""
         return asdict(self)
 
+    def pool(self, step: int) -> int:
+        """How many facts a step shows: with a curriculum `first_facts` at first, more by equal factors, then all.
+
+        >>> settings = FactTraining(steps=16, facts=64, first_facts=4)
+        >>> [settings.pool(step) for step in (0, 4, 6, 8, 12, 15)]
+        [4, 4, 8, 16, 64, 64]
+        """
+        return round(self.facts * (self.first_facts / self.facts) ** (1 - self.grown(step)))
+
+    def grown(self, step: int) -> float:
+        """How far the curriculum has come, 0 to 1: none in the first quarter of the steps, all in the last one."""
+        return min(1.0, max(0.0, 2 * step / self.steps - 0.5)) if self.first_facts else 1.0
+
     def model_config(self, vocabulary: Vocabulary) -> ModularConfig:
         """Sizes of the language model."""
         return ModularConfig(
@@ -71,8 +94,9 @@ class FactTraining:
             num_entries=self.base_entries,
             entry_dim=2 * self.dim,
             key_dim=self.dim,
-            knowledge_activation=self.activation,
+            knowledge_activation="relu" if self.activation == SOFTMAX else self.activation,
             threshold=self.threshold,
+            entries_per_token=self.best or None,
             initializer_range=self.dim**-0.5,
         )
 
@@ -85,6 +109,7 @@ class Trained:
         reader: the language model.
         encoder: X.
         log: every so many steps, the means since the last entry.
+        measured: by the measure of the training, if there was one.
         seconds: of training, pauses not counted.
     """
 
@@ -92,6 +117,7 @@ class Trained:
     encoder: FactEncoder
     log: list[dict[str, float]]
     seconds: float
+    measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 def made(settings: FactTraining, seed: int) -> tuple[FactReader, FactEncoder]:
@@ -100,6 +126,9 @@ def made(settings: FactTraining, seed: int) -> tuple[FactReader, FactEncoder]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         reader = FactReader(settings.model_config(vocabulary), vocabulary)
+        if settings.activation == SOFTMAX:  # which configs do not name
+            for block in reader.model.readers():
+                block.attention.activation = softmax_one
         return reader, FactEncoder(vocabulary, reader.model.model.embed_tokens)
 
 
@@ -107,16 +136,17 @@ class _Step:
     """What one step shows: a pool of facts, questions about it and beyond it; all of it follows from (seed, step)."""
 
     def __init__(self, settings: FactTraining, seed: int, step: int) -> None:
-        self.settings = settings
         self.corpus = Corpus(random.Random(f"{seed} {step}"))
-        self.facts = self.corpus.facts(settings.facts, settings.near)
+        part = settings.grown(step)
+        self._near, self._unknown = part * settings.near, part * settings.unknown
+        self.facts = self.corpus.facts(settings.pool(step), self._near)
         self._held = {fact.key for fact in self.facts}
 
     def ask(self, count: int) -> tuple[list[str], list[str], Tensor]:
         """Questions, their answers, and which fact answers each (-1: none)."""
         draw, questions, answers, which = self.corpus.draw, list[str](), list[str](), list[int]()
         for _ in range(count):
-            if draw.random() < self.settings.unknown:
+            if draw.random() < self._unknown:
                 key = self._absent()
                 which.append(-1)
                 answers.append(UNKNOWN)
@@ -141,7 +171,7 @@ class _Step:
         return found
 
     def _absent(self) -> Key:
-        return self.corpus.keys(1, self.settings.near, self._held)[0]
+        return self.corpus.keys(1, self._near, self._held)[0]
 
 
 def losses(reader: FactReader, encoder: FactEncoder, settings: FactTraining, seed: int, step: int) -> dict[str, Tensor]:
@@ -164,13 +194,19 @@ def losses(reader: FactReader, encoder: FactEncoder, settings: FactTraining, see
     if settings.retrieval:
         of_facts = scores[0][asked.row, asked.place, 0]
         found["retrieval"] = settings.retrieval * retrieval_loss(of_facts, which[asked.row])
-    keys = entries[:, : settings.dim]
-    found["nearest"] = settings.nearest * nearest_loss(encoder.key(questions), keys, which)
+    if settings.nearest:
+        keys = entries[:, : settings.dim]
+        found["nearest"] = settings.nearest * nearest_loss(encoder.key(questions), keys, which)
     return found
 
 
 def train(
-    settings: FactTraining, seed: int, folder: Path, save_every: int = 250, progress: Progress | None = None
+    settings: FactTraining,
+    seed: int,
+    folder: Path,
+    save_every: int = 250,
+    progress: Progress | None = None,
+    measure: Callable[[FactReader, FactEncoder], Mapping[str, object]] | None = None,
 ) -> Trained:
     """Train, or go on from the last state that was saved; the result is the same, bit by bit.
 
@@ -178,8 +214,9 @@ def train(
         settings: of the training.
         seed: of initialisation and of all that is drawn.
         folder: for checkpoints.
-        save_every: steps between checkpoints, and between entries of the log.
+        save_every: steps between checkpoints, between entries of the log, and between measurements.
         progress: of the steps.
+        measure: of the model and its encoder.
     """
     reader, encoder = made(settings, seed)
     parts = nn.ModuleDict({"model": reader.model, "encoder": encoder})
@@ -192,14 +229,16 @@ def train(
             settings.rate,
             lambda step: _schedule(step, settings),
             log_every=save_every,
+            measure_every=save_every,
             save_every=save_every,
         ),
         folder,
         seed=seed,
         identity=settings.to_dict(),
+        measure=None if measure is None else lambda _, __: measure(reader, encoder),
         progress=progress,
     )
-    return Trained(reader, encoder, course.log, course.seconds)
+    return Trained(reader, encoder, course.log, course.seconds, course.measured)
 
 
 def _schedule(step: int, settings: FactTraining) -> float:

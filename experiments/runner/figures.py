@@ -79,6 +79,15 @@ COLOURS: Final[Mapping[str, str]] = {
     "effect": "#1f5fa8",
     "norm": "#c2571a",
     "random": "#8a8a8a",
+    # from scores of entries to weights, and how they are trained
+    "supervised": "#6a6a6a",
+    "relu": "#c79a2b",
+    "relu grown": "#c2571a",
+    "sparsemax grown": "#228833",
+    "softmax": "#66ccee",
+    "softmax grown": "#1f5fa8",
+    "best grown": "#aa3377",
+    "no near misses": "#00796b",
     # ways of reading facts
     "entries": "#1f5fa8",
     "best entries": "#3a8a4d",

@@ -1,0 +1,41 @@
+"""Trained by the answers alone, as the runner takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from experiments.knowledge_answers.study import SUPERVISED, miniature, paper, setup, small, tiny
+from experiments.knowledge_answers.summary import said, summarise
+from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.files import read
+
+THROUGH: Final = ("softmax grown", "best grown")  # approximations of a choice of entries that gradients pass
+
+
+def judge(results: Path) -> Sequence[Judgement]:
+    """By the rule that the README has since before the run."""
+    content = read(results / "results.json")
+    arms = {one["arm"]: one["sizes"][str(content["pool"])]["right"] for one in content["arms"]}
+    if not arms.keys() >= set(THROUGH):
+        return []
+    tried = [arms[name] for name in THROUGH]
+    well = any(low > 0.9 for _, low, _ in tried)
+    verdict: Verdict = "confirmed" if well else "refuted" if all(high < 0.5 for *_, high in tried) else "not confirmed"
+    each = ", ".join(f"{name} {said(value)}" for name, value in arms.items() if name != SUPERVISED)
+    beside = f"; with supervised reading {said(arms[SUPERVISED])}" if SUPERVISED in arms else ""
+    sentence = f"Right about unseen subjects, {content['pool']} facts, trained on answers alone: {each}{beside}."
+    return [Judgement("K14", verdict, sentence)]
+
+
+EXPERIMENT: Final = Experiment(
+    name="knowledge_answers",
+    question="Can an embedding model and its reader be trained by the answers alone, and by what?",
+    recipes={"tiny": tiny, "small": small, "paper": paper},
+    setup=setup,
+    summarise=summarise,
+    miniature=miniature,
+    judge=judge,
+    packages=("torch", "transformers", "attnflow"),
+)

@@ -1,0 +1,151 @@
+"""What the runs say: right answers by size of the pool and over training, with intervals over seeds and questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from attnflow._core.markup import aligned
+from experiments.knowledge_answers.study import choosing_loss
+from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.files import write, write_table
+from experiments.runner.jobs import Job, Record, chosen
+from experiments.runner.statistics import interval, over_seeds
+from experiments.runner.study import read_study
+
+_DRAWS: Final = 1_000
+KINDS: Final = ("right", "unknown", "moved")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm at its chosen learning rate.
+
+    Attributes:
+        name: of it.
+        rate: chosen on the first seed.
+        runs: finished ones, by seed.
+    """
+
+    name: str
+    rate: float
+    runs: Mapping[int, Record]
+
+    def share(self, size: str, kind: str) -> list[float]:
+        """Mean, low, high over seeds and questions."""
+        answers = [run["told"][size][kind] for run in self.runs.values()]
+        return interval(np.array(answers, dtype=np.float64), _DRAWS).numbers
+
+    def curve(self, kind: str) -> list[list[float]]:
+        """Of each measurement in training step, mean, low, high over seeds."""
+        runs = list(self.runs.values())
+        places = range(len(runs[0]["measured"]))
+        each = [[run["measured"][place][kind] for run in runs] for place in places]
+        steps = [runs[0]["measured"][place]["step"] for place in places]
+        return [[step, *over_seeds(values, _DRAWS).numbers] for step, values in zip(steps, each, strict=True)]
+
+
+def read_arms(folder: Path) -> tuple[Mapping[str, Any], list[Arm]]:
+    """(settings, every arm whose learning rates have all been tried).
+
+    Raises:
+        FileNotFoundError: no study in the folder, or no arm has been tried with all its rates.
+    """
+    about, finished = read_study(folder)
+    runs, config, found = {Job(**run["job"]): run for run in finished}, about["config"], list[Arm]()
+    for name in dict.fromkeys(job.arm for job in runs):
+        best = chosen(name, config["rates"], config["seeds"], runs, choosing_loss)
+        if best is not None and best[1]:
+            found.append(Arm(name, *best))
+    if not found:
+        raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
+    return about, found
+
+
+def summarise(folder: Path, results: Path) -> str:
+    """Write results.json, results.csv and figure.png, and return the table.
+
+    Raises:
+        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
+        MissingExtra: matplotlib is not installed.
+    """
+    about, arms = read_arms(folder)
+    sizes = [str(size) for size in about["config"]["sizes"]]
+    rows = [
+        {
+            "arm": one.name,
+            "rate": one.rate,
+            "seeds": list(one.runs),
+            "sizes": {size: {kind: one.share(size, kind) for kind in KINDS} for size in sizes},
+            "curve": {kind: one.curve(kind) for kind in ("right", "unknown")},
+            "seconds": float(np.mean([run["seconds"] for run in one.runs.values()])),
+        }
+        for one in arms
+    ]
+    content: dict[str, Any] = {
+        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions; of curves over seeds",
+        "pool": about["config"]["training"]["facts"],
+        "arms": rows,
+    }
+    write(results / "results.json", content)
+    lines = [
+        [row["arm"], f"{row['rate']:g}", len(row["seeds"]), size, kind, *(f"{number:.4f}" for number in shares[kind])]
+        for row in rows
+        for size, shares in row["sizes"].items()
+        for kind in KINDS
+    ]
+    write_table(results / "results.csv", ["arm", "rate", "seeds", "facts", "answers", "share", "low", "high"], lines)
+    figure(content).savefig(results / "figure.png", dpi=110)
+    return table(content)
+
+
+def figure(content: Mapping[str, Any]) -> Any:
+    """Right answers over training; and by the facts of a pool, right ones and "unknown" where it is right.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    drawn, panels = canvas(20.0, 7.0, 1, 3)
+    titles = ("right answers over training", "right answers by facts in the pool", '"unknown" where it is right')
+    for axes, title, label in zip(panels, titles, ("steps", *["facts in the pool"] * 2), strict=True):
+        axes.set(title=title, xlabel=label, ylim=(-0.03, 1.03))
+        ends: dict[str, tuple[float, float]] = {}
+        for one in content["arms"]:
+            if label == "steps":
+                places, *bands = zip(*one["curve"]["right"], strict=True)
+            else:
+                kind = "right" if title.startswith("right") else "unknown"
+                axes.set_xscale("log", base=4)
+                places = [int(size) for size in one["sizes"]]
+                axes.set_xticks(places, list(one["sizes"]))
+                bands = list(zip(*(shares[kind] for shares in one["sizes"].values()), strict=True))
+            plot_band(axes, places, *bands, color=colour(one["arm"]), linewidth=2.2)
+            ends[one["arm"]] = places[-1], bands[0][-1]
+        label_ends(axes, ends)
+        axes.minorticks_off()
+        axes.tick_params(labelsize=SIZE)
+        axes.title.set_fontsize(SIZE)
+        axes.xaxis.label.set_fontsize(SIZE)
+    return drawn
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The results in text."""
+    sizes = list(content["arms"][0]["sizes"])
+    head = ["trained", "rate", "seeds", *(f"right of {size}" for size in sizes), "unknown", "values moved"]
+    lines = [head]
+    for one in content["arms"]:
+        pool = one["sizes"].get(str(content["pool"]), one["sizes"][sizes[0]])
+        rights = [said(one["sizes"][size]["right"]) for size in sizes]
+        ends = [said(pool["unknown"]), said(pool["moved"])]
+        lines.append([one["arm"], f"{one['rate']:g}", str(len(one["seeds"])), *rights, *ends])
+    return aligned(lines, left=range(len(head)))
+
+
+def said(value: Sequence[float]) -> str:
+    """An interval of shares in text."""
+    return "{:.0%} [{:.0%}, {:.0%}]".format(*value)
