@@ -77,9 +77,9 @@ function Leaks({ studio }) {
       <ol class="leaks">
         {value.leaks.map((leak, i) => (
           <li key={i}>
-            <button type="button" aria-pressed={studio.leak.value === i} onClick={() => (studio.leak.value = studio.leak.value === i ? null : i)}>
+            <button type="button" aria-pressed={studio.leak.value === i} onClick={() => studio.showLeak(i)}>
               <span class="n">{leak.position}</span>
-              <span>reads token {leak.token}<small>{leak.route}</small></span>
+              <span>reads token {leak.token}<small>{leak.route?.replaceAll("->", "→") ?? "…"}</small></span>
             </button>
           </li>
         ))}
@@ -145,7 +145,7 @@ function Code({ studio }) {
       <div class="row">
         <label class="field">
           <span>for</span>
-          <select value={kind.value} onChange={(event) => choose(event.currentTarget.value)}>
+          <select aria-label="Code for" value={kind.value} onChange={(event) => choose(event.currentTarget.value)}>
             <option value="attnflow">attnflow</option>
             <option value="flex">FlexAttention</option>
             {value.formats.map((name) => <option value={name}>{name}</option>)}

@@ -21,15 +21,19 @@ export function MaskPanel({ studio }) {
   const choose = (event) => {
     const mask = masks.find((each) => each.name === event.currentTarget.value);
     const begin = { ...mask.example };
-    if (mask.parameters.some((parameter) => parameter.name === "n")) begin.n = String(studio.size.value);
+    const typed = spec && settings.value.n; // it may wait to be used yet
+    if (mask.parameters.some((parameter) => parameter.name === "n")) begin.n = typed || String(studio.size.value);
     name.value = mask.name;
     settings.value = begin;
     studio.act("pick", { layer: studio.layer.value, name: mask.name, settings: begin });
   };
 
-  const set = (parameter, value) => {
+  // What is typed is used when the hand rests, not with each of its digits.
+  const set = (parameter, value, delay = 0) => {
+    if (settings.value[parameter] === value) return delay || studio.hurry();
     settings.value = { ...settings.value, [parameter]: value };
-    if (spec?.name === name.value) studio.act("pick", { layer: studio.layer.value, name: name.value, settings: settings.value });
+    if (spec?.name !== name.value) return;
+    studio.soon(() => studio.act("pick", { layer: studio.layer.value, name: name.value, settings: settings.value }), delay);
   };
 
   const send = (op, values = {}) => studio.act(op, { layer: studio.layer.value, name: name.value, settings: settings.value, ...values });
@@ -81,7 +85,7 @@ export function Parameter({ parameter, value, set }) {
     <label class={number ? "field number" : "field"}>
       <span>{name}</span>
       <input type={number ? "number" : "text"} min={number ? 0 : undefined} value={shown} required={required} spellcheck={false} autocomplete="off"
-        onInput={(event) => number && event.currentTarget.value !== "" && set(name, event.currentTarget.value)}
+        onInput={(event) => number && event.currentTarget.value !== "" && set(name, event.currentTarget.value, 250)}
         onChange={(event) => set(name, event.currentTarget.value)} />
     </label>
   );
@@ -157,11 +161,11 @@ export function ComparePanel({ studio }) {
     return studio.act("against", { name, settings });
   };
   return (
-    <section class="panel" aria-labelledby="compare-title">
+    <section class="panel compare" aria-labelledby="compare-title">
       <h2 id="compare-title">Compare</h2>
       <label class="field">
         <span>with</span>
-        <select value={against ? (masks.find((mask) => against.startsWith(`${mask.name}(`))?.name ?? "file") : ""} onChange={choose}>
+        <select aria-label="Compare with" value={against ? (masks.find((mask) => against.startsWith(`${mask.name}(`))?.name ?? "file") : ""} onChange={choose}>
           <option value="">nothing</option>
           {masks.map((mask) => <option value={mask.name}>{mask.name.replaceAll("_", " ")}</option>)}
           {against && <option value="file" disabled hidden>{against.slice(0, 40)}</option>}

@@ -1,10 +1,10 @@
 // The matrix: a row for each query, a column for each key. Drawn on a canvas; pointed at, painted and walked by keys.
 
 import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { drawMatrix } from "./draw.js";
 import { grouped } from "./format.js";
-import { geometry, image, palette } from "./picture.js";
+import { geometry, painter, palette } from "./picture.js";
 
 export function Matrix({ studio }) {
   const canvas = useRef(null);
@@ -13,10 +13,7 @@ export function Matrix({ studio }) {
   const drag = useSignal(null);
   const focused = useSignal(false);
   const marks = useComputed(() => marksOf(studio));
-  const picture = useComputed(() => {
-    void theme.value;
-    return studio.tile.value && canvas.current ? image(studio.tile.value, palette(canvas.current)) : null;
-  });
+  const draw = useMemo(painter, []);
   const place = () => geometry(side.value, studio.size.value, studio.window.value, studio.view.value?.tokens.length > 0);
 
   useEffect(() => {
@@ -45,12 +42,14 @@ export function Matrix({ studio }) {
     if (element.width !== pixels) [element.width, element.height] = [pixels, pixels];
     const context = element.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const colours = (void theme.value, palette(element));
+    const tile = studio.tile.value;
     drawMatrix(context, {
       at: place(),
-      colours: (void theme.value, palette(element)),
+      colours,
       side: side.value,
-      picture: picture.value,
-      tile: studio.tile.value,
+      picture: tile && draw(tile, colours),
+      tile,
       size: view.size,
       tokens: view.tokens,
       field: studio.field.value,
@@ -69,11 +68,10 @@ export function Matrix({ studio }) {
     return place().at(event.clientX - box.left, event.clientY - box.top);
   };
 
-  const paint = (area) =>
-    studio.act("paint", {
-      layer: studio.layer.value,
-      strokes: [[area.query, area.lastQuery, area.key, area.lastKey, studio.tool.value === "allow" ? 1 : 0]],
-    });
+  const paint = (area, start) => {
+    const strokes = [[area.query, area.lastQuery, area.key, area.lastKey, studio.tool.value === "allow" ? 1 : 0]];
+    return studio.act("paint", { layer: studio.layer.value, strokes }, start);
+  };
 
   const handlers = {
     onPointerMove(event) {
@@ -93,10 +91,10 @@ export function Matrix({ studio }) {
       canvas.current.setPointerCapture(event.pointerId);
       drag.value = areaOf(at, at, studio);
     },
-    onPointerUp() {
+    onPointerUp(event) {
       const area = drag.value;
       drag.value = null;
-      if (area) paint(area);
+      if (area) paint(area, event.timeStamp);
     },
     onPointerCancel: () => (drag.value = null),
     onPointerLeave: () => !studio.pinned.value && !drag.value && !focused.value && studio.point(null),
@@ -128,7 +126,7 @@ export function Matrix({ studio }) {
         studio.reveal(next);
       } else if (event.key === "Enter" || event.key === " ") {
         if (studio.tool.value === "look") studio.pinned.value = !studio.pinned.value;
-        else paint(areaOf(here, here, studio));
+        else paint(areaOf(here, here, studio), event.timeStamp);
       } else if (event.key === "+" || event.key === "=") studio.zoom(0.5, here);
       else if (event.key === "-") studio.zoom(2, here);
       else if (event.key === "0") studio.zoom(Infinity);
@@ -152,6 +150,7 @@ export function Matrix({ studio }) {
   }, []);
 
   const size = studio.size.value;
+  const at = place();
   return (
     <div class="matrix">
       <canvas
@@ -160,6 +159,7 @@ export function Matrix({ studio }) {
         role="application"
         aria-label={`Mask of ${grouped(size)} positions. Rows are queries, columns are keys. Arrow keys move, Enter ${studio.tool.value === "look" ? "holds a row" : "paints"}, plus and minus zoom.`}
         aria-describedby="readout"
+        data-place={JSON.stringify([at.left, at.top, at.cell, at.query, at.key])}
         class={studio.tool.value === "look" ? "looks" : "paints"}
         style={{ width: `${side.value}px`, height: `${side.value}px` }}
         {...handlers}

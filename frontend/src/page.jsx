@@ -18,7 +18,7 @@ export function Page({ studio }) {
   });
   if (studio.status.value === "closed" && !studio.view.value) return <Ended reason={studio.reason.value} />;
   return (
-    <div class={studio.status.value === "closed" ? "page closed" : "page"} data-settled={studio.asked.value === 0 && studio.view.value !== null} data-span={studio.window.value?.span ?? studio.size.value}>
+    <div class={studio.status.value === "closed" ? "page closed" : "page"} data-settled={studio.asked.value === 0 && studio.view.value !== null} data-linked={studio.linked.value} data-span={studio.window.value?.span ?? studio.size.value}>
       <Bar studio={studio} />
       {studio.screen.value === "mask" ? <MaskScreen studio={studio} /> : <Screen studio={studio} />}
       <Status studio={studio} />
@@ -93,7 +93,7 @@ export function Readout({ studio }) {
     <div class="reading">
       <label class="slider">
         <span>Layers</span>
-        <input type="range" min="0" max={most} value={lit} aria-valuetext={`after ${lit} of ${most} layers`} onInput={(event) => (studio.layers.value = Number(event.currentTarget.value))} />
+        <input type="range" aria-label="Layers" min="0" max={most} value={lit} aria-valuetext={`after ${lit} of ${most} layers`} onInput={(event) => (studio.layers.value = Number(event.currentTarget.value))} />
         <output class="n">{lit} / {most}</output>
       </label>
       <div class="buttons zoom" role="group" aria-label="Zoom">

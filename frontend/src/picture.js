@@ -38,37 +38,69 @@ export function geometry(side, size, window, withTokens) {
   };
 }
 
-/** An image of a tile, one pixel for each of its cells. */
-export function image(tile, colours) {
-  const { rows, columns, step, planes } = tile;
-  const canvas = new OffscreenCanvas(columns, rows);
-  const context = canvas.getContext("2d");
-  const pixels = context.createImageData(columns, rows);
-  const view = new Uint32Array(pixels.data.buffer);
-  const layers = [
-    [planes.allowed, rgb(colours.cell)],
-    [planes.missing, rgb(colours.missing)],
-    [planes.extra, rgb(colours.flow)],
-  ];
-  for (const [plane, [r, g, b]] of layers) {
-    if (!plane) continue;
+/** A tile with a byte for each cell in place of its base64 planes: 0 of none, 255 of all of its pairs. */
+export function decoded(tile) {
+  const { rows, columns, step } = tile;
+  const cells = {};
+  for (const [name, plane] of Object.entries(tile.planes)) {
     const content = Uint8Array.from(atob(plane), (c) => c.charCodeAt(0));
-    const solid = (255 << 24) | (b << 16) | (g << 8) | r;
-    if (step === 1) {
-      const width = (columns + 7) >> 3;
-      for (let row = 0; row < rows; row++)
-        for (let column = 0; column < columns; column++)
-          if (content[row * width + (column >> 3)] & (128 >> (column & 7))) view[row * columns + column] = solid;
-    } else {
-      for (let i = 0; i < content.length; i++) {
-        if (!content[i]) continue;
-        const alpha = content[i] === 255 ? 255 : 70 + Math.round(0.6 * content[i]);
-        view[i] = (alpha << 24) | (b << 16) | (g << 8) | r;
-      }
-    }
+    cells[name] = step === 1 ? unpacked(content, rows, columns) : content;
   }
-  context.putImageData(pixels, 0, 0);
-  return canvas;
+  const { planes, ...rest } = tile;
+  return { ...rest, cells };
+}
+
+function unpacked(bits, rows, columns) {
+  const cells = new Uint8Array(rows * columns);
+  const width = (columns + 7) >> 3;
+  for (let row = 0, i = 0; row < rows; row++)
+    for (let column = 0; column < columns; column++, i++) if (bits[row * width + (column >> 3)] & (128 >> (column & 7))) cells[i] = 255;
+  return cells;
+}
+
+/** The tile after a patch of it: the same cells but for those, and where they are. */
+export function patched(tile, patch) {
+  const { rows, columns, step } = patch;
+  const top = (patch.first_query - tile.first_query) / step;
+  const left = (patch.first_key - tile.first_key) / step;
+  for (const [name, part] of Object.entries(patch.cells))
+    for (let row = 0; row < rows; row++) tile.cells[name].set(part.subarray(row * columns, (row + 1) * columns), (top + row) * tile.columns + left);
+  return { ...tile, revision: patch.revision, patch: { top, left, rows, columns } };
+}
+
+/** Keeps the image of the tile that is shown, one pixel for each of its cells; of a patched tile it draws the patch. */
+export function painter() {
+  let last = { cells: null, colours: null };
+  let canvas = null;
+  return (tile, colours) => {
+    const hues = [colours.cell, colours.missing, colours.flow].join();
+    const same = last.cells === tile.cells && last.hues === hues;
+    if (!same) canvas = new OffscreenCanvas(Math.max(1, tile.columns), Math.max(1, tile.rows));
+    last = { cells: tile.cells, hues };
+    const area = same ? tile.patch : { top: 0, left: 0, rows: tile.rows, columns: tile.columns };
+    if (area && area.rows && area.columns) canvas.getContext("2d").putImageData(pixels(tile, area, colours), area.left, area.top);
+    return canvas;
+  };
+}
+
+/** An image of a tile that is drawn once. */
+export const image = (tile, colours) => painter()(decoded(tile), colours);
+
+function pixels(tile, { top, left, rows, columns }, colours) {
+  const data = new ImageData(columns, rows);
+  const view = new Uint32Array(data.data.buffer);
+  for (const [plane, colour] of [["allowed", colours.cell], ["missing", colours.missing], ["extra", colours.flow]]) {
+    const cells = tile.cells[plane];
+    if (!cells) continue;
+    const [r, g, b] = rgb(colour);
+    const hue = (b << 16) | (g << 8) | r;
+    for (let row = 0; row < rows; row++)
+      for (let column = 0, from = (top + row) * tile.columns + left, to = row * columns; column < columns; column++) {
+        const share = cells[from + column];
+        if (share) view[to + column] = ((share === 255 ? 255 : 70 + Math.round(0.6 * share)) << 24) | hue;
+      }
+  }
+  return data;
 }
 
 /** Positions to write on an axis: all where there is room, else round ones. */

@@ -1,6 +1,7 @@
 // The studio's state: what the server said last, what the reader is looking at. It computes nothing about masks.
 
 import { batch, computed, effect, signal } from "@preact/signals";
+import { decoded, patched } from "./picture.js";
 
 const QUESTIONS = ["flow", "diagram", "leaks", "cost", "difference"];
 const COARSE_CELLS = 512;
@@ -22,6 +23,7 @@ export function createStudio(place) {
     waiting: signal(null), // what is being computed for long
     asked: signal(0), // questions without an answer, and what waits to be asked
     redrawn: signal(null), // milliseconds from an action to its picture
+    linked: signal(true), // whether the address holds what is shown
     layer: signal(0),
     cursor: signal(null), // {query, key}
     pinned: signal(false),
@@ -36,6 +38,7 @@ export function createStudio(place) {
   let transport = null;
   let number = 0;
   let remembering = () => {};
+  let linking = 0;
 
   studio.size = computed(() => studio.view.value?.size ?? 0);
   studio.maxLayers = computed(() => {
@@ -69,36 +72,35 @@ export function createStudio(place) {
     return { layer: studio.layer.value, first_query: query, first_key: key, span, cells: cellsOf(span) };
   }
 
-  async function act(op, values = {}) {
-    const start = performance.now();
+  /** Change the design; `start` is when the reader's hand asked for it, in milliseconds of this page. */
+  async function act(op, values = {}, start = performance.now()) {
+    hurry(); // what was typed before comes first
     const size = studio.size.value;
-    const sized = values.tile ?? (size ? wholeOf(values, size) : undefined);
-    const reply = await ask({ op, ...values, ...(sized ? { tile: sized } : {}) });
+    const shown = studio.tile.value;
+    const window = size ? { ...windowOf(), ...(shown && isOf(shown, windowOf()) ? { base: shown.revision } : {}) } : undefined;
+    const reply = await ask({ op, ...values, ...(window ? { tile: window } : {}) });
     studio.waiting.value = null;
     if (!reply.ok) {
       studio.message.value = { kind: "error", text: reply.error };
       if (reply.restarted) await synchronise();
       return false;
     }
-    take(reply);
-    requestAnimationFrame(() => (studio.redrawn.value = performance.now() - start));
-    await Promise.all([reply.tile && coversWindow(reply) ? null : draw(), inquire()]);
+    const drawn = take(reply, window);
+    afterPaint(() => {
+      const end = performance.now();
+      performance.measure("attnflow redrawn", { start, end });
+      studio.redrawn.value = end - start;
+    });
+    if (!drawn) await draw();
+    await inquire();
     return true;
   }
 
-  function wholeOf(values, size) {
-    const now = studio.window.value;
-    const span = now?.span ?? size;
-    return { layer: values.layer ?? studio.layer.value, first_query: now?.query ?? 0, first_key: now?.key ?? 0, span, cells: cellsOf(span) };
-  }
-
-  // A mask of another size makes the window and the tile that came with it those of another picture.
-  const coversWindow = (reply) => reply.size === reply.tile.num_queries || studio.window.value !== null;
-
-  function take(reply) {
-    batch(() => {
+  /** Take what there is now; whether it brought the picture of the window along. */
+  function take(reply, window) {
+    return batch(() => {
       const resized = studio.view.value && studio.view.value.size !== reply.size;
-      studio.view.value = reply;
+      studio.view.value = { ...studio.view.value, ...reply, tile: null };
       if (studio.layer.value >= reply.layers.length) studio.layer.value = reply.layers.length - 1;
       if (resized) {
         studio.window.value = null;
@@ -107,20 +109,50 @@ export function createStudio(place) {
         studio.pinned.value = false;
       }
       studio.leak.value = null;
-      if (reply.tile && !resized) studio.tile.value = reply.tile;
       studio.message.value = reply.notices.length ? { kind: "notice", text: `${reply.notices.join("; ")}.` } : { kind: "", text: "" };
+      link(reply.design);
+      return Boolean(reply.tile) && !resized && sameWindow(window, windowOf()) && show({ ...reply.tile, revision: reply.revision }, window);
     });
-    remembering(reply.design);
+  }
+
+  /** Show a tile of a window, or of the tile that is shown what has changed of it. */
+  function show(reply, window) {
+    const tile = decoded(reply);
+    if (!reply.patch) studio.tile.value = { ...tile, window };
+    else if (isOf(studio.tile.value, window) && studio.tile.value.revision === window.base) studio.tile.value = patched(studio.tile.value, tile);
+    else return false; // another picture has come in between
+    return true;
+  }
+
+  // Browsers refuse an address that changes with every stroke: it follows when the hand rests.
+  function link(design) {
+    clearTimeout(linking);
+    studio.linked.value = false;
+    linking = setTimeout(() => {
+      remembering(design);
+      studio.linked.value = true;
+    }, 300);
   }
 
   async function draw() {
-    const reply = await ask({ op: "tile", ...windowOf(), revision: studio.view.value.revision });
+    const window = windowOf();
+    const reply = await ask({ op: "tile", ...window, revision: studio.view.value.revision });
     studio.waiting.value = null;
-    if (reply.ok && !reply.stale) studio.tile.value = reply;
+    if (reply.ok && !reply.stale && sameWindow(window, windowOf())) show(reply, window);
   }
+
+  // Where the last round of answers took long, the next waits for a hand that paints on.
+  let round = 0;
 
   async function inquire() {
     const revision = studio.view.value.revision;
+    if (round > 100) {
+      count(1);
+      await new Promise((resolve) => setTimeout(resolve, Math.min(round, 400)));
+      count(-1);
+    }
+    if (studio.view.value.revision !== revision) return;
+    const start = performance.now();
     const wanted = [...QUESTIONS, ...(studio.tab.value === "code" ? ["code"] : [])];
     for (const op of wanted) {
       const reply = await ask({ op, revision, layer: studio.layer.value });
@@ -132,8 +164,9 @@ export function createStudio(place) {
         await synchronise();
         return;
       }
-      if (op === "diagram" && studio.cursor.value) follow();
+      if (op === "flow" && studio.cursor.value) follow();
     }
+    round = performance.now() - start;
   }
 
   // The process of this page is a new one: it has the design, and another count of revisions.
@@ -155,11 +188,13 @@ export function createStudio(place) {
   async function follow() {
     if (following) return;
     following = true;
-    while (studio.cursor.value && studio.field.value?.position !== studio.cursor.value.query) {
+    const isNew = () => studio.field.value?.position !== studio.cursor.value.query || studio.field.value.of !== studio.view.value.revision;
+    while (studio.cursor.value && isNew()) {
       const position = studio.cursor.value.query;
-      const reply = await ask({ op: "field", position, revision: studio.view.value.revision });
+      const { revision } = studio.view.value;
+      const reply = await ask({ op: "field", position, revision });
       if (!reply.ok || reply.stale) break;
-      studio.field.value = reply;
+      studio.field.value = { ...reply, of: revision };
     }
     following = false;
   }
@@ -172,6 +207,16 @@ export function createStudio(place) {
     async showCode() {
       const reply = await ask({ op: "code" });
       if (reply.ok) studio.answers.code.value = { value: reply, error: "" };
+    },
+    /** Draw the way of a leak, or if it is drawn, no more. */
+    async showLeak(number) {
+      studio.leak.value = studio.leak.peek() === number ? null : number;
+      const { value } = studio.answers.leaks.peek();
+      if (studio.leak.value === null || value.leaks[number].witness) return;
+      const reply = await ask({ op: "witness", number, revision: studio.view.value.revision });
+      if (!reply.ok || reply.stale || studio.answers.leaks.peek().value !== value) return;
+      const leaks = value.leaks.map((leak, i) => (i === number ? { ...leak, witness: reply.witness, route: reply.route } : leak));
+      studio.answers.leaks.value = { value: { ...value, leaks }, error: "" };
     },
     stop: () => transport.send({ op: "stop" }),
     point(cursor) {
@@ -229,6 +274,25 @@ export function createStudio(place) {
     },
   });
 
+  let later = null;
+  /** Call it after `delay` milliseconds, unless something else is to be called then: what was typed meanwhile. */
+  function soon(call, delay) {
+    if (later) clearTimeout(later.timer);
+    else count(1);
+    const run = () => {
+      later = null;
+      call();
+      count(-1);
+    };
+    later = { run, timer: setTimeout(run, delay) };
+  }
+  function hurry() {
+    if (!later) return;
+    clearTimeout(later.timer);
+    later.run();
+  }
+  Object.assign(studio, { soon, hurry });
+
   let timer = 0;
   function refresh() {
     if (studio.size.value <= FINE && studio.tile.value?.num_queries === studio.size.value) return; // all of it is here
@@ -245,6 +309,18 @@ export function createStudio(place) {
     if (studio.tab.value === "code" && studio.view.peek()) studio.showCode();
   });
   return studio;
+}
+
+const sameWindow = (a, b) => ["layer", "first_query", "first_key", "span", "cells"].every((name) => a?.[name] === b[name]);
+const isOf = (tile, window) => Boolean(tile) && sameWindow(tile.window, window);
+
+/** Call it when what has been drawn is on its way to the screen. */
+function afterPaint(call) {
+  requestAnimationFrame(() => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = call;
+    port2.postMessage(0);
+  });
 }
 
 const cellsOf = (span) => (span <= FINE ? Math.max(1, span) : COARSE_CELLS);

@@ -144,7 +144,7 @@ class Studio:
                 finally:
                     self._answering -= 1
                     self._last_message = time.monotonic()
-                await socket.send_text(json.dumps(reply, separators=(",", ":")))
+                await socket.send_text(reply)
 
 
 def is_token(shown: object, token: str) -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from attnflow.studio.limits import Limits
 
@@ -16,11 +15,11 @@ class Worker:
     """The process of one page, started when it is first asked.
 
     Attributes:
-        design: what it shows, as plain data: where a new process goes on.
+        design: what it shows, as JSON: where a new process goes on.
     """
 
     def __init__(self, design: Mapping[str, object], limits: Limits) -> None:
-        self.design: object = dict(design)
+        self.design = json.dumps(dict(design), separators=(",", ":"))
         self._limits = limits
         self._process: asyncio.subprocess.Process | None = None
         self._is_ready = False
@@ -37,8 +36,8 @@ class Worker:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ask` sees that it has ended
                 await self._send(process, self.design)
 
-    async def ask(self, message: Mapping[str, object]) -> dict[str, Any]:
-        """The reply to a message; after `limits.seconds` the process is ended, and the reply says so."""
+    async def ask(self, message: Mapping[str, object]) -> str:
+        """The reply to a message, as JSON; after `limits.seconds` the process is ended, and the reply says so."""
         await self.start()
         process, limit = self._process, self._limits.starting
         assert process is not None
@@ -49,20 +48,20 @@ class Worker:
                     self._is_ready = bool(await process.stdout.readline())
             limit = self._limits.seconds
             async with asyncio.timeout(limit):
-                await self._send(process, message)
+                await self._send(process, json.dumps(message, separators=(",", ":")))
                 line = await process.stdout.readline()
+                design = await process.stdout.readline()
         except TimeoutError:
             await self.stop()
             return _failed(message, f"stopped after {limit:g} seconds: too much work for a page")
         except (BrokenPipeError, ConnectionResetError, ValueError):  # ValueError: a reply beyond its limit
-            line = b""
-        if not line:
+            line = design = b""
+        if not design.endswith(b"\n"):
             was_stopped = self._process is not process
             await self.stop()
             return _failed(message, "stopped" if was_stopped else "its process ended; what you had is kept")
-        answer: dict[str, Any] = json.loads(line)
-        self.design = answer.get("design", self.design)
-        return answer["reply"]
+        self.design = design.decode().strip() or self.design
+        return line.decode().rstrip("\n")
 
     async def stop(self) -> None:
         """End the process, whatever it does."""
@@ -72,12 +71,12 @@ class Worker:
                 process.kill()
             await process.wait()
 
-    async def _send(self, process: asyncio.subprocess.Process, content: object) -> None:
+    async def _send(self, process: asyncio.subprocess.Process, line: str) -> None:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(content, separators=(",", ":")).encode() + b"\n")
+        process.stdin.write(line.encode() + b"\n")
         await process.stdin.drain()
 
 
-def _failed(message: Mapping[str, object], reason: str) -> dict[str, Any]:
+def _failed(message: Mapping[str, object], reason: str) -> str:
     identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-    return {**identity, "ok": False, "error": reason, "restarted": True}
+    return json.dumps({**identity, "ok": False, "error": reason, "restarted": True})

@@ -80,6 +80,7 @@ async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], 
         studio.app(port),
         ws="websockets-sansio",
         ws_max_size=studio.limits.message_bytes,
+        ws_per_message_deflate=False,  # takes longer than the loopback
         lifespan="off",
         log_level="critical",
         access_log=False,

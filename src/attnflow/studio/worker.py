@@ -17,8 +17,8 @@ from attnflow.report.live.session import Session
 def main(memory: int) -> None:
     """Answer the messages on standard input.
 
-    It says `{"ready": true}` first; each answer is `{"reply": ..., "design": ...}`, with the design as plain data after
-    it changed.
+    It says `{"ready": true}` first; each answer is two lines, the reply and, after it changed, the design as plain data
+    (else an empty line).
 
     Args:
         memory: bytes of address space; what needs more is answered "not enough memory".
@@ -29,16 +29,14 @@ def main(memory: int) -> None:
     session = Session(design_of(json.loads(sys.stdin.readline()), "the design"))
     revision = session.revision
 
-    def say(content: dict[str, object]) -> None:
-        answers.write(json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n")
-        answers.flush()
-
-    say({"ready": True})
+    answers.write('{"ready":true}\n')
+    answers.flush()
     for line in sys.stdin:
-        content: dict[str, object] = {"reply": session.handle(json.loads(line))}
-        if session.revision != revision:
-            revision, content["design"] = session.revision, session.design.to_dict()
-        say(content)
+        reply = session.handle(json.loads(line))
+        design = "" if session.revision == revision else session.plain
+        revision = session.revision
+        answers.write(f"{json.dumps(reply, separators=(',', ':'), allow_nan=False)}\n{design}\n")
+        answers.flush()
 
 
 def _limit(memory: int) -> None:

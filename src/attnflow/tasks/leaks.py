@@ -176,6 +176,12 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
         )
     if layers is not None:
         layers = integer("layers", layers, 0, task.num_layers)
+    report, pairs = survey(task, layers)
+    return replace(report, leaks=tuple(witnesses(task, pairs, report.layers)))
+
+
+def survey(task: Task, layers: int | None = None) -> tuple[LeakReport, IntArray]:
+    """(the report of `check` without its leaks, each of them as (label, carrier), int64[leaks, 2]), by position."""
     layers = task.num_layers if layers is None else layers
     data, carrier = task.sequence.carriers()
     asked = task.targets.column("data_index")
@@ -184,9 +190,8 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
     for part in _readable(task, layers):
         alive |= part.any_reads(task.size)
         pairs.append(part.leaks(asked, data, carrier))
-    leaks = [_leak(task, label, place, layers) for label, place in np.concatenate(pairs, axis=1).T.tolist()]
-    return LeakReport(
-        tuple(leaks),
+    report = LeakReport(
+        (),
         tuple(np.flatnonzero(~alive).tolist()),
         tuple(np.setdiff1d(data, asked).tolist()),
         task.depth,
@@ -195,6 +200,20 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
         len(task.targets),
         layers,
     )
+    return report, np.concatenate(pairs, axis=1).T
+
+
+def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]:
+    """The leaks of these pairs of `survey`, each with a shortest way; of a mask per layer, in the first `layers`."""
+    flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
+    for number, carrier in pairs.tolist():
+        (label,) = task.targets.part(number, number + 1)
+        if task.is_dense:
+            witness = [carrier, label.position][carrier == label.position :]
+        else:
+            witness = flow.path(carrier, label.position)
+        assert 0 < len(witness) <= (task.size if layers is None else layers + 1)
+        yield Leak(label.position, label, carrier, tuple(witness))
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,14 +272,3 @@ def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
         part = slice(*np.searchsorted(row, [first, last]))
         rows = IntervalRows.from_bool(table.numpy()[labelled[first:last] - start])
         yield _Readable(rows, None, labels[part], row[part] - first)
-
-
-def _leak(task: Task, number: int, carrier: int, layers: int | None) -> Leak:
-    label = task.labels[number]
-    if task.is_dense:
-        witness = [carrier, label.position][carrier == label.position :]
-    else:
-        flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
-        witness = flow.path(carrier, label.position)
-    assert 0 < len(witness) <= (task.size if layers is None else layers + 1)
-    return Leak(label.position, label, carrier, tuple(witness))

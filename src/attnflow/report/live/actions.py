@@ -9,7 +9,7 @@ from typing import Final, cast
 from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.spec import named_masks
-from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, stroke_of, tokens_of
+from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, labels_of, stroke_of, tokens_of
 from attnflow.tasks.task import Task
 
 Message = Mapping[str, object]
@@ -96,14 +96,7 @@ def label(design: Design, message: Message) -> Outcome:
 
 def labels(design: Design, message: Message) -> Outcome:
     """Labels for all positions at once: the "next" token, their "own", or "none"."""
-    kind = _text(message, "kind")
-    n = design.size
-    pairs = {
-        "next": [(i, i + 1) for i in range(n - 1)],
-        "own": [(i, i) for i in range(n)],
-        "none": [],
-    }
-    return replace(design, labels=tuple(find(kind, pairs, "kind of labels"))), []
+    return replace(design, labels=labels_of(_text(message, "kind"), design.size)), []
 
 
 def source(design: Design, message: Message) -> Outcome:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple, cast
 
 import numpy as np
 
+from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
-from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.labels import Labels
+from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
 MAX_POSITIONS: Final = 131_072
 MAX_LAYERS: Final = 64
@@ -44,11 +47,13 @@ class Layer:
         spec: a mask as `masks.from_json` reads it.
         strokes: rectangles, first one first.
         mask: what they are together.
+        base: what `spec` is, in a line.
     """
 
     spec: Spec
     strokes: tuple[Stroke, ...]
     mask: Mask = field(compare=False, repr=False)
+    base: str = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, spec: object, strokes: Iterable[Stroke] = (), where: str = "mask") -> Layer:
@@ -62,7 +67,7 @@ class Layer:
             raise ValueError(f"{where}: expected as many queries as keys, got a mask of shape {mask.shape}")
         if not 0 < mask.num_queries <= MAX_POSITIONS:
             raise ValueError(f"{where}: expected 1 to {MAX_POSITIONS:,} positions, got {mask.num_queries:,}")
-        return cls(dict(cast(Spec, spec)), (), mask).painted(strokes)
+        return cls(dict(cast(Spec, spec)), (), mask, repr(mask)).painted(strokes)
 
     def painted(self, strokes: Iterable[Stroke]) -> Layer:
         """With these rectangles allowed or forbidden, on top of what there is. Cost: O(intervals)."""
@@ -78,8 +83,12 @@ class Layer:
     @property
     def title(self) -> str:
         """What it is, in a line."""
-        base = repr(self.mask) if not self.strokes else repr(mask_from_dict(self.spec))
-        return base if not self.strokes else f"{base}, painted"
+        return self.base if not self.strokes else f"{self.base}, painted"
+
+    @cached_property
+    def pairs(self) -> int:
+        """Number of allowed pairs."""
+        return self.mask.nnz
 
     def baked(self) -> Spec:
         """One specification that says all of it: its own, or row intervals where it was painted."""
@@ -136,10 +145,16 @@ class Design:
     @cached_property
     def task(self) -> Task:
         """The inputs, labels and masks as a task: position i is data token i, unless `sources` says otherwise."""
-        tokens = [Token(i, i, self.sources.get(i)) for i in range(self.size)]
-        labels = [Label(position, Token(token, token)) for position, token in self.labels]
+        own = np.arange(self.size)
+        made = Ragged.single(own)
+        if self.sources:
+            made = Ragged.of([self.sources.get(i, (i,)) for i in range(self.size)])
+        inputs = Inputs(TokenTable(Ragged.single(own), own, made), own)
+        position, token = np.array(self.labels, dtype=np.int64).reshape(-1, 2).T
         masks = [layer.mask for layer in self.layers]
-        return Task(tokens, labels, masks if self.stacked else masks[0])
+        task = Task(inputs, Labels.columns(position, token, token, token), masks if self.stacked else masks[0])
+        vars(task)["flow"] = self.flow  # what the masks let flow is analysed once
+        return task
 
     def with_layer(self, number: int, layer: Layer) -> tuple[Design, list[str]]:
         """With another mask for a layer; (the design, what had to go because it does not fit any more)."""
@@ -172,7 +187,7 @@ class Design:
             **({"stacked": True} if self.stacked else {}),
             **({"tokens": list(self.tokens)} if self.tokens else {}),
             **({"sources": [[i, *made] for i, made in self.sources.items()]} if self.sources else {}),
-            **({"labels": [list(pair) for pair in self.labels]} if self.labels else {}),
+            **({"labels": _kind_of(self.labels, self.size)} if self.labels else {}),
             **({"against": self.against.to_dict()} if self.against else {}),
         }
 
@@ -199,15 +214,12 @@ class Design:
         for i, row in enumerate(as_list(content.get("sources", []), f"{where}.sources")):
             position, *made = _positions(row, size, f"{where}.sources[{i}]", 1)
             sources[position] = tuple(sorted(set(made)))
-        labels: list[tuple[int, int]] = []
-        for i, row in enumerate(as_list(content.get("labels", []), f"{where}.labels")):
-            position, token = _positions(row, size, f"{where}.labels[{i}]", 2, 2)
-            labels.append((position, token))
+        labels = _labels(content.get("labels", []), size, f"{where}.labels")
         tokens = tokens_of(content.get("tokens", []), size, f"{where}.tokens")
         against = None if "against" not in content else Layer.from_dict(content["against"], f"{where}.against")
         if against is not None and against.mask.num_queries != size:
             raise ValueError(f"{where}.against: expected {size} positions, got {against.mask.num_queries}")
-        return cls(layers, stacked is True, tokens, sources, tuple(dict.fromkeys(labels)), against)
+        return cls(layers, stacked is True, tokens, sources, labels, against)
 
     @classmethod
     def of_task(cls, task: Task) -> Design:
@@ -228,6 +240,31 @@ class Design:
         labels = [[label.position, label.data_index] for label in task.labels if label.data_index is not None]
         stacked = task.num_layers is not None
         return cls.from_dict({"layers": layers, "stacked": stacked, "sources": sources, "labels": labels}, "task")
+
+
+@lru_cache(8)
+def labels_of(kind: str, size: int) -> tuple[tuple[int, int], ...]:
+    """(position, data token) for labels of all positions at once: the "next" token, their "own", or "none".
+
+    Raises:
+        ValueError: another kind.
+    """
+    shifts = {"next": 1, "own": 0, "none": size}
+    shift = find(kind, shifts, "kind of labels")
+    return tuple((i, i + shift) for i in range(size - shift))
+
+
+def _kind_of(labels: tuple[tuple[int, int], ...], size: int) -> object:
+    """Labels as plain data: their kind where they are all of one, which a link has room for."""
+    kinds = [kind for kind in ("next", "own") if len(labels) == size - (kind == "next")]
+    return next((kind for kind in kinds if labels_of(kind, size) == labels), [list(pair) for pair in labels])
+
+
+def _labels(values: object, size: int, where: str) -> tuple[tuple[int, int], ...]:
+    if isinstance(values, str):
+        return labels_of(values, size)
+    rows = [_positions(row, size, f"{where}[{i}]", 2, 2) for i, row in enumerate(as_list(values, where))]
+    return tuple(dict.fromkeys((position, token) for position, token in rows))
 
 
 def stroke_of(values: object, size: int, where: str) -> Stroke:

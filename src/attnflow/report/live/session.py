@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Final, cast
 
+from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
 from attnflow._core.mask_examples import EXAMPLES
@@ -20,13 +22,14 @@ from attnflow.report.live.code import code, exported
 from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer
 from attnflow.report.live.diagram import MAX_POINTED, diagram, runs_of
 from attnflow.report.live.families import families, family
-from attnflow.report.live.tiles import tile
-from attnflow.tasks.leaks import check
+from attnflow.report.live.tiles import Area, tile
+from attnflow.tasks.leaks import LeakReport, survey, witnesses
 
 Reply = dict[str, object]
 
 _HISTORY: Final = 200
 _LISTED: Final = 100  # leaks, and 40 times as many positions and labels
+_WALKED: Final = 1 << 14  # positions that are walked through to show the ways of leaks before they are asked for
 _MAX_ARRIVALS: Final = 256  # layers that a receptive field is followed
 _MAX_LINK: Final = 6000  # characters of a design that a URL holds
 _LARGEST: Final = 1 << 22  # integers of a message
@@ -34,10 +37,11 @@ _LARGEST: Final = 1 << 22  # integers of a message
 
 @dataclass(frozen=True)
 class _Step:
-    """What there was before an operation."""
+    """What there was before an operation, and where alone that changed masks, if it did so in one place."""
 
     name: str
     design: Design
+    area: Area | None = None
 
 
 class Session:
@@ -48,9 +52,10 @@ class Session:
     - `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
       operations of `attnflow.report.live.actions` change the design; the reply tells what it is now. With a "tile"
       it holds that window of the matrix, too.
-    - `undo`, `redo`; `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `cost`, `difference`, `code`,
-      `export`, `families` and `family` change nothing. A question with the "revision" of a design that is no more is
-      answered `"stale": true`.
+      A page that shows the picture of revision "base" gets of it only what the operation has changed.
+    - `undo`, `redo`; `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`,
+      `difference`, `code`, `export`, `families` and `family` change nothing. A question with the "revision" of a design
+      that is no more is answered `"stale": true`.
 
     A mistake is answered, and never raised: `{"ok": false, "error": what was expected, what came}`.
 
@@ -62,6 +67,8 @@ class Session:
     def __init__(self, design: Design) -> None:
         self.design = design
         self.revision = 0
+        self._plain: tuple[Design, str] | None = None
+        self._survey: tuple[Design, tuple[LeakReport, IntArray]] | None = None
         self._past: list[_Step] = []
         self._future: list[_Step] = []
         self._questions: Mapping[str, Callable[[Message], Reply]] = {
@@ -72,6 +79,7 @@ class Session:
             "diagram": lambda _: diagram(self.design.flow.hasse, self._texts()),
             "field": self._field,
             "leaks": lambda _: self._leaks(),
+            "witness": self._witness,
             "cost": self._cost,
             "difference": lambda _: self._difference(),
             "code": lambda _: code(self.design),
@@ -103,51 +111,79 @@ class Session:
                 return {"stale": True}
             return {**self._questions[name](message), "revision": self.revision}
         notices: list[str] = []
+        before = self.design
         if name in ("undo", "redo"):
             back, ahead = (self._past, self._future) if name == "undo" else (self._future, self._past)
             if not back:
                 raise ValueError(f"there is nothing to {name}")
             step = back.pop()
-            ahead.append(_Step(step.name, self.design))
+            ahead.append(replace(step, design=before))
             self.design = step.design
         else:
-            design, notices = ACTIONS[name](self.design, message)
-            self._past = [*self._past[1 - _HISTORY :], _Step(name, self.design)]
+            self.design, notices = ACTIONS[name](before, message)
+            step = _Step(name, before, _painted(message) if name == "paint" else None)
+            self._past = [*self._past[1 - _HISTORY :], step]
             self._future = []
-            self.design = design
         self.revision += 1
-        reply = self._state(notices)
-        return reply | ({"tile": self._tile(message["tile"])} if isinstance(message.get("tile"), Mapping) else {})
+        window = message.get("tile")
+        reply = self._state(notices, before)
+        if not isinstance(window, Mapping) or not self._is_inside(window):
+            return reply
+        is_shown = window.get("base") == self.revision - 1
+        return reply | {"tile": self._tile(window, self._changed(window, before, step.area) if is_shown else None)}
 
-    def _state(self, notices: list[str]) -> Reply:
+    @property
+    def plain(self) -> str:
+        """The design as JSON."""
+        if self._plain is None or self._plain[0] is not self.design:
+            self._plain = self.design, json.dumps(self.design.to_dict(), separators=(",", ":"))
+        return self._plain[1]
+
+    def _state(self, notices: list[str], before: Design | None = None) -> Reply:
+        """What there is; after an operation without those lists that are what they were `before`."""
         design = self.design
-        plain = json.dumps(design.to_dict(), separators=(",", ":"))
-        layers = [
-            {"title": layer.title, "pairs": layer.mask.nnz, "density": layer.mask.density, "spec": _shown(layer)}
-            for layer in design.layers
-        ]
-        return {
+        lists: dict[str, tuple[object, Callable[[], Reply]]] = {
+            "tokens": (design.tokens, lambda: {"tokens": list(design.tokens[: 40 * _LISTED])}),
+            "labels": (design.labels, lambda: {"labels": [list(pair) for pair in design.labels[: 40 * _LISTED]]}),
+            "sources": (design.sources, lambda: {"sources": [[i, *made] for i, made in _first(design.sources)]}),
+        }
+        reply: Reply = {
             "revision": self.revision,
             "size": design.size,
-            "layers": layers,
+            "layers": [
+                {"title": each.title, "pairs": each.pairs, "density": each.pairs / design.size**2, "spec": _shown(each)}
+                for each in design.layers
+            ],
             "stacked": design.stacked,
-            "tokens": list(design.tokens[: 40 * _LISTED]),
-            "labels": [list(pair) for pair in design.labels[: 40 * _LISTED]],
             "num_labels": len(design.labels),
-            "sources": [[i, *made] for i, made in list(design.sources.items())[: 40 * _LISTED]],
             "against": None if design.against is None else design.against.title,
             "undo": self._past[-1].name if self._past else None,
             "redo": self._future[-1].name if self._future else None,
-            "design": plain if len(plain) <= _MAX_LINK else None,
+            "design": self.plain if len(self.plain) <= _MAX_LINK else None,
             "notices": notices,
         }
+        for name, (value, listed) in lists.items():
+            if before is None or getattr(before, name) is not value:
+                reply |= listed()
+        return reply
 
-    def _tile(self, message: object) -> Reply:
-        assert isinstance(message, Mapping)
-        window: Message = message
+    def _tile(self, window: Message, changed: Area | None = None) -> Reply:
+        """A window of the matrix; for a page that shows what it was before, what has `changed` of it."""
         against = self.design.against
         sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
-        return tile(self._layer(window).mask, None if against is None else against.mask, *sizes)
+        return tile(self._layer(window).mask, None if against is None else against.mask, *sizes, changed=changed)
+
+    def _is_inside(self, window: Message) -> bool:
+        """Whether a window that a page showed is still one: the layer may be gone, and the mask be shorter."""
+        layer, *first = (as_integer(window.get(name, 0), name) for name in ("layer", "first_query", "first_key"))
+        return layer < len(self.design.layers) and max(first) < self.design.size
+
+    def _changed(self, window: Message, before: Design, area: Area | None) -> Area | None:
+        """Where alone the picture of a layer differs from that of the design before; None if that is not known."""
+        number = as_integer(window.get("layer", 0), "layer")
+        if number >= len(before.layers) or before.against is not self.design.against:
+            return None
+        return Area(0, 0, 0, 0) if before.layers[number].mask is self._layer(window).mask else area
 
     def _flow(self) -> Reply:
         flow = self.design.flow
@@ -170,19 +206,40 @@ class Session:
     def _leaks(self) -> Reply:
         if not self.design.labels:
             return {"labels": 0, "leaks": [], "total": 0, "dead": [], "num_dead": 0, "dead_text": ""}
-        report = check(self.design.task)
-        leaks = [
-            {"position": each.position, "token": each.label.data_index, "witness": each.witness, "route": each.route}
-            for each in report.leaks[:_LISTED]
+        report, pairs = self._surveyed()
+        targets = self.design.task.targets
+        leaks: list[Reply] = [
+            {"position": position, "token": token, "carrier": carrier}
+            for position, token, carrier in zip(
+                *(targets.column(name)[pairs[:_LISTED, 0]].tolist() for name in ("position", "data_index")),
+                pairs[:_LISTED, 1].tolist(),
+                strict=True,
+            )
         ]
+        for number in range(min(len(leaks), max(1, _WALKED // self.design.size))):
+            leaks[number] |= self._witness({"number": number})
         return {
             "labels": report.num_labels,
             "leaks": leaks,
-            "total": len(report.leaks),
+            "total": len(pairs),
             "dead": list(report.dead[:MAX_POINTED]),
             "num_dead": len(report.dead),
             "dead_text": runs(report.dead[:MAX_POINTED]),
         }
+
+    def _surveyed(self) -> tuple[LeakReport, IntArray]:
+        if self._survey is None or self._survey[0] is not self.design:
+            self._survey = self.design, survey(self.design.task)
+        return self._survey[1]
+
+    def _witness(self, message: Message) -> Reply:
+        """The way of one leak, which takes a walk through the masks."""
+        report, pairs = self._surveyed()
+        number = as_integer(message.get("number"), "number")
+        if not 0 <= number < len(pairs):
+            raise ValueError(f"number must be below {plural(len(pairs), 'leak')}, got {number}")
+        (leak,) = witnesses(self.design.task, pairs[number : number + 1], report.layers)
+        return {"number": number, "witness": leak.witness, "route": leak.route}
 
     def _cost(self, message: Message) -> Reply:
         heads, head_dim, block = (
@@ -228,6 +285,16 @@ def catalogue() -> Reply:
         for entry in named_masks().values()
     ]
     return {"masks": masks, "formats": sorted(FORMATS), "max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
+
+
+def _painted(message: Message) -> Area:
+    """The smallest area around the strokes of a message."""
+    first_query, last_query, first_key, last_key, _ = zip(*cast("list[list[int]]", message["strokes"]), strict=True)
+    return Area(min(first_query), max(last_query), min(first_key), max(last_key))
+
+
+def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    return list(islice(sources.items(), 40 * _LISTED))
 
 
 def _shown(layer: Layer) -> object:

@@ -1,0 +1,116 @@
+"""A page of the studio in a real browser: opened, waited for, pointed at, read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from attnflow.report.live.design import Design
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WAIT = 60_000  # milliseconds until something must have happened; nothing here asserts a time
+SIZES = {"wide": (1280, 800), "phone": (390, 844)}
+
+_DESIGN = """
+() => {
+  const text = new URLSearchParams(location.hash.slice(1)).get('design');
+  const bytes = Uint8Array.from(atob(text.replaceAll('-', '+').replaceAll('_', '/')), (c) => c.charCodeAt(0));
+  return new TextDecoder().decode(bytes);
+}
+"""
+_NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
+# Colours of what is drawn at points of the canvas, as [red, green, blue].
+_COLOURS = """
+(points) => {
+  const canvas = document.querySelector('canvas');
+  const ratio = canvas.width / canvas.getBoundingClientRect().width;
+  const context = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', {willReadFrequently: true});
+  context.drawImage(canvas, 0, 0);
+  return points.map(([x, y]) => [...context.getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3));
+}
+"""
+
+
+@contextmanager
+def opened(browser, server, size="wide", quiet=True, **options) -> Iterator:
+    """A page that shows what the server begins with; if it is to be `quiet`, it must not complain while it is used."""
+    width, height = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, **options)
+    context.set_default_timeout(WAIT)
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(request.url))
+    try:
+        page.goto(server.address)
+        settled(page)
+        yield page
+        assert not (quiet and complaints), complaints
+    finally:
+        context.close()
+
+
+def settled(page) -> None:
+    """Wait until every question has its answer, and the answers are drawn."""
+    page.evaluate(_NEXT_FRAMES)  # what was done before has been noticed
+    page.locator(".page[data-settled=true]").wait_for()
+    page.evaluate(_NEXT_FRAMES)
+
+
+def design(page):
+    """The design that the page's address holds, as plain data."""
+    page.wait_for_function("() => document.querySelector('.page').dataset.linked === 'true'")
+    return json.loads(page.evaluate(_DESIGN))
+
+
+def mask_of(page, layer=0):
+    """The mask of a layer, from the page's address."""
+    return Design.from_dict(design(page)).layers[layer].mask
+
+
+def layer_title(page, number=0) -> str:
+    return page.locator(".layer .title").nth(number).text_content()
+
+
+def fact(page, name) -> str:
+    """A number of the order."""
+    return page.locator(".facts div", has_text=name).locator("b").first.text_content()
+
+
+def place(page, query, key) -> tuple[float, float]:
+    """Where the middle of a pair lies on the canvas, as the page says where its matrix lies."""
+    left, top, cell, first_query, first_key = json.loads(page.locator("canvas").get_attribute("data-place"))
+    return left + (key - first_key + 0.5) * cell, top + (query - first_query + 0.5) * cell
+
+
+def cell(page, query, key) -> tuple[float, float]:
+    """Where the middle of a pair lies on the screen."""
+    box = page.locator("canvas").bounding_box()
+    x, y = place(page, query, key)
+    return box["x"] + x, box["y"] + y
+
+
+def colours(page, *pairs) -> list[tuple[int, int, int]]:
+    """The colours in which pairs are drawn."""
+    return [tuple(colour) for colour in page.evaluate(_COLOURS, [place(page, *pair) for pair in pairs])]
+
+
+def ink(page) -> str:
+    """The matrix as a picture."""
+    return page.evaluate("document.querySelector('canvas').toDataURL()")
+
+
+def choose(page, name) -> None:
+    """A mask of the catalogue."""
+    page.get_by_label("Catalogue").select_option(name)
+    settled(page)
+
+
+def look(page) -> None:
+    """Take the pointer off the matrix and the brush out of the hand."""
+    page.get_by_role("radio", name="Look").check()
+    page.mouse.move(2, 2)

@@ -1,0 +1,186 @@
+"""The first screen for everyone: by keys alone, in light and dark, on a wide screen and a phone, and without motion."""
+
+import pytest
+
+from attnflow import masks
+from tests.studio.browser import SIZES, cell, choose, ink, look, mask_of, opened, settled
+
+pytestmark = pytest.mark.slow
+
+# Every text whose contrast to what lies under it is below 4.5, with the ratio (WCAG 2.1, 1.4.3).
+CONTRAST = """
+() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+  const parse = (colour) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => {
+    const [r, g, b] = parse(colour).map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const shown = [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility() && !e.closest(':disabled')
+    && !e.closest('svg, .sr') && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
+  return shown.map((e) => {
+    let back = e;
+    while (back && parse(getComputedStyle(back).backgroundColor)[3] < 255) back = back.parentElement;
+    const [a, b] = [light(getComputedStyle(e).color), light(getComputedStyle(back ?? document.body).backgroundColor)];
+    return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.textContent.trim().slice(0, 40)];
+  }).filter(([ratio]) => ratio < 4.5);
+}
+"""
+PLACES = """
+() => [...document.querySelectorAll(
+    'header, header *, main > *, .centre > *, canvas, .reading > *, .hasse, .order, .answers, .tabs, footer')]
+  .map((e) => { const b = e.getBoundingClientRect(); return [e.className || e.tagName, b.x, b.y, b.width, b.height]; })
+"""
+CONTROLS = {"button", "link", "checkbox", "radio", "slider", "spinbutton", "textbox", "combobox", "tab", "application",
+            "region", "img", "image", "meter", "radiogroup", "tabpanel", "tablist"}  # fmt: skip
+
+
+def nameless(page):
+    """Controls and pictures that assistive technology would find without a name, from the computed tree."""
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    session.detach()
+    roles = [(node["role"]["value"], node.get("name", {}).get("value", "").strip()) for node in nodes
+             if not node["ignored"] and node.get("role")]  # fmt: skip
+    assert {"slider", "combobox", "application"} <= {role for role, _ in roles}
+    return [role for role, name in roles if role in CONTROLS and not name]
+
+
+def tab_to(page, here):
+    """Walk by the Tab key until an element of the page has the focus."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"document.activeElement.matches({here!r})"):
+            return
+    pytest.fail(f"{here} is not reached by Tab")
+
+
+def test_everything_by_keys_alone(page):
+    tab_to(page, "canvas")
+    page.keyboard.press("a")
+    assert page.locator("input[value=allow]").is_checked()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    settled(page)
+    assert mask_of(page) == masks.sliding_window(16, 4) | masks.from_edges([(1, 3)], 16)
+    for key in ("f", "Home", " "):
+        page.keyboard.press(key)
+    settled(page)
+    assert not mask_of(page).allows(1, 0)
+    page.keyboard.press("Control+z")
+    settled(page)
+    assert mask_of(page).allows(1, 0)
+    page.keyboard.press("v")
+    page.keyboard.press("End")
+    page.get_by_text("1 ← 15").wait_for()
+    page.keyboard.press("+")
+    page.locator(".page[data-span='8']").wait_for()
+    page.keyboard.press("0")
+    page.locator(".page[data-span='16']").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("Point at a row").wait_for()
+
+
+def test_panels_by_keys_alone(page):
+    tab_to(page, "[role=tab]")
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tab", name="Cost").get_attribute("aria-selected") == "true"
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tab", name="Code").get_attribute("aria-selected") == "true"
+    page.keyboard.press("ArrowRight")
+    settled(page)
+    page.evaluate("document.activeElement.blur()")
+    page.get_by_label("Catalogue").focus()
+    page.keyboard.press("ArrowUp")
+    settled(page)
+    assert mask_of(page) == masks.prefix_lm(16, 6)
+    tab_to(page, "[aria-label='Labels of all positions'] button")
+    page.keyboard.press("Enter")
+    settled(page)
+    assert "15" in page.locator("#labels-title").text_content()
+    tab_to(page, "summary")
+    page.keyboard.press("Enter")
+    assert page.get_by_label("position", exact=True).is_visible()
+    tab_to(page, "input[type=range]")
+    page.keyboard.press("Home")
+    assert page.get_by_label("Layers", exact=True).input_value() == "0"
+
+
+def test_the_focus_is_seen_wherever_it_goes(page):
+    seen = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        here = page.evaluate(
+            "() => { const e = document.activeElement; const span = e.closest('label.file, .segments label');"
+            " const style = getComputedStyle(span?.querySelector('span') ?? e); return [e.outerHTML.slice(0, 60),"
+            " style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0, e.tagName] }"
+        )
+        if here[2] == "BODY":
+            break
+        assert here[1], here[0]
+        seen.add(here[0])
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_legible_and_named_at_every_size_in_light_and_dark(browser, studio, size, scheme):
+    with opened(browser, studio, size, color_scheme=scheme) as page:
+        page.get_by_role("button", name="Own token").click()
+        page.get_by_label("Compare with", exact=True).select_option("causal")
+        page.get_by_text("One position, tokens").click()
+        for tab in ("Leaks", "Cost", "Code"):
+            page.get_by_role("tab", name=tab).click()
+            settled(page)
+            assert nameless(page) == []
+            assert page.evaluate(CONTRAST) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+        if size == "wide":
+            assert page.evaluate("document.documentElement.scrollHeight") <= SIZES[size][1]
+        assert page.locator("canvas").bounding_box()["width"] > 300
+        before = ink(page)
+        page.get_by_role("button", name="Theme").click()
+        settled(page)
+        assert ink(page) != before
+        page.wait_for_timeout(200)  # colours fade over
+        assert page.evaluate(CONTRAST) == []
+
+
+def test_on_a_phone_a_finger_paints_and_else_scrolls(browser, studio):
+    with opened(browser, studio, "phone", has_touch=True, is_mobile=True) as page:
+        assert page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "pan-y"
+        page.get_by_role("radio", name="Allow").check()
+        page.locator("canvas").scroll_into_view_if_needed()
+        page.touchscreen.tap(*cell(page, 2, 9))
+        settled(page)
+        assert mask_of(page).allows(2, 9)
+        assert page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "none"
+
+
+def test_who_wants_no_motion_sees_none(browser, studio):
+    moving = """() => [...document.querySelectorAll('*')].filter((e) => {
+      const style = getComputedStyle(e);
+      return style.transitionDuration.split(', ').some((t) => t !== '0s') || style.animationName !== 'none';
+    }).length"""
+    with opened(browser, studio, reduced_motion="reduce") as page:
+        assert page.evaluate(moving) == 0
+    with opened(browser, studio, reduced_motion="no-preference") as page:
+        assert page.evaluate(moving) > 0
+
+
+def test_nothing_jumps_while_it_computes(page):
+    before = page.evaluate(PLACES)
+    for name in ("causal", "full", "prefix_lm", "sliding_window"):
+        page.get_by_label("Catalogue").select_option(name)
+        assert page.evaluate(PLACES) == before
+        settled(page)
+        assert page.evaluate(PLACES) == before
+    page.mouse.move(*cell(page, 5, 5))
+    page.get_by_text("5 ← 5").wait_for()
+    assert page.evaluate(PLACES) == before
+    look(page)
+    choose(page, "longformer")
+    assert page.evaluate(PLACES) == before
