@@ -70,6 +70,13 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            with contextlib.suppress(OSError):
+                await process.stdin.wait_closed()
+            with contextlib.suppress(RuntimeError):  # `ask` waits for the end of it already
+                await process.stdout.read()
 
     async def _send(self, process: asyncio.subprocess.Process, line: str) -> None:
         assert process.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -96,7 +97,10 @@ async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], 
         return watching.done()
     finally:
         watching.cancel()
-        await studio.close()
+        ending = asyncio.ensure_future(studio.close())
+        while not ending.done():  # an interrupt cancels this task where it waits next, and its process would live on
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(ending)
 
 
 async def _watch(server: uvicorn.Server, studio: Studio, address: str, opened: Callable[[str], object] | None) -> None:
