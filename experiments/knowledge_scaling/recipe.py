@@ -1,0 +1,100 @@
+"""Size of the store times size of the model, as the runner takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from experiments.knowledge_scaling.summary import name, summarise
+from experiments.knowledge_twins.models import Arm
+from experiments.knowledge_twins.recipe import MARGIN, brief
+from experiments.knowledge_twins.recipe import paper as twins_paper
+from experiments.knowledge_twins.recipe import small as twins_small
+from experiments.knowledge_twins.study import Schedule, setup
+from experiments.knowledge_twins.summary import said
+from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.files import read
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is trained. The defaults are the scale "tiny".
+
+    Attributes:
+        schedule: what is read, and how long.
+        widths: of the models, in ascending order.
+        entries: of their bases, in ascending order.
+        layers: of all models.
+        seeds: of initialisation and data.
+    """
+
+    schedule: Schedule = field(default_factory=lambda: Schedule(rates=(3e-3, 6e-3)))
+    widths: tuple[int, ...] = (32, 64, 96)
+    entries: tuple[int, ...] = (128, 512, 2048)
+    layers: int = 4
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def arms(self) -> dict[str, Arm]:
+        """By name."""
+        return {
+            name(width, count): Arm("shared", width, self.layers, count)
+            for width in self.widths
+            for count in self.entries
+        }
+
+
+def tiny() -> Grid:
+    """One CPU core; the README says how long."""
+    return Grid()
+
+
+def small() -> Grid:
+    """One GPU: bytes of Shakespeare's works in rows of 256."""
+    return Grid(replace(twins_small().schedule, rates=(1e-3, 2e-3)), (64, 128, 256), (512, 2048, 8192), 8)
+
+
+def paper() -> Grid:
+    """FineWeb-Edu, 2.6 billion tokens; the paper asks the question and gives no setting."""
+    return Grid(twins_paper().schedule, (384, 768, 1536), (2048, 8192, 32768), 12)
+
+
+def miniature(config: Grid) -> Grid:
+    """Two widths times two stores, two steps, two seeds."""
+    return Grid(brief(config.schedule), (32, 64), (8, 24), 2, config.seeds[:2])
+
+
+def judge(results: Path) -> Sequence[Judgement]:
+    """By the rule that the README has since before the run."""
+    content = read(results / "results.json")
+    found = {one["name"]: one["nats"] for one in content["gains"]}
+    few, many = content["entries"][0], content["entries"][-1]
+    stores = [found.get(f"{many} entries for {few}, width {width}") for width in content["widths"]]
+    both = found.get("interaction")
+    if both is None or any(one is None for one in stores):
+        return []
+    helps = all(low > MARGIN for _, low, _ in stores)
+    useless = all(high < MARGIN for *_, high in stores)
+    apart = both[1] > MARGIN or both[2] < -MARGIN
+    alike = both[1] > -MARGIN and both[2] < MARGIN
+    verdict: Verdict = "confirmed" if helps and alike else "refuted" if useless or apart else "not confirmed"
+    each = ", ".join(f"width {width} {said(one)}" for width, one in zip(content["widths"], stores, strict=True))
+    sentence = (
+        f"Nats per token that {many} entries gain over {few}: {each}; at the narrowest more than at the widest: "
+        f"{said(both)} (margin {MARGIN})."
+    )
+    return [Judgement("K11", verdict, sentence)]
+
+
+EXPERIMENT: Final = Experiment(
+    name="knowledge_scaling",
+    question="Do the size of the store and the size of the model pay independently of one another?",
+    recipes={"tiny": tiny, "small": small, "paper": paper},
+    setup=lambda config: setup(config.schedule, config.arms, config.seeds),
+    summarise=summarise,
+    miniature=miniature,
+    judge=judge,
+    packages=("torch", "transformers", "tokenizers", "attnflow"),
+)
