@@ -58,6 +58,16 @@ def small() -> FactStudy:
     return FactStudy(training, evaluation, (0, 1, 2, 3, 4))
 
 
+def paper() -> FactStudy:
+    """The paper gives no setting: wider, pools of 4,096 facts, stores of up to 262,144."""
+    training = FactTraining(
+        dim=512, layers=8, base_entries=4096, steps=50_000, facts=4096, questions=512, contexts=256, rate=1e-3,
+        warmup=1000,
+    )  # fmt: skip
+    evaluation = FactEvaluation(sizes=(64, 1024, 16_384, 262_144), group=1024)
+    return FactStudy(training, evaluation, (0, 1, 2, 3, 4))
+
+
 def setup(study: FactStudy) -> Setup:
     """The main arm with every seed, then the others with the first."""
 
@@ -109,7 +119,7 @@ def judge(results: Path) -> Sequence[Judgement]:
 EXPERIMENT: Final = Experiment(
     name="facts",
     question="Can facts in a store be inserted, corrected and deleted at run time?",
-    recipes={"tiny": tiny, "small": small},
+    recipes={"tiny": tiny, "small": small, "paper": paper},
     setup=setup,
     summarise=summarise,
     miniature=miniature,

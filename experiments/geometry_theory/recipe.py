@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from experiments.runner.figures import canvas, colour
 from experiments.runner.files import read, write, write_table
 from experiments.runner.jobs import Job, repeated
 from experiments.runner.study import read_study
+from experiments.runner.text import stream
 
 WORKS: Final = ("sonnets", "hamlet", "midsummer_nights_dream")
 _QUANTITIES: Final = {
@@ -33,16 +35,19 @@ class Measurement:
     """What is trained. The defaults are the scale "tiny", two minutes of one CPU core.
 
     Attributes:
-        text: "letters" of Shakespeare, or "chain": a Markov chain of 48 tokens, drawn anew for each seed.
+        text: "letters" of Shakespeare, "chain": a Markov chain of 48 tokens, drawn anew for each seed, or a data set of
+            the hub, of which the first letters are streamed.
         seeds: of the models of each objective.
         steps: of the optimiser.
         width: of the models.
+        letters: of a data set.
     """
 
     text: str = "letters"
     seeds: tuple[int, ...] = tuple(range(8))
     steps: int = 600
     width: int = 64
+    letters: int = 0
 
 
 def tiny() -> Measurement:
@@ -53,6 +58,21 @@ def tiny() -> Measurement:
 def small() -> Measurement:
     """Wider and longer; not run yet."""
     return Measurement(steps=10_000, width=256)
+
+
+def paper() -> Measurement:
+    """A hundred million letters of Wikipedia, the paper's number of steps; its models are those of `geometry_init`."""
+    return Measurement("wikimedia/wikipedia:20231101.en:train", steps=200_000, width=256, letters=100_000_000)
+
+
+def streamed(source: str, count: int) -> Tensor:
+    """The first bytes of a data set, as numbers."""
+    found = bytearray()
+    for text in stream(source):
+        found += text.encode() + b"\n"
+        if len(found) >= count:
+            break
+    return torch.tensor(np.frombuffer(bytes(found[:count]), np.uint8).astype(np.int64))
 
 
 def letters() -> Tensor:
@@ -66,9 +86,17 @@ def letters() -> Tensor:
     return torch.tensor([numbers[character] for character in text])
 
 
+def miniature(config: Measurement) -> Measurement:
+    """Two steps of a narrow model, on a Markov chain in place of Shakespeare's letters."""
+    text = "chain" if config.text == "letters" else config.text
+    return replace(config, text=text, seeds=config.seeds[:2], steps=2, width=16, letters=min(config.letters, 2000))
+
+
 def setup(settings: Measurement) -> Setup:
     """A run for each objective and seed."""
-    tokens = letters() if settings.text == "letters" else None
+    tokens = None
+    if settings.text != "chain":
+        tokens = letters() if settings.text == "letters" else streamed(settings.text, settings.letters)
 
     def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
         objective: Objective = "causal" if job.arm == "causal" else "bidirectional"
@@ -171,10 +199,10 @@ def judge(results: Path) -> Sequence[Judgement]:
 EXPERIMENT: Final = Experiment(
     name="geometry_theory",
     question="Do updates of W_q^T W_k become symmetric or directional, as theorems 2.3 and 2.4 say?",
-    recipes={"tiny": tiny, "small": small},
+    recipes={"tiny": tiny, "small": small, "paper": paper},
     setup=setup,
     summarise=summarise,
-    miniature=lambda config: replace(config, text="chain", seeds=config.seeds[:2], steps=2, width=16),
+    miniature=miniature,
     judge=judge,
     rule_before=False,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -68,6 +68,11 @@ def small() -> Ablation:
     return Ablation(
         dtype="float32", facts=24, others=12, ablated=(1, 2, 4, 8, 16, 32, 64), edited=(1, 4, 16, 64), text_tokens=1024
     )
+
+
+def paper() -> Ablation:
+    """The same of a model twelve times as large, which is loaded from the hub; the paper gives no setting."""
+    return replace(small(), model="HuggingFaceTB/SmolLM2-1.7B-Instruct")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.knowledge_ablation.ablate import Ablation, setup, small, tiny
+from experiments.knowledge_ablation.ablate import Ablation, paper, setup, small, tiny
 from experiments.knowledge_ablation.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
@@ -44,7 +44,7 @@ def judge(results: Path) -> Sequence[Judgement]:
 EXPERIMENT: Final = Experiment(
     name="knowledge_ablation",
     question="Which feed-forward entries carry a fact, and what else changes when they are edited?",
-    recipes={"tiny": tiny, "small": small},
+    recipes={"tiny": tiny, "small": small, "paper": paper},
     setup=setup,
     summarise=summarise,
     miniature=miniature,

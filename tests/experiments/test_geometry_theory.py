@@ -1,16 +1,19 @@
 """Proposition 2.2 on real attention layers, and the measurements of theorems 2.3 and 2.4."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import scipy.stats
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from experiments.geometry_theory import theory
+from experiments.geometry_theory import recipe, theory
 from experiments.geometry_theory.language_model import LanguageModel, draw_tokens
 from experiments.geometry_theory.recipe import EXPERIMENT, read_updates
 from experiments.runner.files import read
+from experiments.runner.jobs import Job
 from experiments.runner.statistics import Interval, student
 from tests.experiments.miniature import run_miniature
 
@@ -256,3 +259,12 @@ def test_a_study_is_a_table_and_a_figure(tmp_path):
     (tmp_path / "runs" / "bidirectional-0.json").unlink()
     with pytest.raises(FileNotFoundError, match="no seed"):
         read_updates(tmp_path)
+
+
+def test_letters_of_a_data_set_are_streamed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(recipe, "stream", lambda source: iter([source, "zé", "never read"]))
+    assert recipe.streamed("ab", 6).tolist() == [*b"ab\nz", *"é".encode()]
+    config = EXPERIMENT.recipes["paper"]()
+    monkeypatch.setattr(recipe, "stream", lambda source: iter([f"{source} " * 200]))
+    found = recipe.setup(EXPERIMENT.miniature(config)).run(Job("causal", seed=0), tmp_path, lambda *_: None)
+    assert "NaN" not in json.dumps(found)
