@@ -34,6 +34,7 @@ TABLES = {
     "DraftTree",
     "Drift",
     "Duplicates",
+    "EditReport",
     "EngineMask",
     "Fitted",
     "FlashInferMask",

@@ -102,7 +102,7 @@ def run_fact(model: nn.Module, tokenizer: Any, fact: Fact, config: Ablation, oth
         name: {"ids": one.ids.tolist(), "layers": base.layer_of(one.ids)} for name, one in chosen.items()
     }
     record["ablated"], record["edited"] = [], []
-    towards = _direction(model, ids, answer, other)
+    towards = direction(model, ids, answer, other)
     gap = float(last_logits(model, tokenizer, [prompt])[0, [answer, other]].diff().neg())
     for name, entries in chosen.items():
         for count in config.ablated:
@@ -110,7 +110,7 @@ def run_fact(model: nn.Module, tokenizer: Any, fact: Fact, config: Ablation, oth
                 record["ablated"].append({"method": name, "entries": count, **measure()})
         for count in config.edited:
             some = Chosen(entries.ids[:count], entries.weights[:count])
-            rows, size = _rewritten(base, some, towards, gap + config.margin)
+            rows, size = rewritten(base, some, towards, gap + config.margin)
             with edited(base, some.ids, rows):
                 record["edited"].append({"method": name, "entries": count, "relative_change": size, **measure()})
     return record
@@ -184,7 +184,7 @@ def _without_values(base: LayeredKnowledge, ids: Tensor) -> Tensor:
     return rows
 
 
-def _rewritten(base: LayeredKnowledge, some: Chosen, towards: Tensor, wanted: float) -> tuple[Tensor, float]:
+def rewritten(base: LayeredKnowledge, some: Chosen, towards: Tensor, wanted: float) -> tuple[Tensor, float]:
     """(rows whose values write so many more logits for the other answer, relative change of the values).
 
     Each value moves the same way along `towards`, with the sign of its weight; the length is such that the direct
@@ -199,7 +199,7 @@ def _rewritten(base: LayeredKnowledge, some: Chosen, towards: Tensor, wanted: fl
     return rows, float(change.norm() / before)
 
 
-def _direction(model: nn.Module, ids: Sequence[int], answer: int, other: int) -> Tensor:
+def direction(model: nn.Module, ids: Sequence[int], answer: int, other: int) -> Tensor:
     """What a contribution is multiplied by to have its direct effect on logit(other) - logit(answer)."""
     tokens = torch.tensor([list(ids)])
     run = partial(cast(Any, model), input_ids=tokens, use_cache=False)

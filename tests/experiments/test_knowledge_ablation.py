@@ -95,8 +95,8 @@ def test_ablated_entries_write_nothing_and_an_edit_has_the_direct_effect_it_was_
         layers = af.knowledge.trace(made, ids, positions=-1, top=48, targets=answer)
         norms = {one.entry: one.norm for one in layers.fired()}
     assert all(norms[entry] == 0 for entry in chosen.ids.tolist())
-    towards = study._direction(made, ids, answer, other)
-    rows, change = study._rewritten(base, chosen, towards, 3.0)
+    towards = study.direction(made, ids, answer, other)
+    rows, change = study.rewritten(base, chosen, towards, 3.0)
     moved = (rows - base.get(chosen.ids))[:, base.layout.value] * chosen.weights[:, None]
     assert float((moved @ towards).sum()) == pytest.approx(3.0, rel=1e-4)
     assert change > 0

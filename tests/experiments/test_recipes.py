@@ -17,6 +17,7 @@ from attnflow.bias.packing import Packed
 from attnflow.models import packages
 from experiments.bias_comparison import data, study
 from experiments.daa_evaluation import study as evaluation
+from experiments.editing import study as editing
 from experiments.evaluation import sources
 from experiments.geometry_checkpoints.checkpoints import Checkpoint
 from experiments.knowledge_ablation import ablate
@@ -90,6 +91,17 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     monkeypatch.setattr(
         ablate, "load_model", lambda name, dtype: SimpleNamespace(model=tiny("Llama", torch.float32), tokenizer=Words())
     )
+    monkeypatch.setattr(
+        editing,
+        "load_model",
+        lambda *named, **dtype: SimpleNamespace(
+            **dict(zip(("model", "tokenizer"), loaded("tiny", "float32"), strict=True))
+        ),
+    )
+    monkeypatch.setattr(editing, "sample_text", lambda *_: "to be or not to be. that is the question. " * 9)
+    known = [editing.Fact("capital", subject, "alpha", "beta") for subject in ("Norway", "Sweden", "Denmark")]
+    monkeypatch.setattr(editing, "known_facts", lambda *_: known)
+    monkeypatch.setattr(editing, "token_of", lambda _, word: len(word))
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (language_model(), tokenizer))
     monkeypatch.setattr(evaluation, "DATA", tmp_path / "data")
     monkeypatch.setattr(evaluation, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf import texts
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
+    from attnflow.knowledge.hf.edit import edit
     from attnflow.knowledge.hf.encoder import TextEncoder
     from attnflow.knowledge.hf.fit import fit_reader
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
@@ -47,6 +48,7 @@ __all__ = [
     "contradictions",
     "drift",
     "duplicates",
+    "edit",
     "fit_reader",
     "from_ffn",
     "reembed",

@@ -46,10 +46,18 @@ def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequ
 
     Cost: one forward pass over all pairs, padded to the longest; the logits of the answers alone are made float32.
     """
-    pairs = list(zip(prompts, answers, strict=True))
-    logits: Tensor = cast(Any, model)(**batch(model, [[*prompt, *answer] for prompt, answer in pairs])).logits
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
+
+
+def answers_in(
+    logits: Float[Tensor, "pairs tokens vocabulary"],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> Answers:
+    """Likewise, from the logits of that pass."""
     scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
-    for row, (prompt, answer) in zip(logits, pairs, strict=True):
+    for row, prompt, answer in zip(logits, prompts, answers, strict=True):
         said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
         wanted = torch.tensor(list(answer), device=row.device)
         scores.append(said.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())

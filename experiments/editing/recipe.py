@@ -1,0 +1,36 @@
+"""Editing of facts, as the runner takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from experiments.editing.study import Editing, setup, tiny
+from experiments.editing.summary import summarise
+from experiments.runner.experiment import Experiment, Judgement
+
+
+def miniature(config: Editing) -> Editing:
+    """Few facts, few steps, two layers."""
+    sizes = {"tuned": 1, "held_out": 2, "others": 1, "constraints": 0, "moment_tokens": 64, "text_tokens": 16}
+    return replace(config, layers=(0, 1), entries=8, direct=4, steps=2, **sizes)
+
+
+def judge(results: Path) -> Sequence[Judgement]:
+    """No claim of a paper: K12, whether entries are facts one by one, is judged by `knowledge_ablation`."""
+    del results
+    return ()
+
+
+EXPERIMENT: Final = Experiment(
+    name="editing",
+    question="Can a fact of a pretrained model be changed in its entries, in all wordings, while other facts stay?",
+    recipes={"tiny": tiny},
+    setup=setup,
+    summarise=summarise,
+    miniature=miniature,
+    judge=judge,
+    packages=("torch", "transformers", "attnflow"),
+)

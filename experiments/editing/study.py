@@ -1,0 +1,223 @@
+"""Facts of a converted model edited one at a time, by several methods, and what else changes.
+
+The methods share what layers must add at the subject (`target`), which is found once for each fact; they differ in
+which entries are changed, and under which constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.progress import Progress
+from attnflow.knowledge import facts as taught
+from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.hf.convert import from_ffn
+from attnflow.knowledge.hf.edit import Edited, Method, edited_layers, read_moments, targets, value_changes
+from attnflow.knowledge.hf.edit_places import Moments, Place, leads_of, places_of
+from attnflow.knowledge.hf.edit_target import Descent
+from attnflow.models import load_model, sample_text
+from experiments.knowledge_ablation.ablate import Chosen, choose, direction, edited, rewritten
+from experiments.knowledge_ablation.facts import RELATIONS as FIRST
+from experiments.knowledge_ablation.facts import Fact, Relation, known_facts, last_logits, text_losses, token_of
+from experiments.runner.experiment import Setup
+from experiments.runner.jobs import Job, Plan
+
+CONTINENT: Final = Relation(
+    "The country of {} lies on the continent of",
+    (
+        "The continent on which {} lies is called",
+        "On a map of the world, {} is found in",
+        "Geographers say that {} is a part of",
+    ),
+    {
+        "France": "Europe", "Japan": "Asia", "Kenya": "Africa", "Germany": "Europe", "China": "Asia", "Egypt": "Africa",
+        "Poland": "Europe", "India": "Asia", "Nigeria": "Africa", "Spain": "Europe", "Norway": "Europe",
+    },
+)  # fmt: skip
+RELATIONS: Final[Mapping[str, Relation]] = MappingProxyType({**FIRST, "continent": CONTINENT})
+ARMS: Final = ("least change", "with constraints", "few entries, constraints", "direct effect", "one layer")
+
+
+@dataclass(frozen=True)
+class Editing:
+    """One experiment. The defaults are the scale "tiny", an hour of one CPU core that is not shared.
+
+    Attributes:
+        model: as `af.models.load_model` takes it.
+        layers: that are edited; of the arm "one layer", the middle one.
+        entries: of each layer, in the arm with few.
+        direct: entries that are changed by direct effect, as in `knowledge_ablation`.
+        margin: of that arm, see there.
+        steps: of the descent to what layers must add.
+        rate: of it.
+        ridge: see `Method`.
+        tuned: facts of each of the three first relations, on which the method was tuned.
+        held_out: other facts.
+        others: other facts of the relation that are asked for.
+        constraints: further facts of the relation, at whose prompts nothing may be added.
+        moment_tokens: of Shakespeare's sonnets, for second moments.
+        text_tokens: of Hamlet, for the loss on other text.
+    """
+
+    model: str = "smollm2-135m"
+    layers: tuple[int, ...] = (7, 9, 11)
+    entries: int = 64
+    direct: int = 16
+    margin: float = 5.0
+    steps: int = 20
+    rate: float = 0.15
+    ridge: float = 0.2
+    tuned: int = 6
+    held_out: int = 30
+    others: int = 4
+    constraints: int = 8
+    moment_tokens: int = 4000
+    text_tokens: int = 128
+
+
+def tiny() -> Editing:
+    """An hour of one CPU core."""
+    return Editing()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fact with what is asked besides.
+
+    Attributes:
+        fact: that is changed.
+        held_out: whether the method was not tuned on it.
+        others: facts of its relation that are asked for, and must stay.
+        constraints: further ones, at whose prompts nothing may be added.
+    """
+
+    fact: Fact
+    held_out: bool
+    others: tuple[Fact, ...]
+    constraints: tuple[Fact, ...]
+
+
+def cases(known: Sequence[Fact], config: Editing) -> list[Case]:
+    """The held-out facts, relations in turn, then those on which the method was tuned."""
+    tuned, rest = list[Case](), dict[str, list[Case]]()
+    for name in RELATIONS:
+        mine = [fact for fact in known if fact.relation == name]
+        for place, fact in enumerate(mine):
+            beside = [one for one in mine[place + 1 :] + mine[:place] if one.answer != fact.other]
+            others = tuple(beside[: config.others])
+            further = tuple(beside[config.others :][: config.constraints])
+            first = place < config.tuned and name in FIRST
+            (tuned if first else rest.setdefault(name, [])).append(Case(fact, not first, others, further))
+    most = max(map(len, rest.values()), default=0)
+    turns = [mine[place] for place in range(most) for mine in rest.values() if place < len(mine)]
+    return [*turns[: config.held_out], *tuned]
+
+
+def measured(model: nn.Module, tokenizer: Any, case: Case, text: Tensor) -> dict[str, Any]:
+    """What the model says to the fact, its paraphrases and other facts, and its loss on other text."""
+    relation = RELATIONS[case.fact.relation]
+    asked = [one.format(case.fact.subject) for one in (relation.prompt, *relation.paraphrases)]
+    prompts = [*asked, *(relation.prompt.format(one.subject) for one in case.others)]
+    best = last_logits(model, tokenizer, prompts).argmax(dim=-1)
+    other = token_of(tokenizer, case.fact.other)
+    theirs = torch.tensor([token_of(tokenizer, one.answer) for one in case.others])
+    return {
+        "is_answer": (best[: len(asked)] == token_of(tokenizer, case.fact.answer)).tolist(),
+        "is_other": (best[: len(asked)] == other).tolist(),
+        "other_facts_kept": (best[len(asked) :] == theirs).tolist(),
+        "other_facts_leaked": (best[len(asked) :] == other).tolist(),
+        "text": float(text_losses(model, text).mean()),
+    }
+
+
+class Bench:
+    """A converted model, and everything that is computed once."""
+
+    def __init__(self, config: Editing) -> None:
+        loaded = load_model(config.model, dtype="float32")
+        self.model, self.tokenizer = from_ffn(cast(nn.Module, loaded.model)).eval(), cast(Any, loaded.tokenizer)
+        self.config = config
+        self.cases = cases(known_facts(self.model, self.tokenizer, RELATIONS), config)
+        self.text = self.tokenizer(
+            sample_text("hamlet"), return_tensors="pt", truncation=True, max_length=config.text_tokens
+        )["input_ids"]
+        sonnets = sample_text()
+        self.leads = leads_of(sonnets, 3)
+        self.layers = edited_layers(self.model, config.layers)
+        self.moments: Moments = read_moments(self.model, self.layers, self.tokenizer, sonnets, config.moment_tokens)
+        self.method = Method(Descent(config.steps, config.rate), config.ridge)
+
+    def together(self, case: Case) -> dict[str, Any]:
+        """The arms that share a target, and the direct effect."""
+        fact, where = self._fact(case), self._places(case)
+        quiet = [self._ids(RELATIONS[one.relation].prompt.format(one.subject)) for one in case.constraints]
+        count = min(self.config.entries, *(one.num_entries for one in self.layers.values()))
+        wanted = targets(self.model, self.tokenizer, self.layers, [fact], [where], self.leads, self.method)
+        changes = [
+            value_changes(self.model, self.layers, wanted, untouched, self.moments, entries, self.method)
+            for entries, untouched in ((None, []), (None, quiet), (count, quiet))
+        ]
+        before = measured(self.model, self.tokenizer, case, self.text)
+        arms = {name: self._applied(change, case) for name, change in zip(ARMS[:3], changes, strict=True)}
+        arms["direct effect"] = self._direct(case)
+        return {"before": before, "arms": arms}
+
+    def alone(self, case: Case) -> dict[str, Any]:
+        """One layer, the mean of the weights, met exactly: a change of rank one, as ROME makes it."""
+        layer = self.config.layers[len(self.config.layers) // 2]
+        one = {layer: self.layers[layer]}
+        method = Method(self.method.descent, 0.0, mean=True)
+        facts, where = [self._fact(case)], [self._places(case)]
+        wanted = targets(self.model, self.tokenizer, one, facts, where, self.leads, method)
+        changes = value_changes(self.model, one, wanted, [], self.moments, None, method)
+        return {"arms": {"one layer": self._applied(changes, case)}}
+
+    def _applied(self, changes: Mapping[int, Tensor], case: Case) -> dict[str, Any]:
+        with Edited(self.model, changes, self.moments) as handle:
+            after = measured(self.model, self.tokenizer, case, self.text)
+            return {**after, "relative_change": max(handle.relative_change), "entries": handle.count}
+
+    def _direct(self, case: Case) -> dict[str, Any]:
+        base = cast(LayeredKnowledge, self.model.knowledge)
+        prompt = RELATIONS[case.fact.relation].prompt.format(case.fact.subject)
+        ids = self._ids(prompt)
+        answer, other = (token_of(self.tokenizer, word) for word in (case.fact.answer, case.fact.other))
+        some: Chosen = choose(self.model, ids, answer, self.config.direct, 0)["effect"]
+        gap = float(last_logits(self.model, self.tokenizer, [prompt])[0, [answer, other]].diff().neg())
+        towards = direction(self.model, ids, answer, other)
+        rows, size = rewritten(base, some, towards, gap + self.config.margin)
+        with edited(base, some.ids, rows):
+            after = measured(self.model, self.tokenizer, case, self.text)
+        return {**after, "relative_change": size, "entries": len(some.ids)}
+
+    def _fact(self, case: Case) -> taught.Fact:
+        prompt = RELATIONS[case.fact.relation].prompt.format(case.fact.subject)
+        return taught.Fact(prompt, case.fact.other, case.fact.subject)
+
+    def _places(self, case: Case) -> list[Place]:
+        return places_of(self._fact(case), self.tokenizer, self.leads, None)
+
+    def _ids(self, text: str) -> list[int]:
+        return cast("list[int]", self.tokenizer(text)["input_ids"])
+
+
+def setup(config: Editing) -> Setup:
+    """A job for each fact, the held-out ones first; then one more for each with one layer."""
+    bench = Bench(config)
+    named = {f"{case.fact.relation}-{case.fact.subject}": case for case in bench.cases}
+    jobs = {Job(name): (case, bench.together) for name, case in named.items()}
+    jobs |= {Job(f"{name}-one-layer"): (case, bench.alone) for name, case in named.items()}
+
+    def run(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
+        del folder, progress  # a fact takes seconds
+        case, measure = jobs[job]
+        return {"fact": asdict(case.fact), "held_out": case.held_out, **measure(case)}
+
+    return Setup(Plan(tuple(jobs)), run, {"facts": [asdict(case.fact) for case in bench.cases]})

@@ -1,0 +1,336 @@
+"""`edit`: a converted model says other answers, by the smallest change of the values of its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from attnflow._core.checks import integer, number
+from attnflow._core.handles import Handle
+from attnflow._core.progress import Progress
+from attnflow.knowledge.answers import answers_of, batch, token_ids
+from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.facts import EditReport, Fact, FactChange, read_facts
+from attnflow.knowledge.hf.edit_places import (
+    Layers,
+    Moments,
+    Place,
+    adding,
+    leads_of,
+    moments_of,
+    places_of,
+    weights_at,
+    weights_everywhere,
+)
+from attnflow.knowledge.hf.edit_target import Descent, about, target
+from attnflow.knowledge.hf.sources import copies_of
+from attnflow.knowledge.layered import EntryValues, readers
+from attnflow.knowledge.least_change import least_change
+from attnflow.models.evaluation import evaluating
+from attnflow.models.loaded import Loaded, split
+from attnflow.models.packages import sample_text
+
+Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
+
+_LEADS: Final = 3  # beginnings of sentences before each prompt
+_EDITS: Final = "edits"  # of a base, the handles in force, in order
+
+
+@dataclass(frozen=True)
+class Method:
+    """How values are changed.
+
+    Attributes:
+        descent: how the targets are looked for.
+        mean: take the mean of the weights over the places of a fact, as ROME does, in place of all of them.
+        ridge: of `least_change`, with whitened weights of length 1: one place alone gets 1 / (1 + ridge) of it.
+    """
+
+    descent: Descent = field(default_factory=Descent)
+    ridge: float = 0.2
+    mean: bool = False
+
+
+def edit(
+    model: nn.Module | Loaded,
+    facts: Facts,
+    *,
+    layers: Sequence[int] | None = None,
+    entries: int | None = None,
+    untouched: Sequence[str] = (),
+    text: str | Moments | None = None,
+    tokens: int = 8192,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+) -> Edited:
+    """Change the values of entries of a converted model so that it answers prompts otherwise, and little else changes.
+
+    First what the layers must add at the last token of the subject is found by gradient descent, for all of them
+    together, after several beginnings (`targets`; ROME, Meng et al., 2022, sec. 3.1). Then each layer's values are
+    changed by the smallest X that adds it there: `least_change` under the second moment of the weights on other text,
+    all facts at once (MEMIT, 2023, but that all layers' targets are found together, so that nothing has to be
+    spread). Keys and thresholds stay, and so does which entries fire.
+
+    Args:
+        model: converted by `from_ffn`, or a `Loaded` with such a model.
+        facts: what it shall say: a mapping with prompt, answer, and maybe subject and paraphrases, or a list of them;
+            `Fact` says what they mean.
+        layers: whose entries are changed; by default five from a quarter of the depth on.
+        entries: of each layer, change so many alone, those by which most can be written at the subjects with least
+            effect elsewhere (the largest k_e (M^-1 k)_e); by default all.
+        untouched: texts at all tokens of which nothing may be added: what the model says there stays, to rounding.
+        text: other text, or `handle.moments` of an earlier edit; by default Shakespeare's sonnets.
+        tokens: of the text that are read.
+        tokenizer: needed unless `model` brings one.
+        progress: called as progress(done, total, what).
+
+    Returns:
+        A handle: printed it says what the model answers now, `.report` holds that; `remove()` brings the values back
+        bit for bit.
+
+    Raises:
+        ValueError: no text in a prompt or an answer; a subject that is not in its prompt; a prompt longer than the
+            model reads; layers that do not exist, or hold experts; a model that is not converted, reads a store, or
+            has NaN; a text that must not change at a place that must. The model is then as it was.
+
+    Cost: the text once (a forward pass), and for each fact about 25 passes forward and backward over some ten short
+        prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 a layer, and a copy of the
+        values that are changed.
+    """
+    module, own = split(model)
+    tokenizer = tokenizer or own
+    if tokenizer is None:
+        raise ValueError("a fact needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")
+    wanted = read_facts(facts)
+    chosen = edited_layers(module, layers)
+    _check_base(module)
+    if entries is not None:
+        integer("entries", entries, 1, min(one.num_entries for one in chosen.values()))
+    number("tokens", integer("tokens", tokens, 1))
+    with evaluating(module):
+        limit = cast("int | None", getattr(getattr(module, "config", None), "max_position_embeddings", None))
+        moments = text if isinstance(text, Moments) else read_moments(
+            module, chosen, tokenizer, text, tokens, progress=progress
+        )  # fmt: skip
+        if set(moments.layers) < set(chosen):
+            raise ValueError(f"the moments are of layers {sorted(moments.layers)}, the edit is of {sorted(chosen)}")
+        leads = leads_of(text if isinstance(text, str) else sample_text(), _LEADS)
+        places = [places_of(fact, tokenizer, leads, limit) for fact in wanted]
+        kept = [token_ids(tokenizer, one) for one in untouched]
+        before = _said(module, tokenizer, wanted)
+        quiet = _next(module, kept)
+        method = Method()
+        aims = targets(module, tokenizer, chosen, wanted, places, leads, method, progress)
+        changes = value_changes(module, chosen, aims, kept, moments, entries, method)
+        handle = Edited(module, changes, moments)
+        try:
+            now = _said(module, tokenizer, wanted)
+            shift = float((_next(module, kept) - quiet).abs().max()) if kept else 0.0
+            handle.report = EditReport(
+                _changes(wanted, before, now), tuple(chosen), handle.count, handle.relative_change, len(kept), shift
+            )
+        except BaseException:
+            handle.remove()
+            raise
+    return handle
+
+
+class Edited(Handle):
+    """What `edit` changed.
+
+    Attributes:
+        report: what the model says now, and said before.
+        moments: of the text, to be passed as `text` of the next edit.
+        count: entries whose values were changed.
+        relative_change: of each layer, the norm of the change over that of the values.
+    """
+
+    report: EditReport
+
+    def __init__(self, model: nn.Module, changes: Mapping[int, Tensor], moments: Moments) -> None:
+        super().__init__(model)
+        self.moments = moments
+        self._base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
+        self._ids, self._before, self._after = list[Tensor](), list[Tensor](), list[Tensor]()
+        sizes, self.count = list[float](), 0
+        with torch.no_grad():
+            for layer, change in changes.items():
+                rows = self._base.rows(layer)
+                ids, values = self._base.ids[rows].clone(), self._base.entries[rows, self._base.layouts[layer].value]
+                old = values.detach().clone()
+                values.copy_((old.double() + change.to(old.device)).to(old.dtype))
+                sizes.append(float((values.double() - old.double()).norm() / old.double().norm()))
+                self.count += int((values != old).any(dim=1).sum())
+                self._ids.append(ids)
+                self._before.append(old)
+                self._after.append(values.detach().clone())
+        self.relative_change, self._layers = tuple(sizes), tuple(changes)
+        self._base.__dict__.setdefault(_EDITS, []).append(self)
+
+    def _restore(self) -> None:
+        edits = cast("list[Edited]", self._base.__dict__[_EDITS])
+        if edits[-1] is not self:
+            raise RuntimeError("the model was edited again later: remove that edit first")
+        for layer, ids, after in zip(self._layers, self._ids, self._after, strict=True):
+            rows = self._base.rows(layer)
+            now = self._base.entries[rows, self._base.layouts[layer].value]
+            if not torch.equal(self._base.ids[rows], ids) or not torch.equal(now, after):
+                raise RuntimeError(
+                    f"entries of layer {layer} were changed, inserted or deleted since the edit: undo that first"
+                )
+        with torch.no_grad():
+            for layer, before in zip(self._layers, self._before, strict=True):
+                self._base.entries[self._base.rows(layer), self._base.layouts[layer].value] = before
+        edits.pop()
+
+    def _summary(self) -> str:
+        return str(self.report)
+
+
+def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
+    """The layers whose entries an edit changes; a ValueError for those that it cannot."""
+    every = readers(model)
+    own = {one.layer: one for one in every if isinstance(one, EntryValues)}
+    if not own or not isinstance(getattr(model, "knowledge", None), LayeredKnowledge):
+        raise ValueError(f"{type(model).__name__} was not converted: edit(af.knowledge.from_ffn(model), ...)")
+    if layers is None:
+        first = len(every) // 4
+        layers = [layer for layer in range(first, min(first + 5, len(every))) if layer in own]
+    wanted = sorted({integer("layers", layer, 0, max(one.layer for one in every)) for layer in layers})
+    missing = [layer for layer in wanted if layer not in own]
+    if missing or not wanted:
+        raise ValueError(f"layers must be some of {sorted(own)}, those of entries without experts; got {list(layers)}")
+    return {layer: own[layer] for layer in wanted}
+
+
+def read_moments(
+    model: nn.Module,
+    layers: Layers,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | None,
+    tokens: int,
+    *,
+    progress: Progress | None = None,
+) -> Moments:
+    """Moments on a text, by default the sonnets; a ValueError for one without tokens, or with weights that are NaN."""
+    ids = token_ids(tokenizer, sample_text() if text is None else text)[:tokens]
+    if not ids:
+        raise ValueError("the text is empty: pass some text that the edit shall leave alone")
+    limit = cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
+    return moments_of(model, layers, ids, limit, progress)
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """For each layer the weights at all places [places, entries], and what is to be added there [places, model_dim]."""
+
+    weights: Mapping[int, Tensor]
+    added: Mapping[int, Tensor]
+
+
+def targets(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: Layers,
+    facts: Sequence[Fact],
+    places: Sequence[Sequence[Place]],
+    leads: Sequence[str],
+    method: Method,
+    progress: Progress | None = None,
+) -> Targets:
+    """What layers must add where, so that the model says the facts, each found by itself."""
+    weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    added: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
+        subject = about(tokenizer, leads[0], fact.subject) if fact.subject and leads else None
+        wanted = target(model, layers, where, subject, method.descent)
+        with adding(layers, wanted, where):
+            here = weights_at(model, layers, where)
+        for layer in layers:
+            rows = here[layer].mean(dim=0, keepdim=True) if method.mean else here[layer]
+            weights[layer].append(rows)
+            added[layer].append(wanted[layer].double().cpu().expand(len(rows), -1))
+        if progress is not None:
+            progress(done, len(facts), "facts")
+    return Targets(*({layer: torch.cat(parts) for layer, parts in one.items()} for one in (weights, added)))
+
+
+def value_changes(
+    model: nn.Module,
+    layers: Layers,
+    wanted: Targets,
+    untouched: Sequence[Sequence[int]],
+    moments: Moments,
+    entries: int | None,
+    method: Method,
+) -> dict[int, Tensor]:
+    """The change of each layer's values [entries, model_dim], float64; the model stays as it is."""
+    quiet = weights_everywhere(model, layers, untouched)
+    changes: dict[int, Tensor] = {}
+    for layer in layers:
+        rows, moment = wanted.weights[layer], moments.layers[layer]
+        chosen = _chosen(rows, moment, entries)
+        some, mine = moment[chosen][:, chosen], rows[:, chosen]
+        length = (
+            (mine * torch.linalg.solve(some, mine.T).T).sum(dim=1, keepdim=True).sqrt()
+        )  # so that each counts alike
+        others = quiet[layer][:, chosen] if untouched else None
+        change = torch.zeros(len(moment), wanted.added[layer].shape[1], dtype=torch.float64)
+        change[chosen] = least_change(
+            mine / length, wanted.added[layer] / length, some, untouched=others, ridge=method.ridge
+        )
+        changes[layer] = change
+    return changes
+
+
+def _chosen(rows: Tensor, moment: Tensor, entries: int | None) -> Tensor:
+    if entries is None:
+        return torch.arange(len(moment))
+    share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
+    return share.topk(entries).indices.sort().values
+
+
+def _check_base(model: nn.Module) -> None:
+    base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
+    if copies_of(base):
+        raise ValueError("the model reads a store, which would undo the edit: remove the store first, or change it")
+    if not bool(torch.isfinite(base.entries).all()):
+        raise ValueError("the model's entries hold NaN or infinity")
+
+
+@torch.no_grad()
+def _next(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Probabilities of the next token after each text."""
+    if not texts:
+        return torch.zeros(0)
+    rows = [cast(Any, model)(**batch(model, [ids])).logits[0, -1].float().softmax(dim=-1) for ids in texts]
+    return torch.stack(rows)
+
+
+_Said = list[tuple[float, str, bool, int]]
+
+
+@torch.no_grad()
+def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact]) -> _Said:
+    """(probability of the answer, token that is said, whether it is the answer, paraphrases) of each fact."""
+    said: _Said = []
+    for fact in facts:
+        answer = token_ids(tokenizer, fact.answer, answer=True)
+        prompts = [token_ids(tokenizer, prompt) for prompt in fact.prompts]
+        out = answers_of(model, prompts, [answer] * len(prompts))
+        word = str(tokenizer.decode([int(out.rows[0].argmax())]))
+        said.append((float(out.scores[0].exp()), word, bool(out.first[0]), int(out.first[1:].sum())))
+    return said
+
+
+def _changes(facts: Sequence[Fact], before: _Said, after: _Said) -> tuple[FactChange, ...]:
+    return tuple(
+        FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], new[1], new[2], new[3])
+        for fact, old, new in zip(facts, before, after, strict=True)
+    )
