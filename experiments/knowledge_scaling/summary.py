@@ -89,9 +89,9 @@ def figure(content: Mapping[str, Any]) -> Any:
     drawn, panels = canvas(15.0, 6.5, 1, 2)
     rows = {one["arm"]: one for one in content["arms"]}
     titles = {"entries": "entries of the store", "parameters": "parameters, the store's among them"}
-    for axes, (what, label) in zip(panels, titles.items(), strict=True):
-        axes.set(title=f"held-out loss by {what}, nats per token", xlabel=label)
-        axes.set_xscale("log", base=4 if what == "entries" else 10)
+    for axes, (what, title) in zip(panels, titles.items(), strict=True):
+        axes.set(title=f"held-out loss by {what}, nats per token", xlabel=title)
+        axes.set_xscale("log", base=4 if what == "entries" else 2)
         ends: dict[str, tuple[float, float]] = {}
         for width in content["widths"]:
             some = [rows[name(width, count)] for count in content["entries"]]
@@ -103,7 +103,13 @@ def figure(content: Mapping[str, Any]) -> Any:
         if what == "entries":
             axes.set_xticks(content["entries"], [str(count) for count in content["entries"]])
             axes.minorticks_off()
-        label_ends(axes, ends)
+            label_ends(axes, ends)
+        else:  # the curves end in different places
+            axes.margins(x=0.15)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f} k")
+            for label, end in ends.items():
+                style = {"color": colour(label), "fontsize": SIZE, "va": "center", "textcoords": "offset points"}
+                axes.annotate(label, end, xytext=(7, 0), **style)
         axes.tick_params(labelsize=SIZE)
         axes.title.set_fontsize(SIZE)
         axes.xaxis.label.set_fontsize(SIZE)
