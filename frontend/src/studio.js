@@ -13,6 +13,7 @@ export function createStudio(place) {
     place,
     status: signal("connecting"), // connecting, open, closed
     screen: signal("mask"),
+    progress: signal(null), // [done, total, what] of the work on a model
     reason: signal(""),
     view: signal(null),
     catalogue: signal(null),
@@ -53,11 +54,11 @@ export function createStudio(place) {
 
   const count = (step) => (studio.asked.value = studio.asked.peek() + step);
 
-  function ask(message) {
+  function ask(message, quietly = false) {
     count(1);
     return new Promise((resolve) => {
       const id = ++number;
-      const timer = setTimeout(() => (studio.waiting.value = message.op), 400);
+      const timer = quietly ? 0 : setTimeout(() => (studio.waiting.value = message.op), 400);
       pending.set(id, (reply) => {
         clearTimeout(timer);
         resolve(reply);
@@ -219,6 +220,7 @@ export function createStudio(place) {
       studio.answers.leaks.value = { value: { ...value, leaks }, error: "" };
     },
     stop: () => transport.send({ op: "stop" }),
+    stopModel: () => transport.send({ op: "stop", what: "model" }),
     point(cursor) {
       const now = studio.cursor.value;
       if (now?.query === cursor?.query && now?.key === cursor?.key) return;
@@ -262,6 +264,7 @@ export function createStudio(place) {
       else await Promise.all([draw(), inquire()]);
     },
     answer(reply) {
+      if (reply.progress) return void (studio.progress.value = reply.progress);
       pending.get(reply.id)?.(reply);
       pending.delete(reply.id);
     },

@@ -53,8 +53,9 @@ class Page(NamedTuple):
 
 
 @contextmanager
-def serving(design: object = WINDOW, **limits: float) -> Iterator[Server]:
-    command = [sys.executable, "-W", "error", "-m", "tests.studio.server", json.dumps(design), json.dumps(limits)]
+def serving(design: object = WINDOW, model: object = None, **limits: float) -> Iterator[Server]:
+    begin = map(json.dumps, (design, limits, model))
+    command = [sys.executable, "-W", "error", "-m", "tests.studio.server", *begin]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -69,8 +70,12 @@ def main() -> None:
     from attnflow.studio import serve
     from attnflow.studio.limits import Limits
 
-    design, limits = map(json.loads, sys.argv[1:])
-    serve(design, 0, lambda address: print(address, flush=True), Limits(**limits))
+    design, limits, model = map(json.loads, sys.argv[1:])
+    if isinstance(model, dict) and model.pop("leaks", False):
+        from attnflow.studio import app
+
+        app.MODEL_WORKER = "tests.studio.leaky_worker"  # pyright: ignore[reportAttributeAccessIssue]
+    serve(design, 0, lambda address: print(address, flush=True), Limits(**limits), model)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
     width, chance = _chance(models)
     if width:
         grey = {"color": SOFT, "alpha": 0.13, "linewidth": 0, "zorder": 0}
-        spread = 2 * _SPREAD[reading[1]] / math.sqrt(width)
-        axes.axhspan(-spread, spread, **grey, label=chance)
-        axes.axvspan(-1.8 / width, 3.8 / width, **grey)
+        bands = chance_bands(width, reading[1])
+        axes.axhspan(*bands["directionality"], **grey, label=chance)
+        axes.axvspan(*bands["symmetry"], **grey)
     if reading == (2.0, "excess"):
         for modality, mark in _MODALITIES.items():
             records = [record for record in background() if record.modality == modality]
@@ -108,12 +108,12 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
     panels = figure.subplots(1, 2)
     lines = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all"]
     width, chance = _chance(models)
-    spreads = {"symmetry": (-1.8, 3.8), "directionality": (-2 * _SPREAD[reading[1]], 2 * _SPREAD[reading[1]])}
     for name, axes in zip(_SCORES, panels, strict=True):
         axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
         if width:
-            low, high = (end / (width if name == "symmetry" else math.sqrt(width)) for end in spreads[name])
-            axes.axhspan(low, high, color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=chance)
+            axes.axhspan(
+                *chance_bands(width, reading[1])[name], color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=chance
+            )
         for index, (scores, summary) in enumerate(lines):
             rows = rows_of(scores, summary)
             look = _style(index) | {"markersize": 4, "linewidth": 1.4, "label": _label(scores, summary)}
@@ -159,6 +159,12 @@ def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dty
 def background() -> tuple[PublishedScores, ...]:
     """Published records of self-attention, without those known to be wrong."""
     return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
+
+
+def chance_bands(width: int, mode: str) -> dict[str, tuple[float, float]]:
+    """Between which scores 19 of 20 matrices of random weights of this width lie, in this reading of directionality."""
+    spread = 2 * _SPREAD[mode] / math.sqrt(width)
+    return {"symmetry": (-1.8 / width, 3.8 / width), "directionality": (-spread, spread)}
 
 
 def _chance(models: Sequence[GeometryScores]) -> tuple[int, str]:

@@ -6,9 +6,14 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
 
 from attnflow.studio.limits import Limits
+
+Heard = Callable[[str], Awaitable[None]]
+
+_PROGRESS: Final = b'{"progress":'
 
 
 class Worker:
@@ -18,16 +23,16 @@ class Worker:
         design: what it shows, as JSON: where a new process goes on.
     """
 
-    def __init__(self, design: Mapping[str, object], limits: Limits) -> None:
+    def __init__(self, design: Mapping[str, object], limits: Limits, module: str = "attnflow.studio.worker") -> None:
         self.design = json.dumps(dict(design), separators=(",", ":"))
-        self._limits = limits
+        self._limits, self._module = limits, module
         self._process: asyncio.subprocess.Process | None = None
         self._is_ready = False
 
     async def start(self) -> None:
         """Begin to start the process, if there is none; `ask` waits until it is ready."""
         if self._process is None:
-            command = (sys.executable, "-m", "attnflow.studio.worker", str(self._limits.memory))
+            command = (sys.executable, "-m", self._module, str(self._limits.memory))
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, limit=self._limits.reply_bytes
@@ -36,8 +41,11 @@ class Worker:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ask` sees that it has ended
                 await self._send(process, self.design)
 
-    async def ask(self, message: Mapping[str, object]) -> str:
-        """The reply to a message, as JSON; after `limits.seconds` the process is ended, and the reply says so."""
+    async def ask(self, message: Mapping[str, object], heard: Heard | None = None) -> str:
+        """The reply to a message, as JSON; after `limits.seconds` the process is ended, and the reply says so.
+
+        `heard` is called with what the process says of its progress, as JSON.
+        """
         await self.start()
         process, limit = self._process, self._limits.starting
         assert process is not None
@@ -49,7 +57,7 @@ class Worker:
             limit = self._limits.seconds
             async with asyncio.timeout(limit):
                 await self._send(process, json.dumps(message, separators=(",", ":")))
-                line = await process.stdout.readline()
+                line = await _reply(process.stdout, heard)
                 design = await process.stdout.readline()
         except TimeoutError:
             await self.stop()
@@ -82,6 +90,14 @@ class Worker:
         assert process.stdin is not None
         process.stdin.write(line.encode() + b"\n")
         await process.stdin.drain()
+
+
+async def _reply(stream: asyncio.StreamReader, heard: Heard | None) -> bytes:
+    """The next line that is not of progress."""
+    while (line := await stream.readline()).startswith(_PROGRESS):
+        if heard is not None:
+            await heard(line.decode().rstrip("\n"))
+    return line
 
 
 def _failed(message: Mapping[str, object], reason: str) -> str:

@@ -25,7 +25,7 @@ def main(memory: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers, sys.stdout = sys.stdout, sys.stderr
-    _limit(memory)
+    limit_memory(memory)
     session = Session(design_of(json.loads(sys.stdin.readline()), "the design"))
     revision = session.revision
 
@@ -39,7 +39,10 @@ def main(memory: int) -> None:
         answers.flush()
 
 
-def _limit(memory: int) -> None:
+def limit_memory(memory: int) -> None:
+    """Let this process have no more than so many bytes of address space; 0: as many as it likes."""
+    if not memory:
+        return
     try:
         import resource
     except ImportError:  # Windows has no such limit; the time of an operation is limited there, too

@@ -1,0 +1,161 @@
+"""`ModelSession`: the model that a server was started with, and the questions that a page asks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from attnflow._core.errors import AttnflowError
+from attnflow._core.plain import as_integer, as_text
+from attnflow._core.progress import Progress
+from attnflow.audit.auditor import check
+from attnflow.audit.inputs import text_inputs
+from attnflow.bias.layer import layer_biases
+from attnflow.bias.map import BiasMap
+from attnflow.geometry.score import score
+from attnflow.geometry.table import GeometryScores
+from attnflow.knowledge.provenance import Trace
+from attnflow.models import load_model, sample_text
+from attnflow.models.loaded import Loaded
+from attnflow.report.live.actions import Message
+from attnflow.report.live.model_views import audit_view, bias_view, geometry_view, trace_view
+
+MAX_CHARACTERS: Final = 4000
+MAX_TOKENS: Final = 64
+_SAMPLE: Final = 160  # characters of the text to begin with
+_RESULTS: Final = 4  # that are kept, so that another layer or token of them is shown at once
+
+Reply = dict[str, object]
+
+
+class ModelSession:
+    """What one page asks of a model. The model is named here, by the server's own command line, and never by a page.
+
+    `handle` takes one message and gives one reply, both plain data:
+
+    - `model`: what it is, and a text to begin with; it loads the model;
+    - `audit` of a "text": does anything flow against the order that the model declares;
+    - `geometry`: symmetry and directionality of its layers and heads;
+    - `bias` of a "text", where it has one: strengths, and the map of a "layer" or of the last query;
+    - `trace` of a "text": which entries of its feed-forward layers fired, those of a "position" by name.
+
+    A mistake is answered, and never raised.
+    """
+
+    def __init__(self, name: str, bias: str | None = None) -> None:
+        self._name, self._bias = name, bias
+        self._loaded: Loaded | None = None
+        self._scores: GeometryScores | None = None
+        self._map = lru_cache(_RESULTS)(self._captured)
+        self._trace = lru_cache(_RESULTS)(self._traced)
+        self._questions: Mapping[str, Callable[[Message, Progress], Reply]] = {
+            "model": self._model,
+            "audit": self._audit,
+            "geometry": self._geometry,
+            "bias": self._bias_of,
+            "trace": self._trace_of,
+        }
+
+    def handle(self, message: Message, progress: Progress) -> Reply:
+        """The reply to one message, with its `id`; `progress` is told how far it is."""
+        identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+        try:
+            name = message.get("op")
+            if not isinstance(name, str) or name not in self._questions:
+                raise ValueError(f"unknown operation {str(name)[:40]!r}")
+            return {**identity, "ok": True, **self._questions[name](message, progress)}
+        except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
+            return {**identity, "ok": False, "error": str(error)}
+        except MemoryError:
+            return {**identity, "ok": False, "error": "not enough memory for this"}
+
+    def _model(self, _: Message, progress: Progress) -> Reply:
+        model, tokenizer = self._load(progress)
+        config = model.config
+        reads = tokenizer is not None
+        text = " ".join(sample_text(characters=_SAMPLE).split()).rpartition(" ")[0] if reads else "5 6 7 8 9 10 11 12"
+        return {
+            "model": self._name,
+            "kind": type(model).__name__,
+            "parameters": sum(each.numel() for each in model.parameters()),
+            "layers": getattr(config, "num_hidden_layers", None),
+            "heads": getattr(config, "num_attention_heads", None),
+            "key_heads": getattr(config, "num_key_value_heads", None),
+            "width": getattr(config, "hidden_size", None),
+            "bias": any(layer_biases(model)),
+            "reads": reads,
+            "text": text,
+            "max_tokens": MAX_TOKENS,
+            "max_characters": MAX_CHARACTERS,
+        }
+
+    def _load(self, progress: Progress) -> Loaded:
+        if self._loaded is None:
+            progress(0, 0, f"reading {self._name}")
+            try:
+                loaded = load_model(self._name)
+            except ValueError as error:
+                if "tokenizer=False" not in str(error):
+                    raise
+                loaded = load_model(self._name, tokenizer=False)  # token ids are typed in place of a text
+            if self._bias is not None:
+                from attnflow.bias import load
+
+                progress(0, 0, f"attaching the bias {self._bias}")
+                load(loaded, self._bias)
+            self._loaded = loaded
+        return self._loaded
+
+    def _ids(self, message: Message, progress: Progress) -> tuple[int, ...]:
+        """The token ids of the text that was typed, of which the first `MAX_TOKENS` are read."""
+        text = as_text(message.get("text"), "text")
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
+        loaded = self._load(progress)
+        if loaded.tokenizer is not None:
+            return tuple(text_inputs(loaded, text, MAX_TOKENS)["input_ids"][0].tolist())
+        words = text.replace(",", " ").split()
+        if not all(word.isdecimal() and len(word) < 10 for word in words):
+            raise ValueError("this model has no tokenizer: type token ids, such as 5 6 7")
+        return tuple(text_inputs(loaded, [int(word) for word in words], MAX_TOKENS)["input_ids"][0].tolist())
+
+    def _texts(self, ids: tuple[int, ...]) -> list[str]:
+        assert self._loaded is not None
+        tokenizer: Any = self._loaded.tokenizer
+        return [str(each) for each in ids] if tokenizer is None else tokenizer.batch_decode([[each] for each in ids])
+
+    def _audit(self, message: Message, progress: Progress) -> Reply:
+        ids = self._ids(message, progress)
+        assert self._loaded is not None
+        report = check(self._loaded, text_inputs(self._loaded, ids), progress=progress)
+        return audit_view(report, self._texts(ids))
+
+    def _geometry(self, _: Message, progress: Progress) -> Reply:
+        if self._scores is None:
+            self._scores = score(self._load(progress).model, progress=progress)
+        return geometry_view(self._scores)
+
+    def _bias_of(self, message: Message, progress: Progress) -> Reply:
+        ids = self._ids(message, progress)
+        progress(0, 0, "two forward passes")
+        layer = None if message.get("layer") is None else as_integer(message["layer"], "layer")
+        return bias_view(self._map(ids), layer)
+
+    def _captured(self, ids: tuple[int, ...]) -> BiasMap:
+        from attnflow.bias import capture
+
+        assert self._loaded is not None
+        return capture(self._loaded, list(ids))
+
+    def _trace_of(self, message: Message, progress: Progress) -> Reply:
+        ids = self._ids(message, progress)
+        progress(0, 0, "opening the feed-forward layers, two forward passes")
+        position = as_integer(message.get("position", -1), "position")
+        return trace_view(self._trace(ids), position)
+
+    def _traced(self, ids: tuple[int, ...]) -> Trace:
+        from attnflow.knowledge import trace
+
+        assert self._loaded is not None
+        return trace(self._loaded, list(ids))
