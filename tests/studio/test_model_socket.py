@@ -126,3 +126,17 @@ def test_a_model_that_is_not_there_is_said(tmp_path):
         reply, _ = ask(page, "model")
         assert not reply["ok"]
         assert reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["causal", "--bias", "."], "--bias belongs to a model"),
+        (["smollm2-135m", "--bias", "no-such-folder"], "there is no folder"),
+    ],
+)
+def test_a_bias_is_that_of_a_model(capsys, arguments, error):
+    from attnflow.cli import main
+
+    assert main(["studio", *arguments, "--no-open"]) == 2
+    assert error in capsys.readouterr().err
