@@ -20,6 +20,7 @@ from attnflow.cli import (
     demo,
     doctor,
     geometry,
+    knowledge_edit,
     knowledge_reader,
     knowledge_trace,
     mask,
@@ -75,6 +76,7 @@ GROUPS: Final = {
 }
 knowledge.command("fit")(knowledge_reader.knowledge_fit)
 knowledge.command("ask")(knowledge_reader.knowledge_ask)
+knowledge.command("edit")(knowledge_edit.knowledge_edit)
 knowledge.command("trace")(knowledge_trace.knowledge_trace)
 app.add_typer(knowledge, name="knowledge")
 

@@ -81,7 +81,7 @@ def edit(
         model: converted by `from_ffn`, or a `Loaded` with such a model.
         facts: what it shall say: a mapping with prompt, answer, and maybe subject and paraphrases, or a list of them;
             `Fact` says what they mean.
-        layers: whose entries are changed; by default five from a quarter of the depth on.
+        layers: whose entries are changed; by default every second of five from a quarter of the depth on.
         entries: of each layer, change so many alone, those by which most can be written at the subjects with least
             effect elsewhere (the largest k_e (M^-1 k)_e); by default all.
         untouched: texts at all tokens of which nothing may be added: what the model says there stays, to rounding.
@@ -201,7 +201,7 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
         raise ValueError(f"{type(model).__name__} was not converted: edit(af.knowledge.from_ffn(model), ...)")
     if layers is None:
         first = len(every) // 4
-        layers = [layer for layer in range(first, min(first + 5, len(every))) if layer in own]
+        layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in own]
     wanted = sorted({integer("layers", layer, 0, max(one.layer for one in every)) for layer in layers})
     missing = [layer for layer in wanted if layer not in own]
     if missing or not wanted:
