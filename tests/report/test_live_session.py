@@ -405,3 +405,28 @@ def test_the_closure_of_the_page_is_that_of_brute_force():
     page = session({"dense": ["0100", "0010", "0000", "1001"]})
     reached = oracles.closure(mask_of(page).dense().numpy())
     assert do(page, "flow")["closure_density"] == reached.mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "own"), [("smollm2-135m", masks.causal(16)), ("minilm", masks.full(16))])
+def test_a_design_is_compared_with_a_models_own_mask(model, own):
+    page = session({"name": "sliding_window", "parameters": {"n": 16, "window": 4}})
+    if model not in do(page, "catalogue")["models"]:
+        pytest.skip(f"the package of {model} is not installed")
+    state = do(page, "against", model=model)
+    assert state["against"] == f"{model}, its own mask"
+    difference = do(page, "difference")["layers"][0]
+    assert (difference["extra"], difference["missing"]) == (0, (own & ~mask_of(page)).nnz)
+    assert Design.from_dict(json.loads(state["design"])).against.mask == own
+
+
+@pytest.mark.parametrize("model", ["gpt2", "/etc/passwd", "../smollm2-135m", ""])
+def test_no_other_model_is_read_for_a_page(model):
+    assert "expected one of the installed models" in refused(session(), "against", model=model)
+
+
+def test_a_command_for_the_studio_advises_the_studio(capsys):
+    from attnflow.cli import main
+
+    assert main(["studio", "sliding_window", "--no-open"]) == 2
+    assert "attnflow studio sliding_window --set window=4" in " ".join(capsys.readouterr().err.split())

@@ -35,8 +35,10 @@ def is_file(name: str) -> bool:
     return name == "-" or name.endswith(".json")
 
 
-def mask_argument(name: str, n: int | None, texts: Sequence[str]) -> Mask:
+def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str = "mask show") -> Mask:
     """The mask that a command names: one of the catalogue, or of a file with a mask or with a task.
+
+    `command` is whose example an error gives.
 
     Raises:
         BadUsage: options that do not go together, or a parameter that is missing.
@@ -53,7 +55,7 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str]) -> Mask:
     settings, catalogue = settings_from(texts), named_masks()
     if name not in catalogue:
         raise BadUsage(f"unknown mask {name!r}{close_to(name, catalogue)} (`attnflow mask list` shows all)")
-    entry, example = catalogue[name], f"for example: attnflow mask show {name} {EXAMPLES[name]}"
+    entry, example = catalogue[name], f"for example: attnflow {command} {name} {EXAMPLES[name]}"
     length = next((parameter for parameter in entry.parameters if parameter.name == "n"), None)
     if n is not None and length is None:
         raise BadUsage(f"{entry.signature} has no parameter n; {example}")

@@ -71,7 +71,7 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
             raise BadUsage(f"--n and --set belong to masks of the catalogue; {subject} is a file that says it all")
         return design_of(read_json(subject), subject).to_dict()
     if subject in EXAMPLES:
-        return design_of(mask_argument(subject, n, settings).to_dict(), subject).to_dict()
+        return design_of(mask_argument(subject, n, settings, "studio").to_dict(), subject).to_dict()
     return _of_model(subject, n is not None or bool(settings))
 
 

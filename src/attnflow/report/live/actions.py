@@ -10,6 +10,7 @@ from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.spec import named_masks
 from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, labels_of, stroke_of, tokens_of
+from attnflow.report.live.model_masks import own_mask
 from attnflow.tasks.task import Task
 
 Message = Mapping[str, object]
@@ -117,7 +118,10 @@ def tokens(design: Design, message: Message) -> Outcome:
 
 
 def against(design: Design, message: Message) -> Outcome:
-    """Another mask to compare with: of the catalogue, of a file's text, or none."""
+    """Another mask to compare with: of the catalogue, a model's own, of a file's text, or none."""
+    if message.get("model") is not None:
+        own = own_mask(_text(message, "model"), design.size, _layer(design, message))
+        return replace(design, against=own), []
     if message.get("name") is None and message.get("text") is None:
         return replace(design, against=None), []
     spec = chosen(message, design.size) if message.get("name") is not None else _mask_of_text(_text(message, "text"))

@@ -22,6 +22,7 @@ from attnflow.report.live.code import code, exported
 from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer
 from attnflow.report.live.diagram import MAX_POINTED, diagram, runs_of
 from attnflow.report.live.families import families, family
+from attnflow.report.live.model_masks import model_names
 from attnflow.report.live.tiles import Area, tile
 from attnflow.tasks.leaks import LeakReport, survey, witnesses
 
@@ -284,7 +285,8 @@ def catalogue() -> Reply:
         }
         for entry in named_masks().values()
     ]
-    return {"masks": masks, "formats": sorted(FORMATS), "max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
+    limits = {"max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
+    return {"masks": masks, "models": model_names(), "formats": sorted(FORMATS), **limits}
 
 
 def _painted(message: Message) -> Area:
