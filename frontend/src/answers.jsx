@@ -66,7 +66,7 @@ function Leaks({ studio }) {
   const { value, error } = studio.answers.leaks.value;
   if (error) return <p class="trouble">The leaks are not known: {error}.</p>;
   if (!value) return <p class="quiet">…</p>;
-  if (!value.labels && studio.place === "report") return <p class="quiet">No labels: nothing can leak.</p>;
+  if (!value.labels && studio.place === "report") return <p class="quiet">No labels are drawn here.</p>;
   if (!value.labels)
     return <p class="quiet">No labels yet. Say what positions must predict (left, “Labels”), and every way by which an answer can be read is found here.</p>;
   return (

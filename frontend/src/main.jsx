@@ -46,10 +46,11 @@ function openWidget(model, element) {
 async function openRecord(place) {
   const transport = await recordTransport(place.dataset.record, { onReply: (reply) => studio.answer(reply) });
   const studio = createStudio("report");
+  studio.tab.value = transport.state.num_labels ? "leaks" : "code";
   const { root } = embed(place);
   place.hidden = false;
-  for (const picture of document.querySelectorAll("[data-attnflow-still]")) picture.hidden = true;
-  render(<Reader studio={studio} />, root);
+  for (const picture of place.parentElement.querySelectorAll("[data-attnflow-still]")) picture.hidden = true;
+  render(<Reader studio={studio} hasFields={transport.hasFields} />, root);
   studio.start(transport, {});
 }
 

@@ -193,3 +193,9 @@ def test_what_was_exported_is_read() -> None:
     for make in af.masks.export.FORMATS.values():
         if make is not af.masks.export.vllm:
             assert af.masks.from_json(make(mask).to_json()) == mask
+
+
+def test_a_name_of_ones_own_may_be_one_of_the_catalogue() -> None:
+    for name in named_masks():
+        mask = af.masks.from_dense(af.masks.full(4).dense(), name=name)
+        assert mask_from_dict(json.loads(mask.to_json())) == mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, cast
 
@@ -308,8 +309,9 @@ class Mask:
         maker = NAMED.get(self.name)
         if maker is not None:
             parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in self.parameters.items()}
-            if maker(**parameters) == self:
-                return {"name": self.name, "parameters": parameters}
+            with suppress(TypeError, ValueError):  # a name of one's own may be one of the catalogue's
+                if maker(**parameters) == self:
+                    return {"name": self.name, "parameters": parameters}
         numbered = self.pieces(limit=2 * (self.num_queries + len(self._rows.starts))) is None
         rows = self._rows if numbered else self.intervals()
         content: dict[str, object] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from attnflow._core.markup import element, escape, grouped
 
@@ -20,6 +21,7 @@ class Html:
 
 
 Content = Html | str | int
+LIVE: Final = "data-attnflow-studio"  # the attribute of an element in which the studio's module mounts itself
 
 
 def raw(content: Content) -> str:
@@ -90,6 +92,16 @@ def figure(picture: str | Html, caption: Content | None = None, *, read_out: boo
     if caption is not None:
         parts.append(tag("figcaption", caption))
     return tag("figure", *parts, class_=kind or None)
+
+
+def live(record: str | None) -> Html:
+    """Where the studio's module shows a record, if the page's script runs; nothing without one."""
+    return Html("") if record is None else tag("div", **{LIVE: "record", "data-record": record, "hidden": ""})
+
+
+def still(picture: Content) -> Html:
+    """A picture that stands where no script runs, and on paper, for the record above it."""
+    return tag("div", picture, data_attnflow_still="")
 
 
 def note(kind: str, *content: Content) -> Html:

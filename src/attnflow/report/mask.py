@@ -31,7 +31,7 @@ def mask_part(subject: Mask | Flow, context: Context) -> Part:
     masks = subject.masks if isinstance(subject, Flow) else (subject,)
     flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)
     layers = _distinct(masks)
-    sections = [_picture(masks, layers, context.labels)]
+    sections = [_picture(masks, layers, context)]
     if flow is None:
         sections.append(Section("order", "Order", html.note("neutral", html.paragraph(f"No order: {missing}."))))
     elif flow.size:
@@ -90,14 +90,15 @@ def _numbers(masks: Sequence[Mask], layers: Layers, flow: Flow | None) -> list[t
     return rows + (order.numbers(flow) if flow is not None and flow.size else [])
 
 
-def _picture(masks: Sequence[Mask], layers: Layers, labels: Sequence[str] | None) -> Section:
+def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section:
     """The mask, or each distinct mask of a stack, as a picture with its numbers."""
     if len(layers) == 1:
-        mask = layers[0][0]
+        mask, labels = layers[0][0], context.labels
         small = labels if labels is not None and len(labels) <= 32 else None
         svg = mask_svg(mask, labels=small, size=520, standalone=False)
         left = html.figure(svg, _caption(mask), read_out=True)
-        return Section("mask", "Mask", tag("div", left, html.facts(_facts(mask)), class_="pair"))
+        beside = tag("div", html.still(left), html.facts(_facts(mask)), class_="pair")
+        return Section("mask", "Mask", html.live(context.record) + beside)
     figures: list[Html] = []
     for mask, numbers in layers[:_SHOWN]:
         allowed = _name(mask) + Html(f", {percent(mask.density)} allowed")
@@ -108,7 +109,8 @@ def _picture(masks: Sequence[Mask], layers: Layers, labels: Sequence[str] | None
         lead += f" The first {_SHOWN} are shown."
     lead += " Row = query, column = key; filled is allowed."
     rows = [[_layers(numbers), _name(mask), percent(mask.density)] for mask, numbers in layers]
-    body = html.paragraph(lead, kind="lead") + tag("div", *figures, class_="many")
+    pictures = html.live(context.record) + html.still(tag("div", *figures, class_="many"))
+    body = html.paragraph(lead, kind="lead") + pictures
     return Section("mask", "Masks by layer", body + html.table(["layers", "mask", "allowed"], rows, text_columns=2))
 
 

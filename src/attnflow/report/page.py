@@ -65,11 +65,13 @@ class Context:
 
     Attributes:
         flow: the order that the page is about, on which leaks are drawn; None without one.
+        record: what the studio's page says of this order, `attnflow.report.live.record`; None for pictures alone.
         labels: a text for each position.
         cost: the model whose attention is priced.
     """
 
     flow: Flow | None = None
+    record: str | None = None
     labels: tuple[str, ...] | None = None
     cost: CostModel = field(default_factory=CostModel)
 
@@ -133,10 +135,12 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
 
 def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], details: Mapping[str, str]) -> str:
     """The whole HTML document; nothing in it is fetched, and nothing but its own style and script may run."""
-    style, script = _asset("report.css"), _asset("report.js")
+    style, scripts = _asset("report.css"), {"": _asset("report.js")}
+    if any(f'{html.LIVE}="' in section.body.markup for section in sections):
+        scripts[' type="module"'] = _asset("studio.js")
     policy = (
-        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {_digest(style)}; script-src {' '.join(map(_digest, scripts.values()))}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = (
         '<meta charset="utf-8">'
@@ -149,9 +153,8 @@ def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], de
     )
     main = [tag("section", tag("h2", section.title), section.body, id=section.name) for section in sections]
     body = (_header(title, parts, sections) + tag("main", *main) + _footer(parts, details)).markup
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}<script>{script}</script></body></html>\n'
-    )
+    code = "".join(f"<script{kind}>{script}</script>" for kind, script in scripts.items())
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}{code}</body></html>\n'
 
 
 def _header(title: str, parts: Sequence[Part], sections: Sequence[Section]) -> Html:

@@ -218,7 +218,8 @@ def page(
     if labels is not None and size is not None and len(labels) != size:
         raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
     flow = first if isinstance(first, Flow) else None
-    context = Context(flow, None if labels is None else tuple(labels), cost or CostModel())
+    names = None if labels is None else tuple(labels)
+    context = Context(flow, None if flow is None else _record(flow, results, names), names, cost or CostModel())
     parts: list[Part] = []
     gathered: set[Kind] = set()
     for subject in subjects:
@@ -228,12 +229,22 @@ def page(
         kind = kind_of(subject)
         if not kind.together:
             other = isinstance(subject, Mask | Flow) and subject is not first
-            parts.append(kind.part(subject, replace(context, labels=None) if other else context))
+            parts.append(kind.part(subject, replace(context, labels=None, record=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
             parts.append(kind.part(alike, context))
     return build(parts, title, dict(details or {}), problems)
+
+
+def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None) -> str | None:
+    """What can be pointed at on a page, with the labels of the task that the order is of."""
+    from attnflow.report.live.record import record, recorded_design
+
+    tasks = [result.merged.task if isinstance(result, Derivation) else result for result in results]
+    task = next((task for task in tasks if isinstance(task, Task) and task.flow is flow), None)
+    design = recorded_design(flow, task, labels)
+    return None if design is None else record(design)
 
 
 def _subjects(result: object) -> list[object]:

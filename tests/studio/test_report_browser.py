@@ -1,0 +1,124 @@
+"""A report in a real browser: what can be pointed at where scripts run, and the pictures where none does."""
+
+import shutil
+
+import pytest
+
+import attnflow as af
+from attnflow import masks
+from attnflow.tasks import Label, Task, Token
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A page on a task that leaks, with another mask beside it."""
+    tokens = [Token(i, i) for i in range(12)]
+    task = Task(tokens, [Label(i, tokens[i + 1]) for i in range(11)], masks.sliding_window(12, 4, causal=False))
+    path = tmp_path_factory.mktemp("report") / "page.html"
+    return af.report.page(task, masks.full(5), labels=[f"word{i}" for i in range(12)]).save(path).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as tools:
+        running = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser, report):
+    """opened(**options): the report in a page that may not complain, nor ask for anything."""
+    contexts, complaints = [], []
+
+    def page(width=1280, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        shown = context.new_page()
+        shown.on("console", lambda message: complaints.append(message.text))
+        shown.on("pageerror", lambda error: complaints.append(str(error)))
+        shown.on("request", lambda request: complaints.append(request.url) if request.url != report else None)
+        shown.goto(report)
+        return shown
+
+    yield page
+    for context in contexts:
+        context.close()
+    assert [each for each in complaints if not each.startswith(("data:", "blob:"))] == []
+
+
+def ready(page):
+    page.locator(".reader[data-settled=true]").wait_for()
+
+
+def test_rows_light_up_what_they_have_read_by_layer(opened):
+    page = opened()
+    ready(page)
+    page.locator("canvas").focus()
+    page.keyboard.press("PageDown")
+    page.locator("#readout", has_text="after 4 layers 11 has read 12 of 12").wait_for()
+    slider = page.get_by_role("slider")
+    slider.focus()
+    slider.press("Home")
+    slider.press("ArrowRight")
+    page.locator("#readout", has_text="after 1 layer 11 has read 4 of 12").wait_for()
+    assert "word11" in page.locator("#readout").text_content()
+    assert page.locator(".node.here").count() == 1
+
+
+def test_the_way_of_a_leak_is_drawn_and_code_is_there_to_copy(opened):
+    page = opened()
+    ready(page)
+    before = page.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+    page.locator(".leaks button").first.click()
+    page.locator(".node.leak").wait_for()
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.locator("canvas").evaluate("canvas => canvas.toDataURL()") != before
+    page.get_by_role("tab", name="Code").click()
+    assert "sliding_window(n=12, window=4" in page.locator("pre").text_content()
+    assert page.locator("#answer option").all_text_contents() == ["attnflow", "FlexAttention"]
+
+
+def test_nothing_can_be_changed(opened):
+    page = opened()
+    ready(page)
+    assert page.locator(".reader").get_by_role("button", name="Undo").count() == 0
+    assert page.locator(".reader input:not([type=range])").count() == 0
+    page.locator("canvas").focus()
+    page.keyboard.press("a")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Control+z")
+    assert page.locator(".trouble, footer").filter(has_text="report").count() == 0
+
+
+def test_the_still_pictures_stand_where_no_script_runs_on_paper_and_for_other_masks(opened):
+    still = opened(java_script_enabled=False)
+    assert still.locator("#mask svg").first.is_visible()
+    assert not still.locator("#mask canvas").count()
+    page = opened()
+    ready(page)
+    assert not page.locator("#mask [data-attnflow-still]").is_visible()
+    assert page.locator("#mask-2 svg").first.is_visible()
+    page.emulate_media(media="print")
+    assert page.locator("#mask [data-attnflow-still] svg").is_visible()
+    assert not page.locator("canvas").is_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_follows_the_page_in_width_and_theme(opened, width):
+    page = opened(width, color_scheme="dark")
+    ready(page)
+    host = page.locator("[data-attnflow-studio] > div")
+    assert host.get_attribute("data-theme") == "dark"
+    page.get_by_role("button", name="Light").click()
+    page.locator("[data-attnflow-studio] > div[data-theme=light]").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    for part in ("canvas", ".hasse", "#answer"):
+        box = page.locator(part).bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
