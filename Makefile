@@ -92,6 +92,7 @@ studio:  ## bundle the page of `attnflow studio` from frontend/, with node and n
 docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are missing
 	$(call say,documentation)
 	$(PY) docs/pictures.py
+	$(PY) docs/recording.py
 	$(PY) -m mkdocs build --strict --quiet
 	@! grep -rnE --include=*.html -o '\]\[attnflow[a-zA-Z_.]*\]' site || { echo "links to names that no reference page has"; exit 1; }
 	@echo "site/index.html"

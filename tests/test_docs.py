@@ -124,6 +124,15 @@ def test_pictures_are_small_and_shown():
         assert f"pictures/{picture.name}" in (ROOT / "docs" / "index.md").read_text()
 
 
+def test_the_recording_is_small_and_moves():
+    from PIL import Image
+
+    path = ROOT / "docs" / "guides" / "studio.webp"
+    assert path.stat().st_size < 600_000
+    with Image.open(path) as recording:
+        assert getattr(recording, "n_frames", 1) > 5
+
+
 def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

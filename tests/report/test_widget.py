@@ -9,6 +9,7 @@ import torch
 import attnflow as af
 from attnflow import masks
 from attnflow.report.live.design import MAX_POSITIONS
+from attnflow.report.live.session import Session
 from attnflow.studio.limits import Limits
 from tests.refused import refused
 
@@ -163,9 +164,8 @@ def test_an_interrupted_kernel_says_so_and_goes_on(monkeypatch):
     widget = af.report.widget(masks.causal(8))
     view = View(widget)
     with monkeypatch.context() as patch:
-        patch.setattr("attnflow.report.live.session.check", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert view.ask("labels", kind="next")["ok"]
-        assert view.ask("leaks") == {"id": 2, "ok": False, "error": "interrupted"}
+        patch.setattr(Session, "handle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert view.ask("leaks") == {"id": 1, "ok": False, "error": "interrupted"}
     assert view.ask("leaks")["total"] == 0
 
 

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -48,9 +48,14 @@ def record(design: Design) -> str | None:
         reply = session.handle({"op": op, **message})
         return reply if reply["ok"] else None
 
+    leaks = ask("leaks")
+    for number, leak in enumerate([] if leaks is None else cast("list[dict[str, object]]", leaks["leaks"])):
+        if "witness" not in leak:
+            leak |= ask("witness", number=number) or {}
     answers: dict[str, object] = {
         "state": {**(ask("state") or {}), "design": None},
-        **{op: ask(op) for op in ("flow", "diagram", "leaks", "difference")},
+        **{op: ask(op) for op in ("flow", "diagram", "difference")},
+        "leaks": leaks,
         "code": {**(ask("code") or {}), "formats": []},
         "catalogue": {"masks": [], "formats": []},
         "distinct": [numbers.index(i) for i in distinct],
