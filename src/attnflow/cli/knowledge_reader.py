@@ -24,8 +24,8 @@ def knowledge_fit(
     data: Annotated[
         Path | None, typer.Option("--data", metavar="FILE", help="Facts to practise on (default: those of STORE).")
     ] = None,
-    facts: Annotated[int, typer.Option("--facts", metavar="N", min=1, help="Made-up facts to practise on.")] = 4000,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps of answering.")] = 150,
+    facts: Annotated[int, typer.Option("--facts", metavar="N", min=1, help="Made-up facts to practise on.")] = 12_000,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps of answering.")] = 300,
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="LIST", help="After which layers to read, such as 18,22,26.")
     ] = None,

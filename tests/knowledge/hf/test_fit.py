@@ -47,7 +47,7 @@ def test_an_embedding_of_two_halves_has_the_key_and_the_value():
 
 @pytest.fixture(autouse=True)
 def few_words(monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.fitting._WORDS", 100)
+    monkeypatch.setattr("attnflow.knowledge.hf.words._WORDS", 100)
 
 
 @pytest.fixture(scope="module")

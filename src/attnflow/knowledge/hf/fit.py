@@ -29,9 +29,9 @@ def fit_reader(
     data: str | os.PathLike[str] | Sequence[Record] | None = None,
     *,
     layers: Sequence[int] | None = None,
-    facts: int = 4000,
+    facts: int = 12_000,
     reading_steps: int = 1500,
-    steps: int = 150,
+    steps: int = 300,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Fitted:
@@ -40,8 +40,9 @@ def fit_reader(
     Questions are made from entries by templates, of `data` (by default of the store) and of made-up facts whose values
     are words of the model's own vocabulary; a tenth of the facts, and some wordings, are held out. First the readers
     learn *where* to read: the score of the right entry against all others and against none, with the right one taken
-    out for a fifth of the questions, so that its neighbours are near misses; on states that the model computed once.
-    Values start as the least-squares map from embeddings of words to their unembedding. Then they learn to *answer*:
+    out for a fifth of the questions, so that its neighbours are near misses; by what the model's first layers say of
+    each question, computed once. Values start as the linear map by which embeddings of the vocabulary's words say which
+    word it is, and the gate where it makes answers likeliest. Then they learn to *answer*:
     the loss of the answer's tokens through the frozen model, with the loss of reading beside it, from stores of 64 to
     1,024 entries. Killed and called again, it goes on where it was.
 
@@ -64,8 +65,9 @@ def fit_reader(
         ValueError: no tokenizer, a model that writes no text, a store of feed-forward entries, a folder with a run of
             other settings, a loss that is not finite. The model is as it was.
 
-    Cost: of the first part a forward pass for each question; of the second `steps` forward and backward passes of 16
-        questions. How well SmolLM2-135M answers then is not measured yet; the guide says what is.
+    Cost: of the first part the embeddings of all facts and of 20,000 words, and the first layers for each question;
+        of the second `steps` forward and backward passes of 16 questions. The guide says how well SmolLM2-135M answers
+        after a small run.
     """
     module, tokenizer = split(model)
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -20,21 +20,23 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.store_reader import StoreReader
+from attnflow.knowledge.hf.words import value_map, words_of
 from attnflow.knowledge.memory_layer.reader import Reading
 from attnflow.knowledge.questions import READ, Question, asked, made_up
 from attnflow.knowledge.records import Record
+from attnflow.models.layers import stack_of
 
 _BATCH: Final = 16
 _HELD_OUT: Final = 10  # one fact in so many is never trained
 _EVALUATED: Final = 32
 _POOLS: Final = (64, 1024)  # entries that compete, at the beginning of training and at its end
+_READ_AT_ONCE: Final = 256  # questions
 _ABSENT: Final = 0.2  # share of questions whose entry is taken out of the pool
 _SAVE_EVERY: Final = 25
-_READING_RATES: Final = {"query": 1e-3, "key": 2e-2, "constant": 2e-2, "own": 1e-2, "pooled_map": 1e-3}
-_ANSWER_RATES: Final = {"query": 2e-4, "key": 4e-3, "constant": 1e-2, "own": 2e-3, "pooled_map": 2e-4, "value": 1e-3,
-                        "gate": 3e-2, "focus": 1e-2}  # fmt: skip
-_RIDGE: Final = 1.0
-_WORDS: Final = 6000
+_READING_RATES: Final = {"query": 1e-3, "key": 2e-2, "constant": 2e-2, "pooled_map": 1e-3}
+_ANSWER_RATES: Final = {"query": 2e-4, "key": 2e-3, "constant": 1e-2, "own": 2e-3, "pooled_map": 2e-4, "value": 3e-4,
+                        "gate": 1e-2}  # fmt: skip
+_GATES: Final = (0.03, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ class Run:
         self.settings, self.place, self.progress = settings, place, progress
         self.curve: list[dict[str, float]] = []
         self.count = sum(parameter.numel() for reader in self.readers for parameter in reader.parameters())
-        self.weight = cast(Tensor, cast(Any, model).get_output_embeddings().weight).detach()
         draw = random.Random(settings.seed)
-        self.words = _words(tokenizer, draw)
+        self.words = words_of(tokenizer, draw)
         self.records = [*own, *made_up(settings.facts, self.words, draw)]
         held = set(draw.sample(range(len(self.records)), max(1, len(self.records) // _HELD_OUT)))
         trained, other = asked(self.records, draw), asked(self.records, draw, held_out=True)
@@ -83,9 +84,9 @@ class Run:
         self.entries = self._embedded([record.text for record in self.records]).to(self._device)
         state = self._resume()
         if state is None:
-            hidden, pooled = self._states()
-            self._start_values(hidden)
-            self._learn_to_read(hidden, pooled)
+            self._learn_to_read(self._pooled())
+            self._start_values()
+            self._open_gates()
             self._measure(0)
             self._save(0, None)
         self._learn_to_answer(state)
@@ -97,78 +98,98 @@ class Run:
     def _embedded(self, texts: Sequence[str]) -> Tensor:
         return self.encoder.encode(texts, self.progress).embeddings
 
-    def _start_values(self, hidden: Sequence[Tensor]) -> None:
-        """Least squares from embeddings of words to the directions that the unembedding reads.
-
-        Embeddings keep their mean, which all entries share and which is thereby mapped to nothing. At gate 1 what is
-        read is as large as a token of the layer: they grow from layer to layer, of SmolLM2-135M from 90 to 490.
-        """
+    def _start_values(self) -> None:
+        """W_V of all readers: what embeddings of words say of the next token. It is of length 1 for a word."""
         half = self.encoder.dim // 2 if self.encoder.values else 0
-        embedded = self._embedded(self.words)[:, half:].double()
-        ids = [
-            cast("list[int]", self.tokenizer(f" {word}", add_special_tokens=False)["input_ids"])[0]
-            for word in self.words
-        ]
-        named = dict(self.model.named_modules())
-        norm = next((named[n].weight for n in named if n.endswith((".norm", ".ln_f", ".final_layernorm"))), None)
-        rows = self.weight[ids].double().cpu()
-        rows = rows * (norm.detach().double().cpu() if isinstance(norm, Tensor) else 1)
-        rows = functional.normalize(rows - rows.mean(dim=0), dim=1)
-        square = embedded.T @ embedded + _RIDGE * torch.eye(embedded.shape[1], dtype=torch.float64)
-        start = torch.linalg.solve(square, embedded.T @ rows)
+        embedded = self._embedded(self.words)[:, half:]
+        start = value_map(self.model, self.tokenizer, self.words, embedded, self.settings.seed, self._step)
         with torch.no_grad():
-            for reader, tokens in zip(self.readers, hidden, strict=True):
-                value, size = reader.attention.value, tokens.norm(dim=-1).median() / math.sqrt(tokens.shape[-1])
+            for reader in self.readers:
+                value = reader.attention.value
                 value.zero_()
-                value[:, half:] = start.to(value) * size / reader.attention.num_heads
+                value[:, half:] = start.to(value) / reader.attention.num_heads
 
-    def _learn_to_read(self, hidden: Sequence[Tensor], pooled: Sequence[Tensor]) -> None:
-        """The right entry against all others, on states that are computed once."""
+    def _open_gates(self) -> None:
+        """The gate, the same in all readers, at which answers of one batch of trained questions are likeliest.
+
+        At gate 1 what is read is as large as the tokens of the layer: of SmolLM2-135M they grow from 90 to 490.
+        """
+        sizes = self._sizes()
+        draw = torch.Generator().manual_seed(self.settings.seed)
+        chosen = [self.questions[row] for row in torch.randint(len(self.questions), (_BATCH,), generator=draw).tolist()]
+        losses: list[float] = []
+        for gate in _GATES:
+            self._set_gates(gate, sizes)
+            with torch.no_grad():
+                no = torch.zeros(len(chosen), dtype=torch.bool, device=self._device)
+                losses.append(self._loss(chosen, no, _POOLS[0], draw)[1]["answer"])
+        self._set_gates(_GATES[losses.index(min(losses))], sizes)
+
+    def _set_gates(self, gate: float, sizes: Sequence[float]) -> None:
+        with torch.no_grad():
+            for reader, size in zip(self.readers, sizes, strict=True):
+                reader.gate.fill_(gate * size / len(self.readers) / math.sqrt(reader.attention.model_dim))
+
+    def _sizes(self) -> list[float]:
+        """The median norm of tokens as they leave each layer with a reader, of one batch of questions."""
+        norms: list[float] = []
+        ids, mask, _ = self._batch(self.questions[:_BATCH], False)
+        layers = stack_of(self.model).layers
+
+        def keep(_: nn.Module, __: object, output: Any) -> None:
+            tokens = cast(Tensor, output[0] if isinstance(output, tuple) else output)
+            norms.append(float(tokens[mask.bool()].norm(dim=-1).median()))
+
+        with ExitStack() as undo:
+            for reader in self.readers:
+                undo.enter_context(layers[reader.layer].register_forward_hook(keep))
+            with torch.no_grad():
+                cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+        return norms
+
+    def _learn_to_read(self, pooled: Tensor) -> None:
+        """The right entry against others, by what is pooled alone, which is the same for all readers: one learns."""
         right = torch.tensor([one.entry for one in self.questions], device=self._device)
-        groups = _groups(self.readers, _READING_RATES)
-        optimiser = torch.optim.AdamW(groups, weight_decay=0.1)
+        reader = self.readers[0]
+        half = self.encoder.dim // 2 if self.encoder.values else self.encoder.dim
+        with torch.no_grad():
+            reader.own.zero_()
+            reader.attention.key[..., half:, :] = 0
+        optimiser = torch.optim.AdamW(_groups(self.readers[:1], _READING_RATES), weight_decay=0.1)
         draw = torch.Generator().manual_seed(self.settings.seed)
         total = self.settings.reading_steps
         for step in range(total):
-            pick = torch.randint(len(right), (128,), generator=draw)
-            size = min(
-                int(_POOLS[0] * (len(self.entries) / _POOLS[0]) ** min(1.0, 2 * step / total)), len(self.entries)
-            )
+            pick = torch.randint(len(right), (_READ_AT_ONCE,), generator=draw)
+            size = int(_POOLS[0] * (_POOLS[1] / _POOLS[0]) ** min(1.0, 2 * step / total))
             wanted = right[pick]
-            pool, place = _pool(wanted, len(self.entries), size, draw)
+            pool, place = _pool(wanted, len(self.entries), min(size, len(self.entries)), draw)
             absent = torch.rand(len(pick), generator=draw).lt(_ABSENT).to(self._device)
-            loss = torch.zeros((), device=self._device)
-            for number, reader in enumerate(self.readers):
-                x = reader.asked(hidden[number][pick], pooled[number][pick])
-                entries = self.entries[pool]
-                scores = reader.attention.score(x, entries, reader.attention.thresholds(entries))[0]
-                loss = loss + _reading_loss(scores, place, absent) / len(self.readers)
-            _rate(optimiser, groups, step, total)
-            self._step(optimiser, loss, step, total, "reading")
+            entries = self.entries[pool]
+            scores = reader.attention.score(
+                reader.pooled_map(pooled[pick]), entries, reader.attention.thresholds(entries)
+            )
+            self._step(optimiser, _reading_loss(scores[0], place, absent), step, total, "reading")
+        for other in self.readers[1:]:
+            other.load_state_dict(reader.state_dict())
 
-    def _states(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What readers see at the end of each prompt: hidden states and pooled values, [questions, width] each."""
-        hidden: list[list[Tensor]] = [[] for _ in self.readers]
-        pooled: list[list[Tensor]] = [[] for _ in self.readers]
-
-        def keep(number: int, tokens: Tensor, said: Tensor) -> None:
-            hidden[number].append(tokens[:, -1].detach())
-            pooled[number].append(said[:, -1].detach())
-
+    def _pooled(self) -> Tensor:
+        """What is pooled for the last token of each question, [questions, width]: the first layers alone run."""
+        pool = self.readers[0].pooled
+        rows: list[Tensor] = []
         order = sorted(range(len(self.questions)), key=lambda row: len(self.questions[row].prompt))
+        last = stack_of(self.model).layers[pool.layers[-1]].register_forward_hook(_enough, prepend=True)
         try:
-            for number, reader in enumerate(self.readers):
-                reader.asking, reader.given = partial(keep, number), self.entries[:1]
             with torch.no_grad():
-                for start in range(0, len(order), _BATCH):
-                    ids, mask, _ = self._batch([self.questions[row] for row in order[start : start + _BATCH]], False)
-                    cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
-                    self._say(start, len(order), "states")
+                for start in range(0, len(order), 4 * _BATCH):
+                    chosen = [self.questions[row] for row in order[start : start + 4 * _BATCH]]
+                    ids, mask, _ = self._batch(chosen, False)
+                    with suppress(_Enough):
+                        cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False)
+                    rows.append(pool.read(pool.last, ids[..., None].float(), self.readers[0].gate.dtype)[:, -1])
+                    self._say(start, len(order), "questions")
         finally:
-            for reader in self.readers:
-                reader.asking = reader.given = None
-        back = torch.tensor(order).argsort()
-        return [torch.cat(one)[back] for one in hidden], [torch.cat(one)[back] for one in pooled]
+            last.remove()
+        return torch.cat(rows)[torch.tensor(order).argsort()]
 
     def _batch(self, questions: Sequence[Question], answers: bool) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, mask, labels) of questions, padded on the left, with their answers and a line break or without."""
@@ -188,8 +209,7 @@ class Run:
         return ids.to(self._device), mask.to(self._device), labels.to(self._device)
 
     def _learn_to_answer(self, state: dict[str, Any] | None) -> None:
-        groups = _groups(self.readers, _ANSWER_RATES)
-        optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
+        optimiser = torch.optim.AdamW(_groups(self.readers, _ANSWER_RATES), weight_decay=0.0)
         begin = 0
         if state is not None:
             begin = int(state["step"])
@@ -203,7 +223,6 @@ class Run:
             size = int(_POOLS[0] * (_POOLS[1] / _POOLS[0]) ** (step / total))
             absent = torch.rand(_BATCH, generator=draw).lt(_ABSENT).to(self._device)
             loss, parts = self._loss(chosen, absent, size, draw)
-            _rate(optimiser, groups, step, total)
             self._step(optimiser, loss, step, total, "answering", parts)
             if (step + 1) % _SAVE_EVERY == 0 or step + 1 == total:
                 self._measure(step + 1)
@@ -273,6 +292,7 @@ class Run:
         what: str,
         parts: Mapping[str, float] | None = None,
     ) -> None:
+        _rate(optimiser, step, total)
         if not math.isfinite(float(loss.detach())):
             raise ValueError(f"the loss of step {step} ({what}) is not finite; the last checkpoint is as it was")
         optimiser.zero_grad()
@@ -308,6 +328,14 @@ class Run:
         return state
 
 
+class _Enough(Exception):
+    """The layers that are needed have run."""
+
+
+def _enough(*_: object) -> None:
+    raise _Enough
+
+
 def _reading_loss(scores: Tensor, place: Tensor, absent: Tensor) -> Tensor:
     """-log of the weight of the right entry, or of none where it is absent; the mean over tokens and heads."""
     at = place[:, None, None].expand(-1, scores.shape[1], 1)
@@ -337,22 +365,8 @@ def _groups(readers: Sequence[StoreReader], rates: Mapping[str, float]) -> list[
     return groups
 
 
-def _rate(optimiser: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], step: int, total: int) -> None:
+def _rate(optimiser: torch.optim.Optimizer, step: int, total: int) -> None:
     """A short warm-up, then a cosine."""
     share = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / total))
-    for group, given in zip(optimiser.param_groups, groups, strict=True):
-        group["lr"] = given["peak"] * share
-
-
-def _words(tokenizer: PreTrainedTokenizerBase, draw: random.Random) -> list[str]:
-    """Words of one token, in small letters, that the vocabulary has with the space before them."""
-    words = [
-        text[1:]
-        for token in sorted(tokenizer.get_vocab().values())
-        if (text := str(tokenizer.decode([token])))[:1] == " " and len(text) > 4
-        if text[1:].isalpha() and text[1:].isascii() and text[1:].islower()
-    ]
-    if len(words) < 2:
-        raise ValueError("the tokenizer has no words of one token to practise on")
-    draw.shuffle(words)
-    return words[:_WORDS]
+    for group in optimiser.param_groups:
+        group["lr"] = group["peak"] * share

@@ -23,7 +23,7 @@ from attnflow.models.layers import Stack, same_weights, stack_of
 
 WEIGHTS: Final = "reader.safetensors"
 _FORMAT: Final = "attnflow-reader"
-_VERSION: Final = 1
+_VERSION: Final = 2  # 1 asked by the values of the layer itself
 _TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int}
 
 

@@ -16,15 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from attnflow._core.checks import Indices
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
+from attnflow.knowledge.hf.pooled_values import POOL, PooledValues, begin_before, pool_before, pooled_layers
 from attnflow.knowledge.hf.saved_reader import SavedReader, check_store, encoder_of
 from attnflow.knowledge.hf.store_reader import (
     CHILD,
     FollowedStore,
     StoreReader,
-    Widths,
     checked_layers,
     measured,
-    pool_before,
     read_after,
     store_readers,
 )
@@ -196,22 +195,30 @@ class Added(FollowedStore):
             saved.check(stack, store)
             layers, key_dim, num_heads = saved.layers, saved.key_dim, saved.num_heads
         chosen = checked_layers(layers, stack)
-        sites = [stack.attention[number] for number in chosen]
+        pooled = pooled_layers(list(stack.attention), chosen[0])
         around = models_around(model, list(stack.attention.values()))
         name = base_implementation(around[0].config)
         check_implementation(around[0], name, "the model's attention implementation", "reader")
+        widths = measured(stack, sorted({*pooled, *chosen}))
+        pool = PooledValues(pooled, sum(widths[number].value_dim for number in pooled), chosen[-1])
         self._readers = [
-            self._made(stack, number, widths, key_dim, num_heads) for number, widths in measured(stack, chosen).items()
+            self._made(stack, number, widths[number].model_dim, pool, key_dim, num_heads) for number in chosen
         ]
         if saved is not None:
             saved.fill(self._readers)
-        self._interception = intercept(around, {site.module: pool_before for site in sites}, role="pool")
-        self._modules = [site.module for site in sites]
-        self._hooks: list[RemovableHandle] = []
-        for number, site, reader in zip(chosen, sites, self._readers, strict=True):
-            site.module.add_module(CHILD, reader)
-            path = site.name.removeprefix(f"{stack.path}.{number}").strip(".")
-            self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, path)))
+        modules = {number: stack.attention[number].module for number in {*pooled, *chosen}}
+        pooling = {modules[number]: partial(pool_before, number) for number in pooled}
+        self._interception = intercept(around, pooling, role="pool")
+        self._children = [(modules[number], POOL) for number in pooled] + [
+            (modules[number], CHILD) for number in chosen
+        ]
+        for (module, child), one in zip(self._children, [*[pool] * len(pooled), *self._readers], strict=True):
+            module.add_module(child, one)
+        self._hooks: list[RemovableHandle] = [
+            stack.layers[pooled[0]].register_forward_pre_hook(partial(begin_before, _path(stack, pooled[0])))
+        ]
+        for number in chosen:
+            self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, _path(stack, number))))
 
     @property
     def latest(self) -> bool:
@@ -221,13 +228,16 @@ class Added(FollowedStore):
     def put_back(self) -> None:
         """Let the model read what it read before."""
         self._interception.remove(keep_changes=True)
-        for module, hook in zip(self._modules, self._hooks, strict=True):
+        for hook in self._hooks:
             hook.remove()
-            delattr(module, CHILD)
+        for module, child in self._children:
+            delattr(module, child)
 
-    def _made(self, stack: Stack, number: int, widths: Widths, key_dim: int, num_heads: int) -> StoreReader:
+    def _made(
+        self, stack: Stack, number: int, model_dim: int, pool: PooledValues, key_dim: int, num_heads: int
+    ) -> StoreReader:
         module = stack.attention[number].module
-        reader = StoreReader(number, widths, key_dim, num_heads, self)
+        reader = StoreReader(number, model_dim, pool, key_dim, num_heads, self)
         parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
         if parameter is not None:  # half precision is too coarse to learn in
             reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
@@ -235,6 +245,11 @@ class Added(FollowedStore):
 
 
 Source = Searched | Copied | Exchanged | Added
+
+
+def _path(stack: Stack, number: int) -> str:
+    """Of the attention module of a layer, below the layer."""
+    return stack.attention[number].name.removeprefix(f"{stack.path}.{number}").strip(".")
 
 
 def copies_of(base: LayeredKnowledge) -> list[Copied]:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
+from attnflow.knowledge.hf.pooled_values import PooledValues
 from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
@@ -101,12 +102,10 @@ class FollowedStore(StoredKnowledge):
 
 @dataclass(frozen=True)
 class Widths:
-    """Of what a layer works on: its tokens, and the heads of its attention."""
+    """Of what a layer works on: its tokens, and the values of its attention."""
 
     model_dim: int
-    num_heads: int
-    query_dim: int  # of a head
-    output_dim: int  # of all heads
+    value_dim: int  # of all heads, each set of shared values once
 
 
 def _current(source: FollowedStore, like: Tensor) -> Tensor:
@@ -126,9 +125,8 @@ class StoreReader(KnowledgeReader, LayerReader):
     """H' = H + gate sqrt(d) C(X, E) after a layer: reads a store, and adds what it reads to each token.
 
     What a token asks for stands in other tokens, "the colour of Balorin" in five; of the last one alone the right entry
-    cannot be told. So X = own norm(H) + norm(P) W_P, where P is the layer's attention once more, with its own keys,
-    values, mask and cache, and with queries q * focus; focus is 0 at first, and P the mean of the values of all tokens
-    that this one may attend to. Nothing flows where the model's mask lets nothing flow.
+    cannot be told. So X = own norm(H) + P W_P, where P is what all tokens that this one may attend to say together
+    (`PooledValues`).
 
     C is generalized cross-attention (knowledge, eq. 1-9) with the weights of `softmax_one`: score = x W_Q W_K^T e /
     sqrt(d_k) + b; all entries compete with one of score 0, so that a token to which nothing in the store belongs gets
@@ -138,12 +136,13 @@ class StoreReader(KnowledgeReader, LayerReader):
         gate: one number; 0 at first, with which the model is as it was, bit for bit.
         source: the store, shared by all readers of a model.
         given: entries that are read instead of the store's, as in training; or None.
-        asking: called with what X is made of, the tokens and what is pooled for them; or None.
     """
 
-    def __init__(self, layer: int, widths: Widths, key_dim: int, num_heads: int, source: FollowedStore) -> None:
+    def __init__(
+        self, layer: int, model_dim: int, pooled: PooledValues, key_dim: int, num_heads: int, source: FollowedStore
+    ) -> None:
         attention = GeneralizedCrossAttention(
-            widths.model_dim,
+            model_dim,
             key_dim,
             source.store.dim,
             num_heads=num_heads,
@@ -155,44 +154,23 @@ class StoreReader(KnowledgeReader, LayerReader):
         super().__init__(layer, attention)
         self.gate = nn.Parameter(torch.zeros(()))
         self.own = nn.Parameter(torch.full((), _OWN))
-        self.focus = nn.Parameter(torch.zeros(widths.num_heads, widths.query_dim))
-        self.pooled_map = nn.Linear(widths.output_dim, widths.model_dim, bias=False)
-        nn.init.normal_(self.pooled_map.weight, std=widths.output_dim**-0.5)
+        self.pooled = pooled
+        self.pooled_map = nn.Linear(pooled.width, model_dim, bias=False)
+        nn.init.normal_(self.pooled_map.weight, std=pooled.width**-0.5)
         self.source = source
-        self.pooled: Tensor | None = None
         self.given: Tensor | None = None
-        self.asking: Callable[[Tensor, Tensor], object] | None = None
-
-    def pool(self, call: AttentionCall, proceed: Proceed) -> None:
-        """Keep what all tokens that each one may attend to say together, until the layer ends."""
-        query = call.query * self.focus.to(call.query.dtype)[:, None]
-        kwargs = {name: 0.0 if name == "dropout" else value for name, value in call.kwargs.items()}
-        output, _ = Proceed((), proceed.kernels)(call.replace(query=query, kwargs=kwargs))
-        if call.empty is not None:
-            output = output.masked_fill(call.empty.transpose(1, 2)[..., None], 0.0)
-        self.pooled = output.flatten(2)
 
     def read(self, hidden: Float[Tensor, "batch tokens model_dim"]) -> Float[Tensor, "batch tokens model_dim"]:
         """What the store adds to tokens as they leave the layer."""
-        pooled, self.pooled = self.pooled, None
-        if pooled is None:
-            raise RuntimeError(
-                "a layer with a reader ran without it: the model's attention implementation was set after "
-                "af.knowledge.attach. Remove the reader, choose the implementation, and attach it again"
-            )
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            wide = hidden.to(kind), pooled.to(kind)
-            if self.asking is not None:
-                self.asking(*wide)
-            return self(self.asked(*wide)).to(hidden.dtype)
+            return self(self.asked(hidden.to(kind), self.pooled.read(self.layer, hidden, kind))).to(hidden.dtype)
 
     def asked(
-        self, hidden: Float[Tensor, "*tokens model_dim"], pooled: Float[Tensor, "*tokens out"]
+        self, hidden: Float[Tensor, "*tokens model_dim"], pooled: Float[Tensor, "*tokens width"]
     ) -> Float[Tensor, "*tokens model_dim"]:
         """X, what tokens ask by."""
-        own, said = (functional.rms_norm(one, one.shape[-1:]) for one in (hidden, pooled))
-        return self.own * own + self.pooled_map(said)
+        return self.own * functional.rms_norm(hidden, hidden.shape[-1:]) + self.pooled_map(pooled)
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
         """What the store adds, by the queries of tokens."""
@@ -254,12 +232,6 @@ class StoreReader(KnowledgeReader, LayerReader):
         return self.gate * math.sqrt(self.attention.model_dim)
 
 
-def pool_before(call: AttentionCall, proceed: Proceed) -> Output:
-    """Interceptor of an attention module that has a reader; the call goes on as it is."""
-    reader_of(call.module).pool(call, proceed)
-    return proceed(call)
-
-
 def read_after(path: str, layer: nn.Module, _: object, output: Any) -> Any:
     """Forward hook of a layer: its output, with what its reader, below the attention module at `path`, reads."""
     reader = reader_of(layer.get_submodule(path))
@@ -307,18 +279,18 @@ def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
 
 
 def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
-    """The widths that layers work on, seen by running the model on two tokens; it is as it was.
+    """The widths that layers work on, measured by running the model on two tokens; it is as it was.
 
     Raises:
         UnsupportedArchitecture: a model that does not run on token ids, or a layer that does not return tokens.
     """
     names = {stack.attention[number].module: number for number in chosen}
-    heads: dict[int, tuple[int, int, int]] = {}
+    values: dict[int, int] = {}
     seen: dict[int, Any] = {}
 
     def look(call: AttentionCall, proceed: Proceed) -> Output:
         output, weights = proceed(call)
-        heads[names[call.module]] = call.query.shape[1], call.query.shape[3], output.shape[-2] * output.shape[-1]
+        values[names[call.module]] = call.key.shape[1] * output.shape[-1]
         return output, weights
 
     def keep(number: int, _: nn.Module, __: object, output: Any) -> None:
@@ -344,10 +316,10 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
     result: dict[int, Widths] = {}
     for number in chosen:
         hidden = seen.get(number)
-        if number not in heads or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 2) or hidden.ndim != 3:
+        if number not in values or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 2) or hidden.ndim != 3:
             raise UnsupportedArchitecture(
                 f"layer {number} ({type(stack.layers[number]).__name__}) does not return tokens [batch, tokens, width] "
                 "to which a reader could add"
             )
-        result[number] = Widths(hidden.shape[-1], *heads[number])
+        result[number] = Widths(hidden.shape[-1], values[number])
     return result
