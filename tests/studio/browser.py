@@ -31,6 +31,30 @@ _COLOURS = """
   return points.map(([x, y]) => [...context.getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3));
 }
 """
+# Every text whose contrast to what lies under it is below 4.5, with the ratio (WCAG 2.1, 1.4.3).
+CONTRAST = """
+() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+  const parse = (colour) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => {
+    const [r, g, b] = parse(colour).map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const shown = [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility() && !e.closest(':disabled')
+    && !e.closest('svg, .sr') && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
+  return shown.map((e) => {
+    let back = e;
+    while (back && parse(getComputedStyle(back).backgroundColor)[3] < 255) back = back.parentElement;
+    const [a, b] = [light(getComputedStyle(e).color), light(getComputedStyle(back ?? document.body).backgroundColor)];
+    return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.textContent.trim().slice(0, 40)];
+  }).filter(([ratio]) => ratio < 4.5);
+}
+"""
+CONTROLS = {"button", "link", "checkbox", "radio", "slider", "spinbutton", "textbox", "combobox", "tab", "application",
+            "region", "img", "image", "meter", "radiogroup", "tabpanel", "tablist"}  # fmt: skip
 
 
 @contextmanager
@@ -114,3 +138,14 @@ def look(page) -> None:
     """Take the pointer off the matrix and the brush out of the hand."""
     page.get_by_role("radio", name="Look").check()
     page.mouse.move(2, 2)
+
+
+def nameless(page, *expected):
+    """Controls and pictures that assistive technology would find without a name, from the computed tree."""
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    session.detach()
+    roles = [(node["role"]["value"], node.get("name", {}).get("value", "").strip()) for node in nodes
+             if not node["ignored"] and node.get("role")]  # fmt: skip
+    assert set(expected) <= {role for role, _ in roles}
+    return [role for role, name in roles if role in CONTROLS and not name]
