@@ -13,9 +13,11 @@ export function MaskPanel({ studio }) {
   // The form shows the layer's own mask while that is one of the catalogue.
   useSignalEffect(() => {
     const shown = studio.view.value?.layers[studio.layer.value]?.spec;
-    if (!shown || !studio.catalogue.value) return;
-    name.value = shown.name;
-    settings.value = textsOf(shown.parameters ?? {});
+    if (!studio.catalogue.value) return;
+    if (shown) {
+      name.value = shown.name;
+      settings.value = textsOf(shown.parameters ?? {});
+    } else if (!settings.peek().n && studio.size.value) settings.value = { ...settings.peek(), n: String(studio.size.value) };
   });
 
   const choose = (event) => {
