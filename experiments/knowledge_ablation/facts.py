@@ -118,13 +118,17 @@ def last_logits(model: nn.Module, tokenizer: Any, prompts: Sequence[str]) -> Ten
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    device = next(model.parameters()).device
     with torch.no_grad():
-        logits = cast(Any, model)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        logits = cast(Any, model)(
+            input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False
+        ).logits
     return logits[torch.arange(len(rows)), lengths - 1].float()
 
 
 def text_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Next-token loss of each token of a text [1, tokens], in nats."""
+    ids = ids.to(next(model.parameters()).device)
     with torch.no_grad():
         logits = cast(Any, model)(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return functional.cross_entropy(logits, ids[0, 1:], reduction="none")

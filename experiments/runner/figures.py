@@ -103,6 +103,12 @@ COLOURS: Final[Mapping[str, str]] = {
     "context, 1 fact": "#c79a2b",
     "context or unknown": "#7a4fa3",
     "shuffled entries": "#999999",
+    # a pretrained model with a reader, and its rivals
+    "reader": "#1f5fa8",
+    "context, 5 facts": "#c2571a",
+    "LoRA": "#7a4fa3",
+    "edit": "#3a8a4d",
+    "rank one": "#aa3377",
 }
 SIZE: Final = 14.0  # points of all text: readable where the figure is shown at half its size
 

@@ -15,12 +15,14 @@ import torch
 
 from attnflow.bias.packing import Packed
 from attnflow.models import packages
+from attnflow.models.loaded import Loaded
 from experiments.bias_comparison import data, study
 from experiments.daa_evaluation import study as evaluation
 from experiments.editing import study as editing
 from experiments.evaluation import sources
 from experiments.geometry_checkpoints.checkpoints import Checkpoint
 from experiments.knowledge_ablation import ablate
+from experiments.reader import bench as reader
 from experiments.runner import text as texts
 from experiments.runner.experiment import find, names
 from experiments.runner.jobs import Job
@@ -111,6 +113,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     facts = [ablate.Fact("capital", subject, "Oslo", "Reykjavik") for subject in ("Norway", "Sweden", "Denmark")]
     monkeypatch.setattr(ablate, "known_facts", lambda *_: facts)
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
+    monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
+    monkeypatch.setattr(reader, "known_facts", lambda *_: [])
+    monkeypatch.setattr("attnflow.knowledge.hf.fitting.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
+    monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)
     monkeypatch.setattr(Checkpoint, "is_here", True)
     monkeypatch.setattr(Checkpoint, "opened", lambda *_: nullcontext(tiny("Llama", torch.float32)))
     monkeypatch.setattr(ablate, "sample_text", lambda: "to be or not to be that is the question")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,27 @@ class Settings:
     encoder: str
 
 
+class Practice(NamedTuple):
+    """What a run practises on: words, facts, questions about those that are trained, and about those held out."""
+
+    words: list[str]
+    records: list[Record]
+    questions: list[Question]
+    held: list[Question]
+
+
+def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings: Settings) -> Practice:
+    """By the seed of the settings."""
+    draw = random.Random(settings.seed)
+    words = words_of(tokenizer, draw)
+    records = [*own, *made_up(settings.facts, words, draw)]
+    held = set(draw.sample(range(len(records)), max(1, len(records) // _HELD_OUT)))
+    trained, other = asked(records, draw), asked(records, draw, held_out=True)
+    apart = [one for one in (*trained, *other) if one.entry in held]
+    draw.shuffle(apart)
+    return Practice(words, records, [one for one in trained if one.entry not in held], apart)
+
+
 class Run:
     """One training run."""
 
@@ -70,14 +91,7 @@ class Run:
         self.settings, self.place, self.progress = settings, place, progress
         self.curve: list[dict[str, float]] = []
         self.count = sum(parameter.numel() for reader in self.readers for parameter in reader.parameters())
-        draw = random.Random(settings.seed)
-        self.words = words_of(tokenizer, draw)
-        self.records = [*own, *made_up(settings.facts, self.words, draw)]
-        held = set(draw.sample(range(len(self.records)), max(1, len(self.records) // _HELD_OUT)))
-        trained, other = asked(self.records, draw), asked(self.records, draw, held_out=True)
-        self.questions = [one for one in trained if one.entry not in held]
-        self.held = [one for one in (*trained, *other) if one.entry in held]
-        draw.shuffle(self.held)
+        self.words, self.records, self.questions, self.held = practice(tokenizer, own, settings)
 
     def fit(self) -> None:
         """Both parts, or what is left of them."""
