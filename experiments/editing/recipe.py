@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from experiments.editing.study import Editing, setup, tiny
 from experiments.editing.summary import summarise
-from experiments.runner.experiment import Experiment, Judgement
+from experiments.runner.experiment import Experiment, no_claim
 
 
 def miniature(config: Editing) -> Editing:
     """Few facts, few steps, two layers."""
     sizes = {"tuned": 1, "held_out": 2, "others": 1, "constraints": 0, "moment_tokens": 64, "text_tokens": 16}
     return replace(config, layers=(0, 1), entries=8, direct=4, steps=2, **sizes)
-
-
-def judge(results: Path) -> Sequence[Judgement]:
-    """No claim of a paper: K12, whether entries are facts one by one, is judged by `knowledge_ablation`."""
-    del results
-    return ()
 
 
 EXPERIMENT: Final = Experiment(
@@ -31,6 +23,6 @@ EXPERIMENT: Final = Experiment(
     setup=setup,
     summarise=summarise,
     miniature=miniature,
-    judge=judge,
+    judge=no_claim,  # K12, whether entries are facts one by one, is judged by `knowledge_ablation`
     packages=("torch", "transformers", "attnflow"),
 )

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from experiments.reader.settings import miniature, paper, small, tiny
 from experiments.reader.study import setup
 from experiments.reader.summary import summarise
-from experiments.runner.experiment import Experiment, Judgement
-
-
-def judge(results: Path) -> Sequence[Judgement]:
-    """No claim of the paper: K13, of a model trained with its store, is judged by `facts`."""
-    del results
-    return ()
-
+from experiments.runner.experiment import Experiment, no_claim
 
 EXPERIMENT: Final = Experiment(
     name="reader",
@@ -25,6 +16,6 @@ EXPERIMENT: Final = Experiment(
     setup=setup,
     summarise=summarise,
     miniature=miniature,
-    judge=judge,
+    judge=no_claim,  # K13, of a model trained with its store, is judged by `facts`
     packages=("torch", "transformers", "peft", "attnflow"),
 )

@@ -48,6 +48,12 @@ class Judgement:
     sentence: str
 
 
+def no_claim(results: Path) -> Sequence[Judgement]:
+    """What an experiment says of the papers' claims that answers a question of our own."""
+    del results
+    return ()
+
+
 @dataclass(frozen=True)
 class Experiment(Generic[Config]):
     """One experiment; its folder is `experiments/NAME`, and `recipe.py` there holds it as `EXPERIMENT`.
@@ -61,7 +67,7 @@ class Experiment(Generic[Config]):
         summarise: given the folder of a study, with its `study.json` and `runs/`, and the folder for results: writes
             these and returns a table in text.
         miniature: the same config at a size of seconds, for dry runs.
-        judge: from a folder of results to what is said of the papers' claims.
+        judge: from a folder of results to what is said of the papers' claims; or `no_claim`.
         packages: whose versions belong to the results.
         rule_before: whether `judge` was written before the run that it judges.
     """
