@@ -3,9 +3,11 @@
 import pytest
 
 from tests.models.saved import save_tiny_llama
-from tests.studio.browser import WAIT, opened, settled
+from tests.studio.browser import CONTRAST, SIZES, WAIT, nameless, opened, settled
 
 pytestmark = pytest.mark.slow
+
+VIEWS = ["Audit", "Geometry", "Bias", "Trace"]
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +88,89 @@ def test_a_bias_by_layer_and_then_every_query_of_one(page):
     page.locator(".numbers").get_by_role("button", name="1").click()
     page.get_by_text("Every query in layer 1").wait_for()
     assert page.locator(".heat rect.void").count() > 0
+
+
+def test_a_trace_and_the_entries_of_another_token(page):
+    run(page, "Trace")
+    rows = page.locator(".numbers tbody").text_content()
+    page.locator(".strip .token").first.click()
+    page.wait_for_function("() => document.querySelector('.strip .token')?.ariaPressed === 'true'")
+    assert page.locator(".numbers tbody").text_content() != rows
+    page.get_by_label("map").select_option("active")
+    page.get_by_text("Share of active entries").first.wait_for()
+
+
+def test_what_was_asked_of_another_text_is_marked_and_a_mistake_is_said(page):
+    run(page, "Audit")
+    page.get_by_role("textbox").fill("the of and")
+    page.get_by_text("The text has changed since").wait_for()
+    page.get_by_role("textbox").fill("the")
+    page.locator(".work").get_by_role("button", name="Run again").click()
+    page.get_by_role("alert").filter(has_text="at least 2 tokens").wait_for()
+    assert page.locator(".view .verdict").count() == 1, "what there was stays"
+    page.get_by_role("textbox").fill("the of and to in I that his")
+    run(page, "Audit")
+    assert page.get_by_role("alert").count() == 0
+
+
+def test_results_stay_while_another_screen_is_shown(page):
+    run(page, "Audit")
+    page.get_by_role("button", name="Families").click()
+    page.get_by_role("button", name="Model", exact=True).click()
+    assert page.locator(".view .verdict").is_visible()
+
+
+def test_the_views_are_chosen_by_keys(page):
+    page.get_by_role("tab", name="Audit").click()
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tab", name="Geometry").get_attribute("aria-selected") == "true"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "model-view"
+    page.get_by_role("tab", name="Geometry").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.get_by_role("tab", name="Audit").get_attribute("aria-selected") == "true"
+
+
+def test_work_is_stopped_and_done_again(browser, server):
+    with opened(browser, server) as page:
+        page.get_by_role("button", name="Model", exact=True).click()
+        page.get_by_role("progressbar").wait_for()
+        page.locator(".work").get_by_role("button", name="Stop").click()
+        page.get_by_role("alert").filter(has_text="stopped").wait_for()
+        page.get_by_role("button", name="Read it again").click()
+        page.get_by_text("LlamaForCausalLM").wait_for()
+        assert page.get_by_role("alert").count() == 0
+
+
+def test_a_leak_is_marked_on_the_map_with_its_layer_and_module(browser, folder):
+    from tests.studio.server import serving
+
+    with serving(model={"model": folder, "bias": None, "leaks": True}) as leaky, opened(browser, leaky) as page:
+        run(read(page), "Audit")
+        assert "model.layers.1.mlp, layer 1" in page.locator(".view .verdict").text_content()
+        first = page.locator(".module.first")
+        assert first.count() == 1
+        assert first.get_attribute("title") == "mlp: breaks the order"
+        assert page.locator(".violations tbody tr").count() == 1
+        assert page.get_by_role("tab", name="Audit").text_content() == "Audit1"
+
+
+def test_without_a_model_the_screen_says_how_to_have_one(page, browser, studio):
+    with opened(browser, studio) as bare:
+        bare.get_by_role("button", name="Model", exact=True).click()
+        bare.get_by_text("attnflow studio smollm2-135m").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_fits_is_legible_and_everything_has_a_name(browser, server, size, scheme):
+    with opened(browser, server, size, color_scheme=scheme) as page:
+        read(page)
+        for view in VIEWS:
+            run(page, view)
+            assert nameless(page, "tab", "textbox", "tabpanel") == []
+            page.wait_for_timeout(200)  # colours fade over
+            assert page.evaluate(CONTRAST) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+            if size == "wide":
+                assert page.evaluate("document.documentElement.scrollHeight") <= SIZES[size][1]
