@@ -340,7 +340,11 @@ def test_no_process_outlives_the_server_however_it_ends():
         assert not alive
 
 
-def test_the_command_says_where_it_is_and_ends_on_interrupt():
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_the_command_says_where_it_is_and_ends_quietly_while_a_process_starts(number, code):
     command = [sys.executable, "-m", "attnflow", "studio", "butterfly", "--n", "5", "--no-open", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -349,10 +353,10 @@ def test_the_command_says_where_it_is_and_ends_on_interrupt():
         said += process.stdout.readline()
     address = json.loads(said)["address"]
     assert address.startswith("http://127.0.0.1:")
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)  # which waits for its processes, too: they hold the pipe
     assert "Traceback" not in errors
-    assert process.returncode == 130
+    assert process.returncode == code
 
 
 def test_a_port_that_is_taken_is_named(server, monkeypatch):

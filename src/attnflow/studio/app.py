@@ -60,6 +60,7 @@ class Studio:
         self._open = 0
         self._answering = 0
         self._spare: Worker | None = None
+        self._is_closed = False
 
     def app(self, port: int) -> ASGIApp:
         """The application, as it answers on this port of the loopback."""
@@ -79,12 +80,15 @@ class Studio:
         return 0.0 if self._answering else time.monotonic() - self._last_message
 
     async def prepare(self) -> None:
-        """Start a process for the next page, so that it need not wait for one."""
+        """Start a process for the next page, so that it need not wait for one; none once the studio is closed."""
+        if self._is_closed:
+            return
         self._spare = Worker(self._design, self.limits)
         await self._spare.start()
 
     async def close(self) -> None:
         """End the process that waits for a page."""
+        self._is_closed = True
         spare, self._spare = self._spare, None
         if spare is not None:
             await spare.stop()

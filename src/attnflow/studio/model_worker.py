@@ -8,13 +8,12 @@ from the command line of the server; a page names neither.
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from typing import Final
 
 from attnflow.report.live.model import ModelSession
-from attnflow.studio.worker import limit_memory
+from attnflow.studio.worker import begun
 
 _PAUSE: Final = 0.1  # seconds between two lines of progress of one kind
 
@@ -25,16 +24,13 @@ def main(memory: int) -> None:
     Args:
         memory: bytes of address space; 0 for no limit.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
-    answers, sys.stdout = sys.stdout, sys.stderr
-    limit_memory(memory)
-    subject = json.loads(sys.stdin.readline())
+    write, first = begun(memory)
+    subject = json.loads(first)
     session = ModelSession(subject["model"], subject["bias"])
     said = ("", 0.0)
 
-    def say(content: dict[str, object]) -> None:
-        answers.write(json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n")
-        answers.flush()
+    def say(content: dict[str, object], end: str = "") -> None:
+        write(json.dumps(content, separators=(",", ":"), allow_nan=False) + end)
 
     def progress(done: int, total: int, what: str) -> None:
         nonlocal said
@@ -45,9 +41,7 @@ def main(memory: int) -> None:
 
     say({"ready": True})
     for line in sys.stdin:
-        say(session.handle(json.loads(line), progress))
-        answers.write("\n")  # where the process of a mask says its design
-        answers.flush()
+        say(session.handle(json.loads(line), progress), "\n")  # where the process of a mask says its design
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -57,10 +59,36 @@ def serve(
     listener = _listener(port)
     try:
         studio = Studio(secrets.token_urlsafe(32), design, limits or Limits(), model)
-        if not asyncio.run(_run(studio, listener, opened)):
-            raise KeyboardInterrupt  # asyncio does so only where the interrupt meets a task that still waits
+        with _terminated_in_order():
+            if not asyncio.run(_run(studio, listener, opened)):
+                raise KeyboardInterrupt  # asyncio does so only where the interrupt meets a task that still waits
     finally:
         listener.close()
+
+
+@contextlib.contextmanager
+def _terminated_in_order() -> Generator[None]:
+    """Let a termination wait until the processes of pages have ended, which it would leave behind.
+
+    uvicorn takes the signal while it serves, and sends it again as soon as it does no more.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where signals do not come
+        yield
+        return
+    terminated = False
+
+    def unwind(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if terminated:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _listener(port: int) -> socket.socket:

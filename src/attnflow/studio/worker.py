@@ -7,8 +7,10 @@ A process of its own can be stopped at any time, whatever it computes, and canno
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+from collections.abc import Callable
 
 from attnflow.report.live.actions import design_of
 from attnflow.report.live.session import Session
@@ -23,24 +25,44 @@ def main(memory: int) -> None:
     Args:
         memory: bytes of address space; what needs more is answered "not enough memory".
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
-    answers, sys.stdout = sys.stdout, sys.stderr
-    limit_memory(memory)
-    session = Session(design_of(json.loads(sys.stdin.readline()), "the design"))
+    say, design = begun(memory)
+    session = Session(design_of(json.loads(design), "the design"))
     revision = session.revision
-
-    answers.write('{"ready":true}\n')
-    answers.flush()
+    say('{"ready":true}')
     for line in sys.stdin:
         reply = session.handle(json.loads(line))
         design = "" if session.revision == revision else session.plain
         revision = session.revision
-        answers.write(f"{json.dumps(reply, separators=(',', ':'), allow_nan=False)}\n{design}\n")
-        answers.flush()
+        say(f"{json.dumps(reply, separators=(',', ':'), allow_nan=False)}\n{design}")
 
 
-def limit_memory(memory: int) -> None:
-    """Let this process have no more than so many bytes of address space; 0: as many as it likes."""
+def begun(memory: int) -> tuple[Callable[[str], None], str]:
+    """How a page's process says a line to its server, and the first one that the server says.
+
+    Once the server has ended nobody reads: the process then ends, too, and says nothing of it.
+
+    Args:
+        memory: bytes of address space; 0: as many as it likes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    answers, sys.stdout = sys.stdout, sys.stderr
+    _limit_memory(memory)
+
+    def say(text: str) -> None:
+        try:
+            answers.write(f"{text}\n")
+            answers.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), answers.fileno())  # Python flushes once more when it ends
+            raise SystemExit from None
+
+    first = sys.stdin.readline()
+    if not first.endswith("\n"):
+        raise SystemExit
+    return say, first
+
+
+def _limit_memory(memory: int) -> None:
     if not memory:
         return
     try:
