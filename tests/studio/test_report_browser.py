@@ -1,17 +1,10 @@
 """A report in a real browser: what can be pointed at where scripts run, and the pictures where none does."""
 
-import shutil
-
 import pytest
 
 import attnflow as af
 from attnflow import masks
 from attnflow.tasks import Label, Task, Token
-
-playwright = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +14,6 @@ def report(tmp_path_factory):
     task = Task(tokens, [Label(i, tokens[i + 1]) for i in range(11)], masks.sliding_window(12, 4, causal=False))
     path = tmp_path_factory.mktemp("report") / "page.html"
     return af.report.page(task, masks.full(5), labels=[f"word{i}" for i in range(12)]).save(path).as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as tools:
-        running = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The page of the widget in a real browser: the module as notebooks load it, asked of the kernel's own widget."""
 
-import shutil
 from importlib.resources import files
 
 import pytest
@@ -9,10 +8,6 @@ import attnflow as af
 from attnflow import masks
 
 pytest.importorskip("anywidget")
-playwright = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 # A notebook's document in short: rules of its own that must not reach the widget, and a model as anywidget gives one.
 HOST = """<!doctype html><html><head><meta charset="utf-8"><style>
@@ -33,14 +28,6 @@ window.handlers = handlers;
 const { default: widget } = await import("/studio.js");
 window.ends = [...document.querySelectorAll("div")].map((el) => widget.render({ model, el }));
 </script></body></html>"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as tools:
-        running = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture
