@@ -132,7 +132,7 @@ function View({ state }) {
 
 function emptyText(state, name, info) {
   if (state.busy.value === name) return "At work …";
-  if (!info) return state.error.value ? "" : "The model is being read …";
+  if (!info) return state.error.value ? "The model has not been read." : "The model is being read …";
   if (name === "bias" && !info.bias) return "This model has no attached bias. Start the studio with one: attnflow studio MODEL --bias DIR.";
   return `Nothing yet: “Run” on the left asks it.`;
 }
@@ -231,7 +231,7 @@ function Trace({ state, value }) {
         </select>
       </label>
       <HeatMap title={map.value === "active" ? "Share of active entries" : effects ? "Direct effect" : "Norm written"} values={value[map.value]} sides={value.sides} columns={value.tokens} column={value.position} />
-      <h3>Entries at {value.tokens[value.position]} <span class="aside">{value.target ? `effects on the logit of ${value.target}` : ""}{value.logit === null ? "" : `, ${value.logit} above the mean`}</span></h3>
+      <h3>Entries at {value.tokens[value.position]} <span class="aside">{value.target ? `effects on the logit of ${value.target}` : ""}{value.logit === null ? "" : `, ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean`}</span></h3>
       {value.without && <p class="quiet">No direct effects: {value.without}.</p>}
       {value.entries.length ? (
         <table class="numbers">

@@ -42,6 +42,7 @@ function isFirst(first, strip, row, i) {
   return first.module === path || (strip.names[i] === "(layer)" && first.module === `${strip.stack}.${first.layer}`);
 }
 
+const minus = (tick) => `${tick}`.replace("-", "−");
 const SIDE = { width: 380, height: 300, left: 52, right: 12, top: 12, bottom: 40 };
 
 /** Symmetry against directionality, a dot for each layer with its number; the cross holds the quartiles. */
@@ -61,8 +62,8 @@ export function Plane({ stack }) {
       <svg viewBox={`0 0 ${SIDE.width} ${SIDE.height}`} role="img" aria-label={`Symmetry against directionality of ${points.length} layers`}>
         <rect class="chance" x={x.at(bands.symmetry[0])} y={SIDE.top} width={Math.max(0, x.at(bands.symmetry[1]) - x.at(bands.symmetry[0]))} height={SIDE.height - SIDE.top - SIDE.bottom} />
         <rect class="chance" x={SIDE.left} y={y.at(bands.directionality[1])} width={SIDE.width - SIDE.left - SIDE.right} height={Math.max(0, y.at(bands.directionality[0]) - y.at(bands.directionality[1]))} />
-        {x.ticks.map((tick) => <g class="tick"><path d={`M${x.at(tick)},${SIDE.top}V${SIDE.height - SIDE.bottom}`} /><text x={x.at(tick)} y={SIDE.height - SIDE.bottom + 14} text-anchor="middle">{tick}</text></g>)}
-        {y.ticks.map((tick) => <g class="tick"><path d={`M${SIDE.left},${y.at(tick)}H${SIDE.width - SIDE.right}`} /><text x={SIDE.left - 6} y={y.at(tick) + 3.5} text-anchor="end">{tick}</text></g>)}
+        {x.ticks.map((tick) => <g class="tick"><path d={`M${x.at(tick)},${SIDE.top}V${SIDE.height - SIDE.bottom}`} /><text x={x.at(tick)} y={SIDE.height - SIDE.bottom + 14} text-anchor="middle">{minus(tick)}</text></g>)}
+        {y.ticks.map((tick) => <g class="tick"><path d={`M${SIDE.left},${y.at(tick)}H${SIDE.width - SIDE.right}`} /><text x={SIDE.left - 6} y={y.at(tick) + 3.5} text-anchor="end">{minus(tick)}</text></g>)}
         <text class="axis" x={(SIDE.left + SIDE.width) / 2} y={SIDE.height - 6} text-anchor="middle">symmetry</text>
         <text class="axis" transform={`translate(12 ${SIDE.height / 2}) rotate(-90)`} text-anchor="middle">directionality</text>
         {points.map((point, i) => (

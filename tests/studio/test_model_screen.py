@@ -48,6 +48,7 @@ def read(page):
     page.get_by_role("button", name="Model", exact=True).click()
     page.wait_for_function("() => document.querySelector('.work button:not(:disabled)')?.textContent.startsWith('Run')")
     settled(page)
+    page.set_default_timeout(WAIT)
     return page
 
 
@@ -97,7 +98,7 @@ def test_a_trace_and_the_entries_of_another_token(page):
     page.wait_for_function("() => document.querySelector('.strip .token')?.ariaPressed === 'true'")
     assert page.locator(".numbers tbody").text_content() != rows
     page.get_by_label("map").select_option("active")
-    page.get_by_text("Share of active entries").first.wait_for()
+    page.locator(".heat figcaption", has_text="Share of active entries").wait_for()
 
 
 def test_what_was_asked_of_another_text_is_marked_and_a_mistake_is_said(page):
@@ -155,7 +156,7 @@ def test_a_leak_is_marked_on_the_map_with_its_layer_and_module(browser, folder):
         assert page.get_by_role("tab", name="Audit").text_content() == "Audit1"
 
 
-def test_without_a_model_the_screen_says_how_to_have_one(page, browser, studio):
+def test_without_a_model_the_screen_says_how_to_have_one(browser, studio):
     with opened(browser, studio) as bare:
         bare.get_by_role("button", name="Model", exact=True).click()
         bare.get_by_text("attnflow studio smollm2-135m").wait_for()
