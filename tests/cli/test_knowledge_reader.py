@@ -13,7 +13,7 @@ pytest.importorskip("lancedb")
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.fitting._WORDS", 100)
+    monkeypatch.setattr("attnflow.knowledge.hf.words._WORDS", 100)
     tokenizer = af.load_model("smollm2-135m").tokenizer
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}

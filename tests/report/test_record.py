@@ -85,6 +85,7 @@ def test_records_are_short(mask):
     assert content["tile"][0]["step"] == 1
 
 
+@pytest.mark.slow  # half a million intervals, each checked
 def test_what_has_no_room_is_left_out_whole():
     noise = torch.rand(1024, 1024, generator=torch.Generator().manual_seed(0)) < 0.5
     _, content = made([masks.from_dense(noise), masks.from_dense(~noise)])

@@ -12,6 +12,8 @@ pytest.importorskip("websockets")
 from tests.models.saved import save_tiny_llama
 from tests.studio.server import serving
 
+pytestmark = pytest.mark.slow  # each page starts a process that imports torch and reads a model
+
 TEXT = "the of and to in I that his"
 
 
