@@ -122,18 +122,23 @@ def edit(
             raise ValueError(f"the moments are of layers {sorted(moments.layers)}, the edit is of {sorted(chosen)}")
         leads = leads_of(text if isinstance(text, str) else sample_text(), _LEADS)
         places = [places_of(fact, tokenizer, leads, limit) for fact in wanted]
-        kept = [token_ids(tokenizer, one) for one in untouched]
+        other_ids = [token_ids(tokenizer, one) for one in untouched]
         before = _said(module, tokenizer, wanted)
-        quiet = _next(module, kept)
+        quiet = _next(module, other_ids)
         method = Method()
         aims = targets(module, tokenizer, chosen, wanted, places, leads, method, progress)
-        changes = value_changes(module, chosen, aims, kept, moments, entries, method)
+        changes = value_changes(module, chosen, aims, other_ids, moments, entries, method)
         handle = Edited(module, changes, moments)
         try:
             now = _said(module, tokenizer, wanted)
-            shift = float((_next(module, kept) - quiet).abs().max()) if kept else 0.0
+            shift = float((_next(module, other_ids) - quiet).abs().max()) if other_ids else 0.0
             handle.report = EditReport(
-                _changes(wanted, before, now), tuple(chosen), handle.count, handle.relative_change, len(kept), shift
+                _changes(wanted, before, now),
+                tuple(chosen),
+                handle.count,
+                handle.relative_change,
+                len(other_ids),
+                shift,
             )
         except BaseException:
             handle.remove()
