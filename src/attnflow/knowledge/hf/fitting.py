@@ -253,11 +253,11 @@ class Run:
         place = (pool[None] == wanted[:, None]).int().argmax(dim=1)
         missing = ~(pool[None] == wanted[:, None]).any(dim=1)
         ids, mask, labels = self._batch(questions, True)
+        first = labels.ne(-100).int().argmax(dim=1) - 1  # the last token of the prompt
         readings: list[Reading] = []
         logits = self._read(ids, mask, self.entries[pool], readings)
         labels[missing] = -100
         answer = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        first = self._batch(questions, True)[2].ne(-100).int().argmax(dim=1) - 1  # the last token of the prompt
         rows = torch.arange(len(ids), device=self._device)
         reading = torch.stack([_reading_loss(one.scores[0][rows, first], place, missing) for one in readings]).mean()
         return answer + reading, {"answer": float(answer.detach()), "reading": float(reading.detach())}
