@@ -21,6 +21,7 @@ BLOCK = re.compile(
 TRAINS = re.compile(r"\.backward\(\)|\.train\(")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+REAL_MODELS = {"README.md", "decoding.md", "geometry.md"}  # pages whose snippets read them
 SHORT = {"train_on_text": ["--steps", "2", "--length", "64"]}  # arguments for a run that takes minutes otherwise
 
 
@@ -34,11 +35,16 @@ def snippets(page):
     ]
 
 
+def shown(page):
+    name = page.relative_to(ROOT).as_posix()
+    return pytest.param(page, id=name, marks=[pytest.mark.slow] if page.name in REAL_MODELS else [])
+
+
 def test_readme_has_a_snippet():
     assert snippets(ROOT / "README.md")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if snippets(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [shown(p) for p in PAGES if snippets(p)])
 def test_snippets_print_what_the_page_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}

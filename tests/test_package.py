@@ -67,6 +67,7 @@ def test_every_public_name_exists():
             assert getattr(module, name) is not None
 
 
+@pytest.mark.slow
 def test_no_file_hides_a_public_name():
     """A submodule `trace.py` would take the place of a function `trace` that is bound on use, once it is imported."""
     code = """

@@ -23,6 +23,7 @@ def model(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.slow
 def test_from_a_file_of_facts_to_an_answer(run, model, tmp_path):
     file, place, out = tmp_path / "facts.jsonl", str(tmp_path / "store"), str(tmp_path / "reader")
     file.write_text("\n".join(json.dumps({"key": f"the capital of {k}", "value": v}) for k, v in CAPITALS.items()))

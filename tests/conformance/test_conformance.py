@@ -20,6 +20,7 @@ def chosen() -> list[Architecture]:
 
 
 @pytest.mark.parametrize("architecture", chosen(), ids=lambda architecture: architecture.model_type)
+@pytest.mark.slow
 def test_no_cell_is_worse_than_in_the_committed_matrix(architecture: Architecture) -> None:
     committed = read()
     for row in rows_of(architecture):
@@ -72,6 +73,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize(("name", "feature"), UNUSUAL)
+@pytest.mark.slow
 def test_models_that_do_what_others_do_not(name: str, feature: str) -> None:
     code, words = UNUSUAL[name, feature]
     model = build(next(architecture for architecture in architectures() if architecture.name == name))

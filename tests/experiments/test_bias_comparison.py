@@ -357,6 +357,7 @@ def _compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_every_arm_and_chooses_its_rate(compared: Path) -> None:
     names = {path.stem for path in (compared / "runs").iterdir()}
     config, results = read_results(compared)
@@ -377,6 +378,7 @@ def test_a_comparison_runs_every_arm_and_chooses_its_rate(compared: Path) -> Non
     assert set(results["recall", "plain"].runs[0]["extras"]["distractors"]) == {"0", "3", "4", "5"}
 
 
+@pytest.mark.slow
 def test_the_summary_is_written_and_judges(compared: Path) -> None:
     content = json.loads((compared / "results" / "results.json").read_text())
     assert content["first_line"].startswith("Guidance is, on text: ")

@@ -105,6 +105,7 @@ def study_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_the_experiment_in_miniature(tmp_path, study_of_a_tiny_model):
     before = {name: tensor.clone() for name, tensor in study_of_a_tiny_model.state_dict().items()}
     text = run_miniature(EXPERIMENT, tmp_path, SMALL)

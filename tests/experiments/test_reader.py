@@ -108,6 +108,7 @@ def test_answers_do_not_depend_on_what_else_is_asked(loaded):
     assert rank_for(loaded.model, 10_000) > rank_for(loaded.model, 5_000) > 1
 
 
+@pytest.mark.slow
 def test_the_study_runs_goes_on_after_a_kill_and_is_summarised(loaded, monkeypatch, tmp_path):
     monkeypatch.setattr("attnflow.knowledge.hf.fitting.words_of", lambda *_: WORDS)
     monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)

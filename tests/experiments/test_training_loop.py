@@ -33,6 +33,7 @@ def _whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("moment", ["7", "checkpoint"])
+@pytest.mark.slow
 def test_a_killed_process_goes_on_bit_by_bit(moment: str, whole: dict[str, object], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.experiments.toy", str(tmp_path), moment]
     died = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

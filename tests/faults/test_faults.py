@@ -37,6 +37,7 @@ def trial(seed, folder):
 
 
 @pytest.mark.parametrize("name", runner.names())
+@pytest.mark.slow
 def test_a_few_trials(name: str, tmp_path: Path) -> None:
     kind = runner.load(name)
     for seed in range(kind.SHORT):

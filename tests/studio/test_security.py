@@ -230,6 +230,7 @@ def test_a_message_beyond_the_limit_ends_the_page_before_it_is_read():
         assert closed(page.socket)[0] == 1009
 
 
+@pytest.mark.slow
 def test_more_pages_than_it_serves_wait_outside():
     with serving(sessions=2) as few, ExitStack() as pages:
         for _ in range(2):
@@ -251,6 +252,7 @@ def test_more_pages_than_it_serves_wait_outside():
 LONG = {"name": "sliding_window", "parameters": {"n": 131_072, "window": 8}}
 
 
+@pytest.mark.slow
 def test_work_without_end_is_ended_and_the_design_is_kept():
     with serving(LONG, seconds=4.0) as short, short.page() as page:
         assert page.ask("pick", name="sliding_window", settings={"n": "131072", "window": "9"})["ok"]
@@ -269,6 +271,7 @@ def test_work_without_end_is_ended_and_the_design_is_kept():
         assert "window=9" in state["layers"][0]["title"]
 
 
+@pytest.mark.slow
 def test_a_reader_stops_what_takes_too_long():
     with serving(LONG, seconds=300.0) as patient, patient.page() as page:
         assert page.ask("paint", strokes=[[5, 6, 90, 91, 1]])["ok"]
@@ -292,6 +295,7 @@ def test_messages_that_wait_are_counted():
         assert caught.value.rcvd.code == 4429
 
 
+@pytest.mark.slow
 def test_a_mask_that_does_not_fit_into_memory_is_refused_and_the_page_goes_on():
     pytest.importorskip("resource")
     with serving(memory=4 << 30, seconds=120.0) as small, small.page() as page:
@@ -306,6 +310,7 @@ def children(server):
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced_with_what_the_page_had():
     with serving() as running, running.page() as page:
         assert page.ask("invert")["ok"]
@@ -317,6 +322,7 @@ def test_a_process_that_dies_is_replaced_with_what_the_page_had():
         assert page.ask("state")["layers"][0]["title"].startswith("~")
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_uses_it():
     with serving(idle=3.0) as idle:
         with idle.page() as page:
@@ -330,6 +336,7 @@ def test_it_ends_when_nobody_uses_it():
             assert probe.connect_ex(("127.0.0.1", idle.port)) != 0
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_server_however_it_ends():
     with serving() as running, running.page() as page:
         assert page.ask("state")["ok"]
@@ -344,6 +351,7 @@ def test_no_process_outlives_the_server_however_it_ends():
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
+@pytest.mark.slow
 def test_the_command_says_where_it_is_and_ends_quietly_while_a_process_starts(number, code):
     command = [sys.executable, "-m", "attnflow", "studio", "butterfly", "--n", "5", "--no-open", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -8,6 +8,7 @@ import attnflow as af
 from attnflow import masks
 
 pytest.importorskip("anywidget")
+pytestmark = pytest.mark.slow  # a browser
 
 # A notebook's document in short: rules of its own that must not reach the widget, and a model as anywidget gives one.
 HOST = """<!doctype html><html><head><meta charset="utf-8"><style>

@@ -31,6 +31,7 @@ def same(batch, other):
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.slow
 def test_worker_processes_give_the_same_batches(start):
     expected = [collate()(SAMPLES[i : i + 2]) for i in range(0, 8, 2)]
     loader = DataLoader(

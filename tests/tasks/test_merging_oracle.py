@@ -6,6 +6,7 @@ from itertools import combinations
 
 import networkx as nx
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,6 +140,7 @@ def test_labels_are_kept(spec):
 
 @given(specs(total=7, num_tasks=3, kinds=2))
 @settings(max_examples=400)
+@pytest.mark.slow
 def test_no_smaller_common_supergraph_exists(spec):
     """Against all ways of identifying the nodes of all maximal down-sets (definition 3.6, by exhaustion)."""
     family = build(spec)

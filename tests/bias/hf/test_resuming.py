@@ -82,6 +82,7 @@ def test_what_is_not_complete_is_passed_over(runs, tmp_path: Path, caplog) -> No
     assert same(resumed(train, tmp_path / str(names.index("optimizer.pt"))), whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_complete_wherever_the_process_dies_or_it_is_not_there(runs, tmp_path: Path) -> None:
     """Every change of the disk, that of the older checkpoints that go included; nothing unsynced survives."""
     train, whole, cut = runs
@@ -186,6 +187,7 @@ def test_a_training_folder_belongs_to_its_base(train: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("train", ["guidance", "all"])
+@pytest.mark.slow
 def test_a_run_interrupted_in_a_notebook_goes_on_with_the_same_model(train: Any, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"length": 16, "log_level": "error", "tokenizer": letters()}
     whole = af.bias.train(biased(train), TEXTS, tmp_path / "whole", SHORT, **arguments)

@@ -203,6 +203,7 @@ def test_a_half_precision_base_has_a_float32_bias(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("train", ["guidance", "all"])
 @pytest.mark.parametrize("stop", [5, 7])
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(train: str, stop: int, tmp_path: Path) -> None:
     rows, held = Packed(documents(90), 8), Packed(documents(40), 8)
     whole = quiet(model(train=train), rows, SHORT, tmp_path / "whole", held_out=held)

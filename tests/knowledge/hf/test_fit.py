@@ -68,6 +68,7 @@ def store(tmp_path):
         yield store
 
 
+@pytest.mark.slow
 def test_a_reader_is_fitted_asked_and_goes_on_after_a_kill(loaded, store, tmp_path, monkeypatch):
     monkeypatch.setattr("attnflow.knowledge.hf.fitting._SAVE_EVERY", 2)
     ids = torch.tensor([[5, 6, 7, 8]])

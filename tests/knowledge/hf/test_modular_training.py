@@ -49,6 +49,7 @@ class Stop(TrainerCallback):
     [{}, {"entries_per_token": 4}, {"gated": True, "threshold": "per_entry", "knowledge_activation": "silu"}],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_loss_falls_and_training_goes_on_from_a_checkpoint(form, tmp_path):
     whole = trainer(tmp_path / "whole", **form)
     whole.train()

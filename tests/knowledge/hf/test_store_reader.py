@@ -430,6 +430,7 @@ def test_a_compiled_model_sees_edits():
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' own
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.slow
 def test_flex_attention():
     model, ids = tiny("Llama", torch.float32, head_dim=16), tokens(1, 5)
     handle = opened(af.knowledge.attach(model, store_of()))

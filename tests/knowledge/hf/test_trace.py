@@ -396,6 +396,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_far_below_tokens_times_entries_times_width():
     program = PEAK + MEMORY
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

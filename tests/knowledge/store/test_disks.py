@@ -52,6 +52,7 @@ def test_a_directory_that_cannot_be_written():
     assert answer == "4 [0] 4"
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(directory):
     """A limit on the size of files stands for it: every write of more than a few bytes fails."""
     output = run(
@@ -100,16 +101,17 @@ def test_a_full_disk_loses_nothing(directory):
 @pytest.mark.parametrize(
     ("method", "call"),
     [
-        ("add", lambda store: store.insert(embeddings=EYE.repeat(2**17, 1))),
-        ("merge_insert", lambda store: store.upsert(ids=range(2**18), embeddings=EYE.repeat(2**16, 1))),
-        ("delete", lambda store: store.delete(range(4, 2**18))),
+        ("add", lambda store: store.insert(embeddings=EYE.repeat(2**9, 1))),
+        ("merge_insert", lambda store: store.upsert(ids=range(2**10), embeddings=EYE.repeat(2**8, 1))),
+        ("delete", lambda store: store.delete(range(4, 2**10))),
         ("add", lambda store: store.restore("s")),
     ],
 )
 def test_what_the_engine_cannot_do_changes_nothing(directory, method, call, monkeypatch):
     """Writes that are large enough for a commit of their own."""
+    monkeypatch.setattr(lance, "_DIRECT", 2**10)
     with Store.open(directory, dim=4) as store:
-        store.insert(embeddings=EYE.repeat(2**16, 1))
+        store.insert(embeddings=EYE.repeat(2**8, 1))
         store.upsert(ids=range(4), embeddings=EYE, texts=list("abcd"))
         store.snapshot("s")
 
@@ -125,7 +127,7 @@ def test_what_the_engine_cannot_do_changes_nothing(directory, method, call, monk
         monkeypatch.setattr(store._backend._table, "raw", Failing(store._backend._table.raw))
         with pytest.raises(StoreError, match="No space left on device; make room on the disk and call again"):
             call(store)
-        assert len(store) == 2**18
+        assert len(store) == 2**10
         assert [entry.text for entry in store.get(range(4))] == list("abcd")
         monkeypatch.undo()
         store.upsert(ids=[0], embeddings=EYE[:1], texts=["A"])

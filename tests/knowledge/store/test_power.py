@@ -40,6 +40,7 @@ def test_a_write_that_has_returned_is_on_the_disk(backend, tmp_path, disk):
         assert store.get([0])[0].embedding.tolist() == [2.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_large_write_that_has_returned_is_on_the_disk(tmp_path, disk):
     """Which is a commit of LanceDB; so are a snapshot and a restore."""
     rows = EYE.repeat(40_000, 1)
