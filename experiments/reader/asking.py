@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final, cast
 
 import torch
@@ -135,23 +133,6 @@ def _scores(
     row["whole"] = [int(answers.texts[place] == value) for value, place in zip(values, places, strict=True)]
     row["right"] = [whole * (1 - no) for whole, no in zip(row["whole"], refusals, strict=True)]
     return row
-
-
-def threshold(present: Sequence[float], absent: Sequence[float]) -> float:
-    """The number above which to answer: the fewest mistakes, both kinds weighed alike; between two values.
-
-    >>> threshold([0.9, 0.8, 0.3], [0.1, 0.2, 0.4])
-    0.25
-    """
-    if not present or not absent or not all(map(math.isfinite, [*present, *absent])):
-        raise ValueError("a threshold takes finite values of questions with an answer, and of others without")
-    values = sorted({*present, *absent})
-    cuts = [values[0] - 1e-6, *((one + other) / 2 for one, other in pairwise(values))]
-
-    def right(cut: float) -> float:
-        return sum(one > cut for one in present) / len(present) + sum(one <= cut for one in absent) / len(absent)
-
-    return max(cuts, key=right)
 
 
 def drift(

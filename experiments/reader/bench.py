@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow.knowledge import attach
 from attnflow.knowledge.answers import token_ids
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.fitting import Practice, Settings, practice
+from attnflow.knowledge.hf.practice import Practice, Settings, practice
 from attnflow.knowledge.questions import PROMPT
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store

@@ -12,9 +12,9 @@ from torch import nn
 from attnflow._core.progress import Progress
 from attnflow.knowledge import attach, fit_reader
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.questions import PROMPT
+from attnflow.knowledge.questions import PROMPT, least_mistakes
 from attnflow.knowledge.store import Store
-from experiments.reader.asking import said, scored, threshold
+from experiments.reader.asking import said, scored
 from experiments.reader.bench import OWN, Bench
 from experiments.reader.edits import edited
 from experiments.reader.lora import tuned
@@ -73,7 +73,7 @@ def _read(bench: Bench, place: Path, progress: Progress) -> dict[str, object]:
     with bench.embedded.store(records) as store, attach(bench.loaded, store, reader=place / "reader") as handle:
         readers = cast("list[StoreReader]", handle.readers)
         asked = [[PROMPT.format(text) for text in texts] for texts in (present, absent)]
-        cut = threshold(*(said(bench.model, bench.tokenizer, some, 1, readers).read for some in asked))
+        cut = least_mistakes(*(said(bench.model, bench.tokenizer, some, 1, readers).read for some in asked))
     count = bench.size_of_reader()
     for done, size in enumerate(config.sizes):
         progress(done, len(config.sizes), f"{size} facts")
@@ -92,7 +92,7 @@ def _context(bench: Bench, progress: Progress) -> dict[str, object]:
     config, ways = bench.config, list[dict[str, object]]()
     present, absent, records = bench.choosing()
     with bench.embedded.store(records) as store:
-        cut = threshold(
+        cut = least_mistakes(
             *(store.search(bench.embedded.queries(some), 1).scores[:, 0].tolist() for some in (present, absent))
         )
     each = _bytes_of_token(bench.model)

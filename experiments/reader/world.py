@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, PROMPT, made_up
+from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, PROMPT, made_up, parts_of
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
 
@@ -69,19 +69,6 @@ class Asked:
     def prompt(self) -> str:
         """What the model reads."""
         return PROMPT.format(self.text)
-
-
-def parts_of(key: str) -> tuple[str, str]:
-    """(relation, subject) of a key, in either form.
-
-    >>> parts_of("the capital of Norway"), parts_of("Balorin's pet")
-    (('capital', 'Norway'), ('pet', 'Balorin'))
-    """
-    relation, of, subject = key.removeprefix("the ").partition(" of ")
-    if of:
-        return relation, subject
-    subject, _, relation = key.partition("'s ")
-    return relation, subject
 
 
 def sentence(text: str) -> str:

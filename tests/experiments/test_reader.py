@@ -10,15 +10,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow.knowledge.hf.encoder import TextEncoder
+from attnflow.knowledge.questions import least_mistakes, parts_of
 from attnflow.knowledge.records import SEPARATOR
 from experiments.knowledge_ablation.facts import Fact
 from experiments.reader import bench
-from experiments.reader.asking import Said, said, scored, threshold
+from experiments.reader.asking import Said, said, scored
 from experiments.reader.lora import rank_for
 from experiments.reader.recipe import EXPERIMENT
 from experiments.reader.settings import miniature, paper, tiny
 from experiments.reader.study import JOBS
-from experiments.reader.world import ABSENT, GROUPS, Embedded, World, edit_store, parts_of, public_facts, sentence
+from experiments.reader.world import ABSENT, GROUPS, Embedded, World, edit_store, public_facts, sentence
 from experiments.runner.text import word_pieces
 from tests.experiments.miniature import run_miniature
 
@@ -93,9 +94,9 @@ def test_what_is_right():
     old = Said([one.item.before or "nothing" for one in asked], answers.first, [], [])
     said_old = {row["group"]: row["old"] for row in scored(Tokenizer(), asked, old, None, [False] * 20) if "old" in row}
     assert said_old == {"untouched": [0], "corrected": [1], "deleted": [1]}
-    assert threshold([2.0, 3.0], [0.0, 1.0]) == 1.5
+    assert least_mistakes([2.0, 3.0], [0.0, 1.0]) == 1.5
     with pytest.raises(ValueError, match="finite values"):
-        threshold([1.0], [])
+        least_mistakes([1.0], [])
 
 
 def test_answers_do_not_depend_on_what_else_is_asked(loaded):
@@ -110,7 +111,7 @@ def test_answers_do_not_depend_on_what_else_is_asked(loaded):
 
 @pytest.mark.slow
 def test_the_study_runs_goes_on_after_a_kill_and_is_summarised(loaded, monkeypatch, tmp_path):
-    monkeypatch.setattr("attnflow.knowledge.hf.fitting.words_of", lambda *_: WORDS)
+    monkeypatch.setattr("attnflow.knowledge.hf.practice.words_of", lambda *_: WORDS)
     monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)
     monkeypatch.setattr("experiments.reader.summary._DRAWS", 10)
     monkeypatch.setattr(bench, "load_model", lambda *_, **__: loaded)

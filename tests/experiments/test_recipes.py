@@ -115,7 +115,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
     monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
     monkeypatch.setattr(reader, "known_facts", lambda *_: [])
-    monkeypatch.setattr("attnflow.knowledge.hf.fitting.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
+    monkeypatch.setattr("attnflow.knowledge.hf.practice.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
     monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)
     monkeypatch.setattr(Checkpoint, "is_here", True)
     monkeypatch.setattr(Checkpoint, "opened", lambda *_: nullcontext(tiny("Llama", torch.float32)))

@@ -186,12 +186,14 @@ class Answer(Result):
         question: as it was asked.
         answer: the model's words; None if nothing in the store was read.
         read: the share of the reader's weight that went to entries at the end of the question, 0 to 1.
+        enough: the share above which the store has the answer.
         sources: the entries with the most weight, which is their score, best first.
     """
 
     question: str
     answer: str | None
     read: float
+    enough: float
     sources: tuple[Match, ...]
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -205,4 +207,4 @@ class Answer(Result):
             + (f" ({one.source})" if one.source else "")
             for one in self.sources
         ]
-        return "\n".join([said, f"read {self.read:.2f} of the weight:", *lines])
+        return "\n".join([said, f"read {self.read:.2f} of the weight, {self.enough:.2f} is enough:", *lines])

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attnflow as af
 from attnflow.knowledge import Store, fit_reader, texts
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, asked, made_up
+from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, READ, asked, made_up
 from attnflow.knowledge.records import Record
 from tests.models import outputs
 
@@ -31,6 +31,21 @@ def test_questions_are_in_wordings_of_training_or_in_others():
     assert not {one.prompt for one in trained[:1]} & {one.prompt for one in other[:1]}
     assert not set(FRAMES) & set(HELD_OUT_FRAMES)
     assert [one.paraphrased for one in (*trained, *other)] == [False, False, True, True]
+
+
+def test_keys_are_asked_for_in_both_forms_and_by_wordings_of_their_relation():
+    (trained, other) = (
+        {one.prompt for one in asked([Record("Balorin's pet\tfox")], random.Random(0), 99, held_out=held)}
+        for held in (False, True)
+    )
+    assert not trained & other
+    for prompts in (trained, other):
+        for wording in ("Balorin's pet", "the pet of Balorin"):
+            assert any(wording in prompt or wording.capitalize() in prompt for prompt in prompts)
+    assert "Question: What pet does Balorin keep?\nAnswer:" in trained
+    assert "Question: What animal lives with Balorin?\nAnswer:" in other
+    (only,) = asked([Record("the password\tfox")], random.Random(0))
+    assert "the password" in only.prompt.lower()
 
 
 def test_an_embedding_of_two_halves_has_the_key_and_the_value():
@@ -92,7 +107,8 @@ def test_a_reader_is_fitted_asked_and_goes_on_after_a_kill(loaded, store, tmp_pa
     assert one == other
     answer = texts.ask(loaded, store, "What is the capital of France?", tmp_path / "whole" / "reader", top=2)
     assert {match.id for match in answer.sources} == {0, 1}
-    assert (answer.answer is None) == (answer.read <= 0.5)
+    assert (answer.answer is None) == (answer.read <= answer.enough)
+    assert answer.enough != READ  # chosen by held-out questions
     assert torch.equal(outputs(loaded.model, input_ids=ids), own)
     with pytest.raises(ValueError, match=r"run with other settings .*seed 0, now 1"):
         fit_reader(loaded, store, tmp_path / "cut", seed=1, **SMALL)

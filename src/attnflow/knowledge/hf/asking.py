@@ -13,7 +13,7 @@ from attnflow.knowledge.hf.attach import attach
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.layered import observed
 from attnflow.knowledge.memory_layer.reader import Reading
-from attnflow.knowledge.questions import PROMPT, READ
+from attnflow.knowledge.questions import PROMPT
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.text_results import Answer, Match
 from attnflow.models.evaluation import evaluating
@@ -28,8 +28,8 @@ def ask(
     """What a model says to a question when it reads a store, and the entries that it read for it.
 
     The entries are those on which the reader's weight lies at the end of the question, the mean over its layers and
-    heads. Where less than half of the weight lies on entries, the store does not have the answer, and the model is not
-    asked to make one up. The model is as it was afterwards.
+    heads. Where no more of it lies on entries than the threshold that `fit_reader` chose, the store does not have the
+    answer, and the model is not asked to make one up. The model is as it was afterwards.
 
     Args:
         model: what `af.load_model` gave, with its tokenizer.
@@ -58,8 +58,8 @@ def ask(
         shares = torch.stack([reading.weights[0, -1].double().mean(dim=0) for reading in readings]).mean(dim=0)
         best = shares.topk(min(top, len(shares)))
         ids: Tensor = readers[0].every()[best.indices.cpu()]
-        read, said = float(shares.sum()), None
-        if read > READ:
+        read, said, enough = float(shares.sum()), None, readers[0].enough
+        if read > enough:
             out = cast(Any, model.model).generate(
                 **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
             )
@@ -69,4 +69,4 @@ def ask(
         Match(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
         for entry, score in zip(store.get(ids), best.values.tolist(), strict=True)
     )
-    return Answer(question, said, read, sources)
+    return Answer(question, said, read, enough, sources)

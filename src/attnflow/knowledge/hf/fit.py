@@ -44,7 +44,8 @@ def fit_reader(
     each question, computed once. Values start as the linear map by which embeddings of the vocabulary's words say which
     word it is, and the gate where it makes answers likeliest. Then they learn to *answer*:
     the loss of the answer's tokens through the frozen model, with the loss of reading beside it, from stores of 64 to
-    1,024 entries. Killed and called again, it goes on where it was.
+    1,024 entries. Last, the weight above which a question has an answer is chosen by held-out questions, with their
+    entries among 1,024 and without. Killed and called again, it goes on where it was.
 
     Args:
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.

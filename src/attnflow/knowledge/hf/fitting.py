@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +17,17 @@ from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.encoder import TextEncoder
+from attnflow.knowledge.hf.practice import Settings, practice
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.hf.words import value_map, words_of
+from attnflow.knowledge.hf.words import value_map
 from attnflow.knowledge.memory_layer.reader import Reading
-from attnflow.knowledge.questions import READ, Question, asked, made_up
+from attnflow.knowledge.questions import Question, least_mistakes
 from attnflow.knowledge.records import Record
 from attnflow.models.layers import stack_of
 
 _BATCH: Final = 16
-_HELD_OUT: Final = 10  # one fact in so many is never trained
 _EVALUATED: Final = 32
+_CALIBRATED: Final = 128  # further ones, by which readers learn when to refuse
 _POOLS: Final = (64, 1024)  # entries that compete, at the beginning of training and at its end
 _READ_AT_ONCE: Final = 256  # questions
 _ABSENT: Final = 0.2  # share of questions whose entry is taken out of the pool
@@ -37,39 +36,6 @@ _READING_RATES: Final = {"query": 1e-3, "key": 2e-2, "constant": 2e-2, "pooled_m
 _ANSWER_RATES: Final = {"query": 2e-4, "key": 2e-3, "constant": 1e-2, "own": 2e-3, "pooled_map": 2e-4, "value": 3e-4,
                         "gate": 1e-2}  # fmt: skip
 _GATES: Final = (0.03, 0.1, 0.2, 0.4, 0.8, 1.6)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """By which a run is recognised when it goes on."""
-
-    facts: int
-    reading_steps: int
-    steps: int
-    seed: int
-    data: str
-    encoder: str
-
-
-class Practice(NamedTuple):
-    """What a run practises on: words, facts, questions about those that are trained, and about those held out."""
-
-    words: list[str]
-    records: list[Record]
-    questions: list[Question]
-    held: list[Question]
-
-
-def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings: Settings) -> Practice:
-    """By the seed of the settings."""
-    draw = random.Random(settings.seed)
-    words = words_of(tokenizer, draw)
-    records = [*own, *made_up(settings.facts, words, draw)]
-    held = set(draw.sample(range(len(records)), max(1, len(records) // _HELD_OUT)))
-    trained, other = asked(records, draw), asked(records, draw, held_out=True)
-    apart = [one for one in (*trained, *other) if one.entry in held]
-    draw.shuffle(apart)
-    return Practice(words, records, [one for one in trained if one.entry not in held], apart)
 
 
 class Run:
@@ -238,6 +204,8 @@ class Run:
             absent = torch.rand(_BATCH, generator=draw).lt(_ABSENT).to(self._device)
             loss, parts = self._loss(chosen, absent, size, draw)
             self._step(optimiser, loss, step, total, "answering", parts)
+            if step + 1 == total:
+                self._calibrate()
             if (step + 1) % _SAVE_EVERY == 0 or step + 1 == total:
                 self._measure(step + 1)
                 self._save(step + 1, optimiser)
@@ -271,29 +239,48 @@ class Run:
             for reader in self.readers:
                 reader.given = reader.observer = None
 
+    def _asked(self, questions: Sequence[Question], entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of entries at the end of each question, [questions, entries], and whether the first word is right."""
+        shares, right = list[Tensor](), list[Tensor]()
+        for start in range(0, len(questions), 2 * _BATCH):
+            ids, mask, labels = self._batch(questions[start : start + 2 * _BATCH], True)
+            first = labels.ne(-100).int().argmax(dim=1)
+            rows = torch.arange(len(ids), device=self._device)
+            readings: list[Reading] = []
+            with torch.no_grad():
+                said = self._read(ids, mask, entries, readings)[rows, first - 1].argmax(dim=-1)
+            right.append(said == labels[rows, first])
+            shares.append(torch.stack([one.weights[rows, first - 1].mean(dim=1) for one in readings]).mean(dim=0))
+        return torch.cat(shares), torch.cat(right)
+
+    def _calibrate(self) -> None:
+        """The weight on entries above which there is an answer, by held-out questions of which none is measured."""
+        questions = self.held[_EVALUATED:][:_CALIBRATED] or self.held
+        present, _, absent = self._with_and_without(questions, _POOLS[1], torch.Generator().manual_seed(11))
+        enough = least_mistakes(present.sum(dim=1).tolist(), absent.sum(dim=1).tolist())
+        for reader in self.readers:
+            reader.enough = enough
+
+    def _with_and_without(
+        self, questions: Sequence[Question], size: int, draw: torch.Generator
+    ) -> tuple[Tensor, dict[str, float], Tensor]:
+        """Weights of entries with those that have the answers, what is right then, and weights without them."""
+        wanted = torch.tensor([one.entry for one in questions], device=self._device)
+        pool, place = _pool(wanted, len(self.entries), min(size, len(self.entries)), draw)
+        shares, right = self._asked(questions, self.entries[pool])
+        entry = shares.argmax(dim=1) == place
+        without, _ = self._asked(questions, self.entries[pool[~torch.isin(pool, wanted)]])
+        return shares, {"entry": float(entry.float().mean()), "word": float(right.float().mean())}, without
+
     def _measure(self, step: int) -> None:
         """Held-out questions: right entries, first words, and refusals where the entry is not there."""
         row: dict[str, float] = {"step": float(step)}
-        draw = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for size in _POOLS:
-                questions = self.held[:_EVALUATED]
-                wanted = torch.tensor([one.entry for one in questions], device=self._device)
-                pool, place = _pool(wanted, len(self.entries), min(size, len(self.entries)), draw)
-                ids, mask, labels = self._batch(questions, True)
-                first = labels.ne(-100).int().argmax(dim=1)
-                rows = torch.arange(len(ids), device=self._device)
-                readings: list[Reading] = []
-                said = self._read(ids, mask, self.entries[pool], readings)[rows, first - 1].argmax(dim=-1)
-                shares = torch.stack([one.weights[rows, first - 1].mean(dim=1) for one in readings]).mean(dim=0)
-                row[f"entry@{size}"] = float((shares.argmax(dim=1) == place).float().mean())
-                row[f"word@{size}"] = float((said == labels[rows, first]).float().mean())
-                row[f"read@{size}"] = float((shares.sum(dim=1) > READ).float().mean())
-                without = pool[~torch.isin(pool, wanted)]
-                readings = []
-                self._read(ids, mask, self.entries[without], readings)
-                shares = torch.stack([one.weights[rows, first - 1].mean(dim=1) for one in readings]).mean(dim=0)
-                row[f"refused@{size}"] = float((shares.sum(dim=1) <= READ).float().mean())
+        draw, enough = torch.Generator().manual_seed(7), self.readers[0].enough
+        for size in _POOLS:
+            shares, right, without = self._with_and_without(self.held[:_EVALUATED], size, draw)
+            read, refused = (shares.sum(dim=1) > enough).float().mean(), (without.sum(dim=1) <= enough).float().mean()
+            values = {**right, "read": float(read), "refused": float(refused)}
+            row |= {f"{name}@{size}": value for name, value in values.items()}
         self.curve.append(row)
         self._say(step, self.settings.steps, ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
 
@@ -327,6 +314,7 @@ class Run:
             "readers": [reader.state_dict() for reader in self.readers],
             "optimiser": None if optimiser is None else optimiser.state_dict(),
             "curve": self.curve,
+            "enough": self.readers[0].enough,
         }
         with write_atomically(self.place / "checkpoint.pt") as file:
             torch.save(state, file)
@@ -338,6 +326,7 @@ class Run:
         state = cast("dict[str, Any]", torch.load(path, map_location=self._device, weights_only=True))
         for reader, values in zip(self.readers, state["readers"], strict=True):
             reader.load_state_dict(values)
+            reader.enough = state["enough"]
         self.curve = state["curve"]
         return state
 

@@ -23,8 +23,9 @@ from attnflow.models.layers import Stack, same_weights, stack_of
 
 WEIGHTS: Final = "reader.safetensors"
 _FORMAT: Final = "attnflow-reader"
-_VERSION: Final = 2  # 1 asked by the values of the layer itself
-_TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int}
+_VERSION: Final = 3  # 1 asked by the values of the layer itself, 2 had no threshold
+_TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int,
+                 "enough": float}  # fmt: skip
 
 
 def encoder_of(store: Store) -> str:
@@ -73,6 +74,7 @@ def save_reader(model: nn.Module, folder: Path) -> Path:
         "layers": [reader.layer for reader in readers],
         "key_dim": first.attention.key_dim,
         "num_heads": first.attention.num_heads,
+        "enough": first.enough,
     }
     with write_folder(folder) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
@@ -96,6 +98,7 @@ class SavedReader:
     layers: list[int]
     key_dim: int
     num_heads: int
+    enough: float
 
     @classmethod
     def read(cls, folder: Path) -> SavedReader:
@@ -118,6 +121,8 @@ class SavedReader:
         samples = [] if wrong else about["base"].get("samples")
         if not isinstance(samples, list) or not all(isinstance(one, int | float) for one in samples):
             wrong.append("base")
+        if not wrong and not 0 <= about["enough"] <= 1:
+            wrong.append("enough")
         if wrong:
             raise ValueError(f"{folder} is damaged: {', '.join(wrong)} cannot be read")
         return cls(folder, *(about[name] for name in _TYPES))
@@ -158,3 +163,5 @@ class SavedReader:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name])
+        for reader in readers:
+            reader.enough = self.enough

@@ -22,6 +22,7 @@ from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
+from attnflow.knowledge.questions import READ
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.errors import StoreError
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal
@@ -136,6 +137,7 @@ class StoreReader(KnowledgeReader, LayerReader):
         gate: one number; 0 at first, with which the model is as it was, bit for bit.
         source: the store, shared by all readers of a model.
         given: entries that are read instead of the store's, as in training; or None.
+        enough: weight on entries, the mean over readers and heads, above which the store has the answer to a question.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class StoreReader(KnowledgeReader, LayerReader):
         nn.init.normal_(self.pooled_map.weight, std=pooled.width**-0.5)
         self.source = source
         self.given: Tensor | None = None
+        self.enough = READ
 
     def read(self, hidden: Float[Tensor, "batch tokens model_dim"]) -> Float[Tensor, "batch tokens model_dim"]:
         """What the store adds to tokens as they leave the layer."""
