@@ -103,6 +103,17 @@ COLOURS: Final[Mapping[str, str]] = {
     "context, 1 fact": "#c79a2b",
     "context or unknown": "#7a4fa3",
     "shuffled entries": "#999999",
+    # scores that attention weights may follow, hulls that outputs may lie in, and ways of cutting a text
+    "own scores": "#222222",
+    "form of a head": "#1f5fa8",
+    "form, no norm": "#66ccee",
+    "form of all heads": "#c2571a",
+    "hull of values": "#1f5fa8",
+    "hull of tokens": "#c2571a",
+    "causal, packed": "#c2571a",
+    "causal, beginnings": "#aa3377",
+    "causal, shuffled": "#997700",
+    "masked, packed": "#1f5fa8",
     # a pretrained model with a reader, and its rivals
     "reader": "#1f5fa8",
     "context, 5 facts": "#c2571a",

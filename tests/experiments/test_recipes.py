@@ -21,6 +21,7 @@ from experiments.daa_evaluation import study as evaluation
 from experiments.editing import study as editing
 from experiments.evaluation import sources
 from experiments.geometry_checkpoints.checkpoints import Checkpoint
+from experiments.geometry_corpus import study as corpus
 from experiments.knowledge_ablation import ablate
 from experiments.reader import bench as reader
 from experiments.runner import text as texts
@@ -115,6 +116,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
     monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
     monkeypatch.setattr(reader, "known_facts", lambda *_: [])
+    monkeypatch.setattr(corpus.af, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
+    monkeypatch.setattr(corpus, "passages", lambda count: ["alpha beta gamma delta " * 20] * count)
+    monkeypatch.setattr(corpus, "works", lambda: ["hamlet"])
+    monkeypatch.setattr(corpus, "sample_text", lambda *_: "alpha beta gamma\n\ndelta gamma beta alpha\n\n" * 90)
     monkeypatch.setattr("attnflow.knowledge.hf.practice.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
     monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)
     monkeypatch.setattr(Checkpoint, "is_here", True)
