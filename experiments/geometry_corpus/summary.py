@@ -110,7 +110,9 @@ def figure(content: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Any
                     _draw(panels[2], run[objective]["ratios"], name)
     panels[2].set(title=f"context for each prediction, {last}", xlabel="tokens, in the order of their ratios")
     panels[2].axhline(1, color="0.4", linewidth=0.8)
-    panels[2].set_yscale("log")
+    panels[2].set_yscale("log", base=2)
+    panels[2].set_ylim(0.25, 16)  # what only ever begins a document is beyond
+    panels[2].set_yticks([0.25, 0.5, 1, 2, 4, 8, 16], ["1/4", "1/2", "1", "2", "4", "8", "16"])
     panels[2].legend(frameon=False, fontsize=SIZE - 2)
     for axes in panels:
         axes.tick_params(labelsize=SIZE - 1)
