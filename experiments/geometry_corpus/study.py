@@ -12,10 +12,9 @@ from typing import Any, Final, cast
 
 import torch
 
-import attnflow as af
 from attnflow._core.progress import Progress
 from attnflow.bias.documents import works
-from attnflow.models import sample_text
+from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import tokenized
 from experiments.geometry_corpus.combination import averaged, measure, record
 from experiments.geometry_corpus.counts import CUTS, OBJECTIVES, Cut, compare, cut_rows
@@ -118,7 +117,7 @@ def setup(config: Measurement) -> Setup:
 
 def combined(name: str, config: Measurement, progress: Progress) -> dict[str, object]:
     """Proposition 2.1 on one model: means over layers, text by text, and those of each layer over texts."""
-    loaded = af.load_model(name, dtype="float32")
+    loaded = load_model(name, dtype="float32")
     each: list[list[dict[str, float]]] = []
     for number, text in enumerate(passages(config.texts)):
         progress(number, config.texts, "texts")

@@ -164,7 +164,7 @@ def test_a_study_of_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(model=model, tokenizer=pieces)
 
     text = ["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20
-    monkeypatch.setattr(study.af, "load_model", loaded)
+    monkeypatch.setattr(study, "load_model", loaded)
     monkeypatch.setattr(study.texts, "learned_from_training", lambda _: pieces)
     monkeypatch.setattr(study, "passages", lambda count: text[:count])
     monkeypatch.setattr(study, "documents", lambda _: text)

@@ -116,7 +116,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
     monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
     monkeypatch.setattr(reader, "known_facts", lambda *_: [])
-    monkeypatch.setattr(corpus.af, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
+    monkeypatch.setattr(corpus, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
     monkeypatch.setattr(corpus, "passages", lambda count: ["alpha beta gamma delta " * 20] * count)
     monkeypatch.setattr(corpus, "works", lambda: ["hamlet"])
     monkeypatch.setattr(corpus, "sample_text", lambda *_: "alpha beta gamma\n\ndelta gamma beta alpha\n\n" * 90)
