@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from experiments.editing.study import Editing, setup, tiny
+from experiments.editing.study import Editing, paper, setup, small, tiny
 from experiments.editing.summary import summarise
 from experiments.runner.experiment import Experiment, no_claim
 
@@ -19,7 +19,7 @@ def miniature(config: Editing) -> Editing:
 EXPERIMENT: Final = Experiment(
     name="editing",
     question="Can a fact of a pretrained model be changed in its entries, in all wordings, while other facts stay?",
-    recipes={"tiny": tiny},
+    recipes={"tiny": tiny, "small": small, "paper": paper},
     setup=setup,
     summarise=summarise,
     miniature=miniature,

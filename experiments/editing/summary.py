@@ -11,19 +11,31 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.editing.study import ARMS
+from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
 from experiments.runner.statistics import Interval, interval
 from experiments.runner.study import read_study
 
 Measured = Mapping[str, Any]
 
-_QUANTITIES: Final[Mapping[str, Callable[[Measured, Measured], float]]] = {
+_QUANTITIES: Final[Mapping[str, Callable[[Measured, Measured], float | None]]] = {
     "fact": lambda after, _: float(after["is_other"][0]),
     "paraphrases": lambda after, _: float(np.mean(after["is_other"][1:])),
+    "understood": lambda _, before: float(np.mean(before["is_answer"][1:])),
+    "paraphrases understood": lambda after, before: _share(after["is_other"][1:], before["is_answer"][1:]),
     "kept": lambda after, _: float(np.mean(after["other_facts_kept"])),
     "leaked": lambda after, _: float(np.mean(after["other_facts_leaked"])),
     "text": lambda after, before: after["text"] - before["text"],
     "change": lambda after, _: after.get("relative_change", 0.0),
+}
+
+
+# Those that are drawn, with their names there.
+_SHARES: Final = {
+    "fact": "the fact",
+    "paraphrases": "paraphrases",
+    "paraphrases understood": "paraphrases that the\nmodel understood",
+    "kept": "other facts kept",
 }
 
 
@@ -36,8 +48,9 @@ class Outcome:
         arm: how the model was edited; "before": not.
         count: how many facts.
         quantities: with a 95 % interval over facts. Shares of prompts: of the fact and of its paraphrases that the new
-            answer follows, of other facts that keep their answer or get the new one; the change of the loss on other
-            text, in nats; the largest relative change of a layer's values.
+            answer follows, of paraphrases that the model answered as the fact before it was edited (understood) and,
+            of these alone, that the new answer follows, of other facts that keep their answer or get the new one; the
+            change of the loss on other text, in nats; the largest relative change of a layer's values.
     """
 
     facts: str
@@ -56,11 +69,18 @@ def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
         pairs = {arm: [(r["arms"][arm], before[_key(r)]) for r in mine if arm in r["arms"]] for arm in ARMS}
         for arm, some in {"before": plain, **pairs}.items():
             if some:
-                values = {
-                    quantity: np.array([[take(*pair) for pair in some]]) for quantity, take in _QUANTITIES.items()
-                }
-                made.append(Outcome(name, arm, len(some), {key: interval(v, 2000) for key, v in values.items()}))
+                taken = {key: [take(*pair) for pair in some] for key, take in _QUANTITIES.items()}
+                values = {key: [one for one in row if one is not None] for key, row in taken.items()}
+                made.append(
+                    Outcome(name, arm, len(some), {k: interval(np.array([v]), 2000) for k, v in values.items() if v})
+                )
     return made
+
+
+def _share(flags: Sequence[bool], among: Sequence[bool]) -> float | None:
+    """Of those that are among; None where none is."""
+    some = [flag for flag, chosen in zip(flags, among, strict=True) if chosen]
+    return float(np.mean(some)) if some else None
 
 
 def _key(run: Measured) -> tuple[str, str]:
@@ -88,14 +108,41 @@ def summarise(folder: Path, results: Path) -> str:
         for name, v in one.quantities.items()
     ]
     write_table(results / "results.csv", ["facts", "arm", "count", "quantity", "mean", "low", "high"], rows)
+    figure(made).savefig(results / "figure.png", dpi=110)
     return table(made)
+
+
+def figure(made: Sequence[Outcome]) -> Any:
+    """Shares of prompts by arm, with intervals: held-out facts, and those that the method was tuned on.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    sets = list(dict.fromkeys(one.facts for one in made))
+    drawn, panels = canvas(9.0 * len(sets), 6.5, 1, len(sets))
+    for axes, name in zip(panels, sets, strict=True):
+        mine = [one for one in made if one.facts == name and one.arm != "before"]
+        for number, one in enumerate(mine):
+            middle, low, high = zip(*(one.quantities[q].numbers for q in _SHARES if q in one.quantities), strict=True)
+            places = np.array([row for row, q in enumerate(_SHARES) if q in one.quantities]) + 0.14 * number - 0.28
+            span = [np.subtract(middle, low), np.subtract(high, middle)]
+            axes.errorbar(middle, places, xerr=span, fmt="o", color=colour(one.arm), label=one.arm, markersize=7)
+        axes.set(title=f"{name} facts", xlabel="share of prompts", xlim=(-0.03, 1.03))
+        axes.set_yticks(range(len(_SHARES)), list(_SHARES.values()) if axes is panels[0] else [""] * len(_SHARES))
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=SIZE)
+        axes.title.set_fontsize(SIZE)
+        axes.xaxis.label.set_fontsize(SIZE)
+    panels[-1].legend(fontsize=SIZE, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return drawn
 
 
 def table(made: Sequence[Outcome]) -> str:
     """The outcomes in text."""
     lines = [["facts", "arm", "number", *_QUANTITIES]]
     for one in made:
-        shares = [f"{100 * one.quantities[name].mean:.0f} %" for name in ("fact", "paraphrases", "kept", "leaked")]
+        numbers = {name: f"{100 * value.mean:.0f} %" for name, value in one.quantities.items()}
+        shares = [numbers.get(name, "-") for name in _QUANTITIES if name not in ("text", "change")]
         lines.append(
             [one.facts, one.arm, str(one.count), *shares, str(one.quantities["text"]),
              f"{one.quantities['change'].mean:.2g}"]

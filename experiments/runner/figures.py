@@ -120,6 +120,12 @@ COLOURS: Final[Mapping[str, str]] = {
     "LoRA": "#7a4fa3",
     "edit": "#3a8a4d",
     "rank one": "#aa3377",
+    # ways of changing a fact in its entries
+    "least change": "#66ccee",
+    "with constraints": "#1f5fa8",
+    "few entries, constraints": "#3a8a4d",
+    "direct effect": "#c2571a",
+    "one layer": "#aa3377",
 }
 SIZE: Final = 14.0  # points of all text: readable where the figure is shown at half its size
 
