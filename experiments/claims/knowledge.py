@@ -64,16 +64,7 @@ KNOWLEDGE: Final = Paper(
                 (_EQUIVALENT, "tests/knowledge/test_layered.py::test_layout_tiles_the_entry"),
             ),
         ),
-        Claim(
-            "K6",
-            "sec. 4.1",
-            "ReLU enforces sparsity: entries are selected.",
-            Settled(
-                "not confirmed",
-                "Gaussian scores with threshold zero leave half of the entries active; how many are is to be measured.",
-                (_TABLE, "tests/knowledge/test_activity.py::test_a_modular_model"),
-            ),
-        ),
+        Claim("K6", "sec. 4.1", "ReLU enforces sparsity: entries are selected.", Measured("knowledge_twins")),
         Claim(
             "K7",
             "sec. 4.2",

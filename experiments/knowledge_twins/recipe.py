@@ -105,8 +105,9 @@ def miniature(config: Twins) -> Twins:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By the rule that the README has since before the run."""
-    found: Mapping[str, Any] = {one["name"]: one for one in read(results / "results.json")["differences"]}
+    """K4 by the rule that the README has since before the run; K6 by what trained ReLU layers activate."""
+    content = read(results / "results.json")
+    found: Mapping[str, Any] = {one["name"]: one for one in content["differences"]}
     wanted = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
     if not found.keys() >= set(wanted):
         return []
@@ -117,7 +118,21 @@ def judge(results: Path) -> Sequence[Judgement]:
     verdict: Verdict = "confirmed" if same else "refuted" if differs else "not confirmed"
     each = ", ".join(f"{name} {said(value)}" for name, value in values.items())
     sentence = f"Held-out nats per token of models trained jointly from scratch, margin {MARGIN}: {each}."
-    return [Judgement("K4", verdict, sentence)]
+    return [Judgement("K4", verdict, sentence), *_activity(content["arms"])]
+
+
+def _activity(arms: Sequence[Mapping[str, Any]]) -> list[Judgement]:
+    """Threshold zero leaves half of the entries active where scores are Gaussian, as they are before training."""
+    shares = {one["arm"]: one["active"] for one in arms if one["arm"] in ("shared", "gated shared")}
+    if "shared" not in shares:
+        return []
+    each = "; ".join(f"{arm} {', '.join(f'{share:.0%}' for share in some)}" for arm, some in shares.items())
+    sentence = (
+        f"Half of the entries are active at the start, whatever the activation; after training, by layer: {each}. "
+        "It is training that selects."
+    )
+    fewer = all(share < 0.5 for share in shares["shared"])
+    return [Judgement("K6", "corrected" if fewer else "refuted", sentence)]
 
 
 EXPERIMENT: Final = Experiment(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_results_are_written_and_judged(finished: Path) -> None:
     assert content["differences"][1]["each"] == pytest.approx([ends[0] - ends[2], ends[1] - ends[3]])
     assert (finished / "results" / "results.csv").read_text().count("\n") == 1 + len(names) * 2 * 3
     assert (finished / "results" / "figure.png").stat().st_size > 20_000
-    assert [one.claim for one in EXPERIMENT.judge(finished / "results")] == ["K4"]
+    assert [one.claim for one in EXPERIMENT.judge(finished / "results")] == ["K4", "K6"]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +117,19 @@ def test_the_rule(losses: tuple[float, ...], verdict: str, tmp_path: Path) -> No
     assert judge_of(tmp_path, losses, 0.01) == verdict
     if verdict != "refuted":
         assert judge_of(tmp_path, losses, math.inf) == "not confirmed"
-    write(tmp_path / "results.json", {"differences": []})
+    write(tmp_path / "results.json", {"differences": [], "arms": []})
     assert judge(tmp_path) == []
 
 
-def judge_of(folder: Path, losses: tuple[float, ...], half: float) -> str:
+@pytest.mark.parametrize(("shares", "verdict"), [([0.4, 0.1], "corrected"), ([0.4, 0.5], "refuted")])
+def test_half_of_the_entries_are_no_selection(tmp_path: Path, shares: list[float], verdict: str) -> None:
+    arms = [{"arm": "shared", "active": shares}, {"arm": "gated shared", "active": [0.5, 0.5]}]
+    judge_of(tmp_path, (0.0, 0.0, 0.0, 0.0), 0.01, arms)
+    assert [(one.claim, one.verdict) for one in judge(tmp_path)][1:] == [("K6", verdict)]
+
+
+def judge_of(folder: Path, losses: tuple[float, ...], half: float, arms: Sequence[object] = ()) -> str:
     names = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in summary.KINDS[1:]]
     found = [{"name": name, "loss": [x, x - half, x + half]} for name, x in zip(names, losses, strict=True)]
-    write(folder / "results.json", {"differences": found})
+    write(folder / "results.json", {"differences": found, "arms": arms})
     return judge(folder)[0].verdict
