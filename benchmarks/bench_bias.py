@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +26,24 @@ from attnflow.bias.terms import Additive, Guidance, Product, Term
 from benchmarks.harness import Case, main
 
 HIDDEN, RANK, NEW_TOKENS = 64, 64, 32
+SMOLLM2 = {  # as LlamaConfig has them
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+LLAMA2 = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
 CHECKED = 1024  # sizes up to here are compared with the reference before they are timed
 MEMORY = 14 << 30  # bytes that a case may map on a CPU
 HERE = "benchmarks.bench_bias"
@@ -41,8 +59,10 @@ class Layer:
     parameters: dict[str, Tensor]
 
     @classmethod
-    def random(cls, n: int, device: str, backward: bool) -> Layer:
-        heads, kv_heads, dim = (32, 32, 128) if device == "cuda" else (9, 3, 64)
+    def random(cls, n: int, device: str, backward: bool, sizes: Mapping[str, int] | None = None) -> Layer:
+        sizes = sizes or (LLAMA2 if device == "cuda" else SMOLLM2)
+        heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+        dim = sizes["hidden_size"] // heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
 
@@ -241,30 +261,39 @@ def _one_layer(provider: str, kind: str, n: int, device: str, backward: bool) ->
     return run
 
 
-def model_of(device: str, biased: bool) -> Any:
-    """SmolLM2-135M's shape on a CPU; four layers of LLaMA-2-7B on a GPU. Random weights, a bias that is not zero."""
+def base_model(sizes: Mapping[str, int], device: str) -> Any:
+    """Random weights: bfloat16 on a GPU, float32 elsewhere."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config = LlamaConfig(**sizes, max_position_embeddings=8192, pad_token_id=0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def model_of(device: str, biased: bool) -> Any:
+    """SmolLM2-135M's shape on a CPU; four layers of LLaMA-2-7B on a GPU. Random weights, a bias that is not zero."""
     import attnflow as af
 
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
-    if device == "cuda":
-        sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4}
-        sizes |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=device == "cpu", pad_token_id=0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = LlamaForCausalLM(config).to(device, dtype)
+    model = base_model({**LLAMA2, "num_hidden_layers": 4} if device == "cuda" else SMOLLM2, device)
     if biased:
         af.bias.attach(model, af.bias.GuidanceConfig(init="kaiming"), backend=backend_on(device))
     return model
 
 
 def training_step(provider: str, n: int, device: str) -> Callable[[], object]:
-    model = model_of(device, provider == "attnflow").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    tokens = torch.randint(1, 1000, (1, n), device=device)
+    run = training_on(model_of(device, provider == "attnflow"), n)
+    run()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return run
+
+
+def training_on(model: Any, n: int) -> Callable[[], object]:
+    """A step of AdamW on one row of n tokens."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
+    tokens = torch.randint(1, 1000, (1, n), device=model.device)
 
     def run() -> object:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -273,28 +302,30 @@ def training_step(provider: str, n: int, device: str) -> Callable[[], object]:
         optimizer.zero_grad()
         return loss.item()
 
-    run()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     return run
 
 
 def decoding(provider: str, n: int, device: str) -> Callable[[], object]:
-    model = model_of(device, provider == "attnflow").eval()
-    tokens = torch.randint(1, 1000, (1, n), device=device)
+    run = decoding_on(model_of(device, provider == "attnflow"), n, NEW_TOKENS)
+    run()
+    return run
+
+
+def decoding_on(model: Any, n: int, new_tokens: int) -> Callable[[], object]:
+    """So many tokens, one at a time, behind a prompt of n that is cached already."""
+    model.eval()
+    tokens = torch.randint(1, 1000, (1, n), device=model.device)
     with torch.no_grad():
         prompt = model(input_ids=tokens, use_cache=True).past_key_values
 
     @torch.no_grad()
     def run() -> object:
-        """NEW_TOKENS tokens, one at a time, behind a prompt of n that is cached already."""
         token = tokens[:, -1:]
-        for _ in range(NEW_TOKENS):
+        for _ in range(new_tokens):
             token = model(input_ids=token, past_key_values=prompt, use_cache=True).logits.argmax(dim=-1)
-        prompt.crop(-NEW_TOKENS)
+        prompt.crop(-new_tokens)
         return token.tolist()
 
-    run()
     return run
 
 

@@ -24,6 +24,8 @@ COLOURS: Final[Mapping[str, str]] = {
     "He init": "#c2571a",
     # a language model and what becomes of it
     "base": "#6a6a6a",
+    "base again": "#6a6a6a",
+    "relative": "#aa3377",
     "continued": "#222222",
     "alibi": "#aa3377",
     "alibi continued": "#ee6677",
