@@ -108,7 +108,9 @@ def test_the_rule(
     arm = "guidance, every other"
     shape = {"operations of the base": 100, "operations of g in a layer": {"concatenated": 16, "separated": 1}}
     content = {
-        "shape": "LLaMA-2-7B", "device": "cuda", "length": 2048,
+        "shape": "LLaMA-2-7B",
+        "device": "cuda",
+        "length": 2048,
         "cost": {arm: {"training": training, "decoding": decoding}},
         "shapes": {"LLaMA-2-7B": {**shape, "arms": {arm: {"layers": 16}}}},
     }
