@@ -76,6 +76,7 @@ def test_costs_are_those_of_table_5() -> None:
     assert costs(rounds, "arm", "decoding") == pytest.approx([0.25, 0.25, 0.25])
 
 
+@pytest.mark.slow  # trains a step for each arm and round
 def test_a_study_of_seconds(tmp_path: Path) -> None:
     said = run_miniature(EXPERIMENT, tmp_path, NARROW)
     assert "guidance, every other" in said
