@@ -12,7 +12,7 @@ from torch import nn
 import attnflow as af
 from attnflow.tasks import Task
 
-Family = Literal["causal", "blocks", "butterfly"]
+Family = Literal["causal", "blocks", "butterfly", "gaps", "random gaps"]
 TaskOf = Callable[[Sequence[int]], Task]
 
 
@@ -21,9 +21,9 @@ class Arm:
     """One way of training.
 
     Attributes:
-        family: of tasks.
+        family: of tasks; "gaps" are butterflies whose centre is a block, masked whole or, "random gaps", in part.
         layers: of the model.
-        block: tokens that "blocks" predicts at once.
+        block: tokens that "blocks" predicts at once; of a gap.
         warm: whether the first half of the steps is causal.
         depth: of a sparse realisation, at most: the narrowest window that has it; None for the dense mask.
         repeated: whether the second half of each row is the first once more.
@@ -39,7 +39,12 @@ class Arm:
     @property
     def decodes(self) -> bool:
         """Whether a decoder computes what was trained: those of the library run dense masks, from the left."""
-        return self.family != "butterfly" and self.depth is None and not self.repeated
+        return self.family in ("causal", "blocks") and self.depth is None and not self.repeated
+
+    @property
+    def random(self) -> bool:
+        """Whether a task is drawn anew each time, so that no two rows share its structure."""
+        return self.family == "random gaps"
 
     def task(self, mask_token: int) -> TaskOf:
         """From token ids to the merged task, sparse if the arm is; the window is chosen once for each length."""
@@ -47,6 +52,8 @@ class Arm:
             "causal": af.tasks.causal_lm,
             "blocks": partial(af.tasks.block_two_stream, block=self.block, mask_token=mask_token),
             "butterfly": af.tasks.butterfly,
+            "gaps": partial(af.tasks.butterfly, block=self.block, mask_token=mask_token),
+            "random gaps": partial(af.tasks.butterfly, block=self.block, masked="random", mask_token=mask_token),
         }[self.family]
         windows: dict[int, int] = {}
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from experiments.hasse.study import Training, paper, setup, small, tiny
+from experiments.hasse.settings import Training, paper, small, tiny
+from experiments.hasse.study import setup
 from experiments.hasse.summary import said, summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
+
+Settings = TypeVar("Settings", bound=Training)
 
 MARGIN: Final = 0.02  # nats per token: the smallest difference of interest
 ROUNDING: Final = 1e-3  # between the two best logits, in float32: either may come out first
 
 
-def miniature(config: Training) -> Training:
+def miniature(config: Settings) -> Settings:
     """Width 32, two steps, two seeds, blocks of 1 and 2."""
     return replace(
         config,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from torch import Tensor
 
-_PRIOR = 20.0  # counts that the frequencies alone are worth
+PRIOR: Final = 20.0  # counts that the frequencies alone are worth
 
 
 def frequencies(training: Tensor, held: Tensor, vocabulary: int) -> float:
     """Nats per token of held-out rows by the frequencies of the training text."""
-    return float(-np.log(_frequencies(training, vocabulary)[held.numpy()]).mean())
+    return float(-np.log(shares(training, vocabulary)[held.numpy()]).mean())
 
 
 def after(training: Tensor, held: Tensor, distance: int, vocabulary: int) -> float:
@@ -26,17 +28,18 @@ def after(training: Tensor, held: Tensor, distance: int, vocabulary: int) -> flo
 
     Cost: O(n log n) for n training tokens.
     """
-    each = _frequencies(training, vocabulary)
+    each = shares(training, vocabulary)
     pairs, counts = np.unique(_pairs(training, distance, vocabulary), return_counts=True)
     wanted = _pairs(held, distance, vocabulary)
     place = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
     seen = np.where(pairs[place] == wanted, counts[place], 0)
     before = np.bincount(pairs // vocabulary, weights=counts, minlength=vocabulary)[wanted // vocabulary]
-    chance = (seen + _PRIOR * each[wanted % vocabulary]) / (before + _PRIOR)
+    chance = (seen + PRIOR * each[wanted % vocabulary]) / (before + PRIOR)
     return float(-np.log(chance).mean())
 
 
-def _frequencies(rows: Tensor, vocabulary: int) -> np.ndarray:
+def shares(rows: Tensor, vocabulary: int) -> np.ndarray:
+    """Of each token in a text, none of them 0."""
     counts = np.bincount(rows.numpy().ravel(), minlength=vocabulary) + 1.0
     return counts / counts.sum()
 

@@ -32,8 +32,22 @@ def real(texts: Sequence[str], vocabulary: frozenset[str]) -> float:
     >>> real(["a love xyz b"], frozenset({"love"}))
     0.5714285714285714
     """
-    every = words(texts)
+    return share(words(texts), vocabulary)
+
+
+def share(every: Sequence[str], vocabulary: frozenset[str]) -> float:
+    """Of the letters of some words, those in words of a vocabulary; 0 without any words."""
     return sum(len(word) for word in every if word in vocabulary) / max(1, sum(map(len, every)))
+
+
+def touching(text: str, start: int, end: int) -> list[str]:
+    """Words with a letter in [start, end), but for the first and the last of a text, which may be parts of words.
+
+    >>> touching("ome love's labour lost", 9, 13)
+    ["love's", 'labour']
+    """
+    inner = list(_WORD.finditer(text.lower()))[1:-1]
+    return [match.group() for match in inner if match.start() < end and match.end() > start]
 
 
 def decoded(

@@ -13,7 +13,7 @@ import attnflow as af
 from experiments.hasse import study, summary
 from experiments.hasse.arms import Arm, arms, build, cost, narrowest
 from experiments.hasse.recipe import EXPERIMENT, ROUNDING
-from experiments.hasse.study import Training
+from experiments.hasse.settings import Training
 from experiments.hasse.summary import read_curves
 from experiments.hasse.tables import after, frequencies
 from experiments.hasse.writing import agreement, decoded

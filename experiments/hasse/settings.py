@@ -1,0 +1,113 @@
+"""What is trained, at each scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from experiments.hasse.arms import Arm, arms
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained. The defaults are the scale "tiny".
+
+    Attributes:
+        text: "shakespeare", or a data set of the hub, which is streamed.
+        tokenizer: how many word pieces are learned from Shakespeare (259: the bytes), or the name of one of the hub.
+        rows: of a data set, for training; those of Shakespeare are what they are.
+        held_out: rows for the results.
+        written: held-out rows whose second half is written anew.
+        length: tokens of a row, a multiple of twice the largest block.
+        sizes: width and inner (feed-forward) of the models.
+        layers: of the models; the last number is that of the main arms.
+        blocks: tokens predicted at once.
+        depths: of sparse causal masks.
+        repeats: depths of sparse causal masks that learn rows whose second half is the first.
+        seeds: of initialisation and data.
+        rates: learning rates; with several, the first seed chooses for each arm.
+        steps: of the optimiser; "warm" arms are causal for the first half of them.
+        warmup: steps; the rate is constant afterwards, so that every point of a curve is the end of a shorter run.
+        batch_size: rows of a forward pass.
+        parts: forward passes of a step.
+        decay: of matrices.
+        measure_every: steps.
+        save_every: steps.
+        masks: how they travel: "dense" for SDPA, or "intervals" for FlexAttention (SDPA on a CPU).
+    """
+
+    text: str = "shakespeare"
+    tokenizer: int | str = 259
+    rows: int = 0
+    held_out: int = 64
+    written: int = 32
+    length: int = 64
+    sizes: Mapping[str, int] = field(default_factory=lambda: {"width": 64, "inner": 172})
+    layers: tuple[int, ...] = (2, 4)
+    blocks: tuple[int, ...] = (1, 2, 4, 8)
+    depths: tuple[int, ...] = (2, 4, 8, 16, 62)
+    repeats: tuple[int, ...] = (2, 4, 16)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rates: tuple[float, ...] = (1.5e-3, 3e-3)
+    steps: int = 800
+    warmup: int = 50
+    batch_size: int = 8
+    parts: int = 1
+    decay: float = 0.01
+    measure_every: int = 50
+    save_every: int = 200
+    masks: Literal["dense", "intervals"] = "dense"
+
+    @property
+    def arms(self) -> dict[str, Arm]:
+        """By name."""
+        return arms(self.layers, self.blocks, self.depths, self.repeats)
+
+
+def tiny() -> Training:
+    """One CPU core; the README says how long."""
+    return Training()
+
+
+def small() -> Training:
+    """One GPU: bytes of Shakespeare's works in rows of 256, 8 layers of width 256."""
+    return Training(
+        held_out=256,
+        written=128,
+        length=256,
+        sizes={"width": 256, "inner": 688},
+        layers=(4, 8),
+        depths=(2, 4, 8, 16, 64),
+        repeats=(2, 8, 64),
+        rates=(1e-3, 2e-3),
+        steps=500,
+        batch_size=64,
+        save_every=250,
+    )
+
+
+def paper() -> Training:
+    """FineWeb-Edu, 2.6 billion tokens, 12 layers of width 768: the paper trains nothing, this is the field's size."""
+    return Training(
+        text="HuggingFaceFW/fineweb-edu:sample-10BT:train",
+        tokenizer="HuggingFaceTB/SmolLM2-135M",
+        rows=2_560_000,
+        held_out=1024,
+        written=256,
+        length=1024,
+        sizes={"width": 768, "inner": 2048},
+        layers=(4, 12),
+        depths=(4, 8, 12, 24, 128),
+        repeats=(2, 12, 128),
+        seeds=(0, 1, 2, 3, 4),
+        rates=(6e-4,),
+        steps=10_000,
+        warmup=500,
+        batch_size=16,
+        parts=16,
+        decay=0.1,
+        measure_every=250,
+        save_every=250,
+        masks="intervals",
+    )
