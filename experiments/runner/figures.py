@@ -46,6 +46,12 @@ COLOURS: Final[Mapping[str, str]] = {
     "sparse": "#997700",
     "last token read": "#8a8a8a",
     "the text itself": "#6a6a6a",
+    # ways of filling a gap
+    "one shot": "#1f4f94",
+    "random, one shot": "#66ccee",
+    "random, half": "#00796b",
+    "random, one by one": "#3a8a4d",
+    "neighbours": "#8a8a8a",
     "2 layers": "#8a6ab0",
     "3 layers": "#222222",
     "4 layers": "#222222",
