@@ -127,7 +127,7 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions") -> G
         model: of transformers.
         arm: made by `arm_of` for this model.
         seed: of what is added.
-        trained: "additions" freezes the model itself; what is added is then float32.
+        trained: "additions" freezes the model itself. What is trained is float32 at least, from then on.
 
     Yields:
         The model to train: the one given or, for LoRA, its wrapper.
@@ -152,10 +152,9 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions") -> G
                 stack.callback(Gate.beside(block, arm.gate).remove)
             if arm.units[index]:
                 stack.callback(Units.beside(block, arm.units[index]).remove)
-        if trained == "additions":
-            for parameter in wrapped.parameters():  # bfloat16 would lose every update below 0.4 % of a weight
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.float()
+        for parameter in wrapped.parameters():  # bfloat16 would lose every update below 0.4 % of a weight
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
         try:
             yield wrapped
         finally:

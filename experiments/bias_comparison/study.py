@@ -28,7 +28,8 @@ from experiments.bias_comparison.shuffle import shuffled
 from experiments.geometry_init.model import build, token_losses
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, Read, Record, swept
-from experiments.runner.study import locked
+from experiments.runner.processes import launched
+from experiments.runner.study import taken
 from experiments.runner.training import Loop, cosine, decayed, train
 
 _WARMUP = 20
@@ -115,12 +116,13 @@ class Runs:
                 trained, _optimiser(trained), self._losses(rows, seed), loop, folder, seed=seed, identity=identity,
                 measure=measure, progress=progress,
             )  # fmt: skip
-            choosing = self._measure(trained, rows, _CHOOSING)["loss"]
-            more: dict[str, object] = {}
-            if before is not None and texts is not None:
-                more["kept"] = similarity(before, map_of(trained, texts.new.test))
-            with torch.no_grad():
-                more |= self._extras(trained, arm, rows, seed)
+            with launched().precision():
+                choosing = self._measure(trained, rows, _CHOOSING)["loss"]
+                more: dict[str, object] = {}
+                if before is not None and texts is not None:
+                    more["kept"] = similarity(before, map_of(trained, texts.new.test))
+                with torch.no_grad():
+                    more |= self._extras(trained, arm, rows, seed)
         return {
             "part": part.name,
             "arm": name,
@@ -136,7 +138,7 @@ class Runs:
         part = self.part
         if isinstance(part.model, str):
             model, _ = load_model(part.model, dtype=self.config.dtype)
-            return cast(Any, model).to(_device())
+            return cast(Any, model).to(launched().home)
         model = self._fresh(seed, texts)
         if part.start:
             guided = name in CHANGES
@@ -147,7 +149,7 @@ class Runs:
             loop = Loop(part.start, part.start_rate, schedule, log_every=every, save_every=part.start)
             rows = _rows(part, "", texts)
             arm = arm_of(model, "guidance" if guided else "plain", part.hidden_dim, part.layers)
-            with locked(place / "lock", wait=True), fitted(model, arm, seed, "all") as trained:
+            with taken(place / "lock", True, launched()), fitted(model, arm, seed, "all") as trained:
                 identity = {"model": dict(part.model), "start": part.start, "guided": guided}
                 train(
                     trained, _optimiser(trained), self._losses(rows, 1000 + seed), loop, place, seed=seed,
@@ -160,12 +162,12 @@ class Runs:
         vocabulary = probes.VOCABULARY if texts is None or part.kind == "probe" else texts.vocabulary
         if part.kind == "masked":
             sizes |= {"vocab_size": vocabulary, "max_position_embeddings": self.config.length}
-            return build(sizes, "default", "masked", seed).to(_device())
+            return build(sizes, "default", "masked", seed).to(launched().home)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=4096, use_cache=False, **sizes)
             model: Any = LlamaForCausalLM(config)
-            return model.to(_device())
+            return model.to(launched().home)
 
     def _losses(self, rows: Rows | None, seed: int) -> Any:
         part = self.part
@@ -282,7 +284,3 @@ def _generator() -> torch.Generator:
 
 def _optimiser(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(decayed(model, 0.01), betas=(0.9, 0.98))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

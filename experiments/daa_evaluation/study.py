@@ -21,6 +21,8 @@ from experiments.evaluation.command import finished, maker, plain
 from experiments.evaluation.measure import Score, measure
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, repeated
+from experiments.runner.processes import launched
+from experiments.runner.saved import newest_of, restore_weights
 from experiments.runner.text import DATA, split_text, stream_rows
 from experiments.runner.training import Loop, cosine, decayed, train
 
@@ -142,22 +144,42 @@ def setup(config: Evaluation) -> Setup:
     ]
     if unknown:
         raise ValueError(f"no such arms: {', '.join(unknown)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=device)
+    launch = launched()
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=launch.home)
     made = {
         name: maker(name, tokenizer, count or None, dict(config.sources), config.tokens)
         for name, count in config.items.items()
     }
 
     def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
-        with arm(model, job.arm, config, cast(int, job.seed)) as trained:
-            course = _train(model, tokenizer, trained, job, config, folder, progress)
+        seed = cast(int, job.seed)
+
+        def scores() -> dict[str, object]:
+            cast(Any, model).to(launch.device)
             names = [name for name in made if job.arm == "base" or name not in PROMPTED]
-            scores: dict[str, object] = {}
+            measured: dict[str, object] = {}
             for number, name in enumerate(names):
                 progress(number, len(names), name)
-                scores[name] = _score(model, tokenizer, made[name], config, folder)
-        return {"scores": scores, "training": course}
+                measured[name] = _score(model, tokenizer, made[name], config, folder)
+            return measured
+
+        def restored() -> dict[str, object]:
+            with arm(model, job.arm, config, seed):
+                if job.arm not in UNTRAINED:
+                    restore_weights(model, newest_of(folder / "training"))
+                return scores()
+
+        if not launch.sharded:
+            with arm(model, job.arm, config, seed):
+                course = _train(model, tokenizer, job, config, folder, progress)
+                return {"scores": launch.once(scores), "training": course}
+        course = list[dict[str, float]]()
+        if job.arm not in UNTRAINED:  # in a model of its own: one that was sharded does not become whole again
+            apart, _ = load_model(config.model, dtype=config.dtype, device=launch.home)
+            with arm(apart, job.arm, config, seed):
+                course = _train(apart, tokenizer, job, config, folder, progress)
+            del apart
+        return {"scores": launch.once(restored), "training": course}
 
     first = config.seeds[:1]
     once = repeated([name for name in config.arms if name in UNTRAINED], first)
@@ -209,7 +231,6 @@ def arm(model: Any, name: str, config: Evaluation, seed: int) -> Generator[list[
 def _train(
     model: Any,
     tokenizer: Any,
-    trained: list[nn.Parameter],
     job: Job,
     config: Evaluation,
     folder: Path,
@@ -224,11 +245,11 @@ def _train(
     else:
         rows = stream_rows(config.text, tokenizer, config.length, config.rows, DATA)
     drawn = Drawn(rows, config.steps * config.parts * config.batch_size, seed)
-    device = next(iter(trained)).device
 
     def losses(now: nn.Module, step: int, part: int) -> dict[str, Tensor]:
         first = (step * config.parts + part) * config.batch_size
-        ids = torch.stack([drawn[first + number]["input_ids"] for number in range(config.batch_size)]).to(device)
+        ids = torch.stack([drawn[first + number]["input_ids"] for number in range(config.batch_size)])
+        ids = ids.to(next(now.parameters()).device)
         return {"loss": cast(Any, now)(input_ids=ids, labels=ids, use_cache=False).loss}
 
     loop = Loop(

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,8 @@ from typing import Any, Final
 from attnflow._core.markup import aligned
 from attnflow._core.progress import Reporter
 from experiments.runner.experiment import ROOT, Experiment, find, names
-from experiments.runner.study import RUNS, SETTINGS, Study, check_origin, committed, describe, trial
+from experiments.runner.processes import launched
+from experiments.runner.study import RUNS, SETTINGS, Origin, Study, check_origin, committed, describe, trial
 
 WORK: Final = ROOT.parent / "out" / "experiments"  # which git ignores: the state stays clean while a study runs
 
@@ -32,12 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--work", type=Path, help="folder for checkpoints and finished runs; out/experiments/NAME/SCALE"
     )
     parser.add_argument("--results", type=Path, help="folder for results of a trial, which needs no clean commit")
+    parser.add_argument(
+        "--sharded", type=int, default=0, metavar="N", help="refuse to run unless N processes share each model (FSDP)"
+    )
     given = parser.parse_args(arguments)
     if given.list or given.name is None:
         print(listed())
         return 0
     try:
-        print(run(find(given.name), given))
+        text = run(find(given.name), given)
+        if launched().rank == 0:
+            print(text)
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,7 +67,8 @@ def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
     """Run a study as asked, write its results, and return the table.
 
     Raises:
-        ValueError: no such scale or arm, a study that is there and was not to be resumed, or one with other settings.
+        ValueError: no such scale or arm, a study that is there and was not to be resumed, one with other settings, or
+            processes that were launched otherwise than `--sharded` says.
         NotReproducible: results that are to be kept would not come from a clean commit with predictions.
         FileNotFoundError: nothing has been run.
     """
@@ -73,22 +81,36 @@ def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
         if given.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {given.seeds}")
         config = replace(config, seeds=tuple(range(given.seeds)))
+    launch = launched()  # before models are loaded
+    launch.expect(given.sharded)
     work: Path = given.work or WORK / experiment.name / given.scale
-    origin = trial() if given.results else committed(experiment)
+    origin = launch.once(lambda: trial() if given.results else committed(experiment))
     if not given.summary:
-        if (work / SETTINGS).is_file() and not given.resume:
-            done = sum(1 for _ in (work / RUNS).glob("*.json"))
-            raise ValueError(f"{work} holds a study, {done} jobs of it are done: pass --resume to go on, or remove it")
-        work.mkdir(parents=True, exist_ok=True)
+        launch.once(lambda: _begin(work, given.resume))
         setup = experiment.setup(config)
         plan = setup.plan if given.arms is None else setup.plan.only(given.arms.split(","))
-        describe(work, experiment, config, setup, given.scale, origin)
-        with Reporter() as progress:
-            Study(work, setup, plan, progress).run()
+        launch.once(lambda: describe(work, experiment, config, setup, given.scale, origin))
+        with Reporter() if launch.rank == 0 else nullcontext(_silent) as progress:
+            Study(work, setup, plan, progress, launch).run()
         if given.arms is not None:
             return f"done: {given.arms}. Write the results with --summary when all arms are"
-        if not given.results and committed(experiment) != origin:
-            raise ValueError("the repository has changed while the study ran: write its results with --summary")
+    return launch.once(lambda: _finish(experiment, given, work, origin))
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    del done, total, what
+
+
+def _begin(work: Path, resume: bool) -> None:
+    if (work / SETTINGS).is_file() and not resume:
+        done = sum(1 for _ in (work / RUNS).glob("*.json"))
+        raise ValueError(f"{work} holds a study, {done} jobs of it are done: pass --resume to go on, or remove it")
+    work.mkdir(parents=True, exist_ok=True)
+
+
+def _finish(experiment: Experiment[Any], given: argparse.Namespace, work: Path, origin: Origin) -> str:
+    if not (given.summary or given.results) and committed(experiment) != origin:
+        raise ValueError("the repository has changed while the study ran: write its results with --summary")
     check_origin(work, origin)
     return write_results(experiment, work, given.results or experiment.results(given.scale))
 

@@ -20,6 +20,7 @@ from experiments.runner import git
 from experiments.runner.experiment import ROOT, Experiment, Setup
 from experiments.runner.files import read, write
 from experiments.runner.jobs import DIVERGED, Job, Plan, Record
+from experiments.runner.processes import Launch, launched
 from experiments.runner.training import Diverged
 
 SETTINGS: Final = "study.json"
@@ -136,12 +137,14 @@ class Study:
         setup: what runs them.
         plan: which; by default all of the setup.
         progress: of the whole study.
+        launch: whose processes run every job together; the first one writes. All must see the folder.
     """
 
     folder: Path
     setup: Setup
     plan: Plan
     progress: Progress
+    launch: Launch = field(default_factory=launched)
     _began: float = field(default_factory=time.monotonic, init=False)
     _before: int = field(default=0, init=False)  # jobs that were done when this process began
     _part: float = field(default=0.0, init=False)  # of the job that is running, since this process began it
@@ -165,14 +168,14 @@ class Study:
 
     def _run(self, job: Job, wait: bool) -> bool:
         """Run a job, if that is not done; False if another process is at it."""
-        if self.path(job).is_file():
+        if self.launch.share(self.path(job).is_file()):
             return True
         work = self.folder / "work" / job.name
         work.mkdir(parents=True, exist_ok=True)
-        with locked(work / "lock", wait) as alone:
+        with taken(work / "lock", wait, self.launch) as alone:
             if not alone:
                 return False
-            if self.path(job).is_file():
+            if self.launch.share(self.path(job).is_file()):
                 return True
             began, start = time.perf_counter(), list[float]()
 
@@ -186,7 +189,8 @@ class Study:
                 content = self.setup.run(job, work, show)
             except Diverged as error:  # a result too: of a learning rate, say
                 content = {DIVERGED: str(error)}
-            write(self.path(job), {"job": asdict(job), **content, "seconds_here": time.perf_counter() - began})
+            result = {"job": asdict(job), **content, "seconds_here": time.perf_counter() - began}
+            self.launch.once(lambda: write(self.path(job), result))
             self._part = 0.0
             self._show(f"{job.name} is done")
         return True
@@ -230,6 +234,16 @@ def locked(path: Path, wait: bool) -> Generator[bool]:
             yield False
         else:
             yield True
+
+
+@contextmanager
+def taken(path: Path, wait: bool, launch: Launch) -> Generator[bool]:
+    """Whether the processes of a launch have the lock of a file, which the first of them holds for all."""
+    if launch.rank:
+        yield launch.share(False)
+        return
+    with locked(path, wait) as alone:
+        yield launch.share(alone)
 
 
 def read_study(folder: Path) -> tuple[Mapping[str, Any], list[Record]]:

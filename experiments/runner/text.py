@@ -21,6 +21,7 @@ from attnflow.bias.documents import works
 from attnflow.bias.packing import Packed
 from attnflow.models import sample_text
 from experiments.runner.experiment import ROOT
+from experiments.runner.processes import launched
 
 DATA: Final = ROOT.parent / "out" / "experiments" / "data"  # rows of data sets that are streamed
 VALIDATION: Final = ("macbeth", "twelfth_night", "henry_v", "pericles")
@@ -251,7 +252,10 @@ def stream_rows(source: str, tokenizer: Any, length: int, count: int, folder: Pa
     """
     about = [source, getattr(tokenizer, "name_or_path", ""), len(tokenizer), length, count, skip]
     place = folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    if not place.is_dir():
+
+    def lay() -> None:
+        if place.is_dir():
+            return
         folder.mkdir(parents=True, exist_ok=True)
         with write_folder(place) as new:
             table = np.lib.format.open_memmap(new / "rows.npy", mode="w+", dtype=np.int32, shape=(count, length))
@@ -261,6 +265,8 @@ def stream_rows(source: str, tokenizer: Any, length: int, count: int, folder: Pa
             if filled < count:
                 np.save(new / "rows.npy", np.array(table[:filled]))
             seal(new, {"about": about, "rows": filled, "documents": documents})
+
+    launched().once(lay)
     return Stored(place / "rows.npy", sealed(place, contents=False)["documents"])
 
 

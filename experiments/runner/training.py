@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from attnflow._core.files import seal, unseal
 from attnflow._core.progress import Progress
-from attnflow.bias.checkpoints import about, newest, rotate
+from experiments.runner.processes import Launch, launched
+from experiments.runner.saved import Checkpoints, Course
+from experiments.runner.sharding import let_go, shard, whole
 
 Losses = Callable[[nn.Module, int, int], Mapping[str, Tensor]]
 Measure = Callable[[nn.Module, int], Mapping[str, object]]
 Observe = Callable[[nn.Module, int], object]
 
-_KEPT: Final = 2  # checkpoints of a run
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # neighbouring (seed, step) give unlike generators
 
 
@@ -60,23 +57,6 @@ class Loop:
     save_every: int = 100
 
 
-@dataclass
-class Course:
-    """How a run went.
-
-    Attributes:
-        log: mean losses, every so many steps.
-        measured: what was measured, each with its "step".
-        tensors: what `measure` and `observe` have put there.
-        seconds: of training and measuring, pauses not counted.
-    """
-
-    log: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    seconds: float = 0.0
-
-
 def train(
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
@@ -96,11 +76,13 @@ def train(
 
     Whatever is drawn must follow from (seed, step, part): data by themselves, dropout because torch's own generator is
     set from them before every pass. Under `accelerate launch` every process takes its share of a step's parts, so that
-    the data of a step do not depend on how many there are.
+    the data of a step do not depend on how many there are. With `--use_fsdp --fsdp_version 2` the model is sharded, for
+    good; see `sharding.shard`. `losses`, `measure` and `observe` are then called on every process: a pass through the
+    model is as ever, if all make it; a weight or its gradient is a part, of which `sharding.whole` makes the whole.
 
     Args:
-        model: whose trained parameters and buffers are saved.
-        optimiser: of those parameters; its learning rates are set here.
+        model: whose trained parameters and buffers are saved; sharded, it must be the same on every process.
+        optimiser: of those parameters, new; its learning rates are set here, and its parameters if they are sharded.
         losses: (model, step, part) -> terms whose sum is minimised.
         loop: how long.
         folder: for checkpoints.
@@ -114,24 +96,27 @@ def train(
 
     Raises:
         Diverged: a loss or gradient is NaN or infinite.
-        ValueError: the folder holds a run with other settings, or the launcher shards the model.
+        ValueError: the folder holds a run with other settings; or the launch is not what it says, or cannot train this
+            model, or shares a step's parts unevenly.
     """
     course = Course() if course is None else course
     identity = json.loads(json.dumps({**identity, "seed": seed}))
     processes = _Processes(model, optimiser)
-    done, pending = _restore(folder, identity, processes, course, generator)
+    launch = processes.launch
+    checkpoints = Checkpoints(folder, identity, model, optimiser, course, generator, launch)
+    done, pending = checkpoints.restore()
     trained = [p for p in model.parameters() if p.requires_grad]
     began = time.perf_counter() - course.seconds
     with _own_chance():
         model.train()
         if done == 0 and measure is not None:
-            _measure(model, measure, 0, course)
+            _measure(model, measure, 0, course, launch)
         for step in range(done, loop.steps):
             for group in optimiser.param_groups:
                 group["lr"] = loop.rate * loop.schedule(step)
             optimiser.zero_grad()
             terms = processes.backward(losses, loop, step, seed)
-            norm = nn.utils.clip_grad_norm_(trained, loop.clip)
+            norm = whole(nn.utils.clip_grad_norm_(trained, loop.clip))
             numbers = {name: value.item() for name, value in terms.items()}
             if not bool(torch.stack(list(terms.values())).sum().isfinite() & norm.isfinite()):
                 said = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
@@ -140,6 +125,7 @@ def train(
                 )
             if observe is not None:
                 observe(model, step)
+                let_go(model)
             optimiser.step()
             pending.append(numbers)
             now = step + 1
@@ -148,10 +134,10 @@ def train(
                 course.log.append({"step": float(now), **_means(pending)})
                 pending.clear()
             if measure is not None and (last or (loop.measure_every and now % loop.measure_every == 0)):
-                _measure(model, measure, now, course)
+                _measure(model, measure, now, course, launch)
             course.seconds = time.perf_counter() - began
             if loop.save_every and (now % loop.save_every == 0 or (last and now > loop.save_every)):
-                processes.save(folder, now, identity, course, pending, generator)
+                checkpoints.save(now, pending)
             if progress is not None:
                 progress(now, loop.steps, ", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
         model.eval()
@@ -195,120 +181,53 @@ def decayed(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 class _Processes:
-    """The processes of a run: one, or those that `accelerate launch` started."""
+    """A model as the processes of a launch train it: whole in each, or sharded."""
 
     def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        self.model, self.optimiser, self.plain = model, optimiser, model
-        self.rank, self.count = 0, int(os.environ.get("WORLD_SIZE", "1"))
-        self._accelerator: Any = None
-        if self.count > 1:
-            from accelerate import Accelerator
-            from accelerate.utils import DistributedType
-
-            self._accelerator = Accelerator()
-            kind, count = self._accelerator.distributed_type, self._accelerator.num_processes
-            if count != self.count:  # accelerate may start independent runs, and say nothing
-                raise ValueError(f"{self.count} processes were launched, and accelerate sees {count}")
-            if kind not in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-                raise ValueError(f"this loop runs whole models side by side (DDP), not {kind}; use af.bias.train")
-            self.rank = self._accelerator.process_index
-            self.model = self._accelerator.prepare_model(model)
+        self.launch: Launch = launched()
+        self.model = model
+        if self.launch.sharded:
+            shard(model, optimiser, self.launch)
+        elif self.launch.count > 1:
+            self.model = self.launch.accelerator.prepare_model(model)
 
     def backward(self, losses: Losses, loop: Loop, step: int, seed: int) -> dict[str, Tensor]:
         """The gradients of a step, and its losses: means over all parts, and over the processes."""
-        if loop.parts % self.count:
-            raise ValueError(f"{loop.parts} parts of a step cannot be shared evenly by {self.count} processes")
-        mine = range(self.rank, loop.parts, self.count)
+        launch = self.launch
+        if loop.parts % launch.count:
+            raise ValueError(f"{loop.parts} parts of a step cannot be shared evenly by {launch.count} processes")
+        mine = range(launch.rank, loop.parts, launch.count)
         sums: dict[str, Tensor] = {}
         for part in mine:
             torch.manual_seed((seed * _GOLDEN + step * loop.parts + part) % 2**63)
-            waits = self._accelerator is not None and part != mine[-1]
-            with self._accelerator.no_sync(self.model) if waits else nullcontext():
-                terms = losses(self.model, step, part)
+            with self._gradients(part == mine[-1]):
+                with launch.precision():
+                    terms = losses(self.model, step, part)
                 total = torch.stack(list(terms.values())).sum()
                 (total if len(mine) == 1 else total / len(mine)).backward()
             for name, term in terms.items():
                 sums[name] = sums.get(name, torch.zeros_like(term)) + term.detach()
         means = sums if len(mine) == 1 else {name: value / len(mine) for name, value in sums.items()}
-        if self._accelerator is None:
-            return means
-        return {name: self._accelerator.reduce(value, "mean") for name, value in means.items()}
+        return {name: launch.mean(value) for name, value in means.items()}
 
-    def save(
-        self,
-        folder: Path,
-        step: int,
-        identity: Mapping[str, object],
-        course: Course,
-        pending: Sequence[Mapping[str, float]],
-        generator: torch.Generator | None,
-    ) -> None:
-        """A checkpoint, complete once it says so."""
-        if self.rank == 0:
-            place = folder / f"checkpoint-{step}"
-            unseal(place)
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True)
-            save_file(_state(self.plain), place / "model.safetensors")
-            if course.tensors:
-                save_file({name: t.contiguous() for name, t in course.tensors.items()}, place / "kept.safetensors")
-            chance = None if generator is None else generator.get_state()
-            torch.save({"optimiser": self.optimiser.state_dict(), "generator": chance}, place / "optimiser.pt")
-            held = {
-                "log": course.log,
-                "measured": course.measured,
-                "seconds": course.seconds,
-                "pending": list(pending),
-            }
-            (place / "course.json").write_text(json.dumps(held), encoding="utf-8")
-            seal(place, {"resumable": True, "step": step, "identity": identity})
-            rotate(folder, _KEPT, None)
-        if self._accelerator is not None:
-            self._accelerator.wait_for_everyone()
+    @contextmanager
+    def _gradients(self, last: bool) -> Generator[None]:
+        """Those of the last part are added up over the processes, with those of all parts before it."""
+        if self.launch.sharded:
+            cast(Any, self.model).set_requires_gradient_sync(last)
+            yield
+        elif self.launch.count > 1 and not last:
+            with self.launch.accelerator.no_sync(self.model):
+                yield
+        else:
+            yield
 
 
-def _restore(
-    folder: Path,
-    identity: Mapping[str, object],
-    processes: _Processes,
-    course: Course,
-    generator: torch.Generator | None,
-) -> tuple[int, list[dict[str, float]]]:
-    """(steps done, losses since the last entry of the log)."""
-    place = newest(folder)
-    if place is None:
-        return 0, []
-    said = about(place, contents=False)
-    if said["identity"] != identity:
-        differ = sorted(key for key in {*identity, *said["identity"]} if identity.get(key) != said["identity"].get(key))
-        raise ValueError(f"{place} holds a run with other settings ({', '.join(differ)}): choose another folder")
-    saved, now = load_file(place / "model.safetensors"), _state(processes.plain)
-    if saved.keys() != now.keys():
-        raise ValueError(f"{place} holds {sorted(saved.keys() ^ now.keys())[:3]}, which this run does not train")
-    with torch.no_grad():
-        for name, tensor in now.items():
-            tensor.copy_(saved[name])
-    state: dict[str, Any] = torch.load(place / "optimiser.pt", weights_only=True, map_location="cpu")
-    processes.optimiser.load_state_dict(state["optimiser"])
-    if generator is not None:
-        generator.set_state(state["generator"])
-    held = json.loads((place / "course.json").read_text(encoding="utf-8"))
-    course.log, course.measured, course.seconds = held["log"], held["measured"], held["seconds"]
-    if (place / "kept.safetensors").is_file():
-        course.tensors.update(load_file(place / "kept.safetensors"))
-    return int(said["step"]), held["pending"]
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """What training changes: trained parameters, each once, and buffers that are saved."""
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    saved = model.state_dict(keep_vars=True)
-    return trained | {name: b for name, b in model.named_buffers() if name in saved}
-
-
-def _measure(model: nn.Module, measure: Measure, step: int, course: Course) -> None:
+def _measure(model: nn.Module, measure: Measure, step: int, course: Course, launch: Launch) -> None:
     model.eval()
-    course.measured.append({"step": step, **measure(model, step)})
+    with launch.precision():
+        course.measured.append({"step": step, **measure(model, step)})
+    let_go(model)
     model.train()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
-from experiments.runner import training
+from experiments.runner import saved
 from experiments.runner.experiment import Experiment, Judgement, Setup
 from experiments.runner.files import write
 from experiments.runner.jobs import Job, repeated
@@ -115,7 +115,7 @@ def run_study(folder: Path, setup: Callable[[Toy], Setup] = TOY.setup) -> None:
 if __name__ == "__main__":
     place, moment = Path(sys.argv[1]), sys.argv[2]
     if moment == "checkpoint":  # while the second one is written: there is none but the first
-        plain, count = training.seal, [0]
+        plain, count = saved.seal, [0]
 
         def dying(folder: Path, about: Mapping[str, object]) -> None:
             """As the disk has it when the machine is gone."""
@@ -124,5 +124,5 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
             plain(folder, about)
 
-        training.seal = dying
+        saved.seal = dying
     run_study(place, setup_dying(None if moment == "checkpoint" else int(moment)))

@@ -1,0 +1,173 @@
+"""Checkpoints of the training loop: whole weights, whichever processes trained them, so that any others can go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from attnflow._core.files import seal, unseal
+from attnflow.bias.checkpoints import about, newest, rotate
+from experiments.runner.processes import Launch
+from experiments.runner.sharding import like, whole
+
+_KEPT: Final = 2  # checkpoints of a run
+
+
+@dataclass
+class Course:
+    """How a run went.
+
+    Attributes:
+        log: mean losses, every so many steps.
+        measured: what was measured, each with its "step".
+        tensors: what `measure` and `observe` have put there.
+        seconds: of training and measuring, pauses not counted.
+    """
+
+    log: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Of one run.
+
+    Attributes:
+        folder: where they lie.
+        identity: settings of the run; a checkpoint of another run is refused.
+        model: whose trained parameters and buffers are saved.
+        optimiser: of these parameters.
+        course: how the run goes.
+        generator: whose state is saved, too.
+        launch: whose first process writes; a sharded tensor is gathered there, in its host's memory.
+    """
+
+    folder: Path
+    identity: Mapping[str, object]
+    model: nn.Module
+    optimiser: torch.optim.Optimizer
+    course: Course
+    generator: torch.Generator | None
+    launch: Launch
+
+    def save(self, step: int, pending: Sequence[Mapping[str, float]]) -> None:
+        """A checkpoint, complete once it says so."""
+        first = self.launch.rank == 0
+        weights = {name: _here(tensor, first) for name, tensor in _state(self.model).items()}
+        state = self.optimiser.state_dict()
+        state["state"] = {
+            index: {key: _here(value, first) if isinstance(value, Tensor) else value for key, value in moments.items()}
+            for index, moments in state["state"].items()
+        }
+        self.launch.once(lambda: self._write(step, pending, weights, state))
+
+    def restore(self) -> tuple[int, list[dict[str, float]]]:
+        """(steps done, losses since the last entry of the log), after the newest complete checkpoint, if there is one.
+
+        Raises:
+            ValueError: it is of a run with other settings, or of a model of which other parameters are trained.
+        """
+        place = self.launch.once(lambda: newest(self.folder))
+        if place is None:
+            return 0, []
+        said = about(place, contents=False)
+        if said["identity"] != self.identity:
+            keys = sorted({*self.identity, *said["identity"]})
+            differ = [key for key in keys if self.identity.get(key) != said["identity"].get(key)]
+            raise ValueError(f"{place} holds a run with other settings ({', '.join(differ)}): choose another folder")
+        restore_weights(self.model, place)
+        held: dict[str, Any] = torch.load(
+            place / "optimiser.pt", weights_only=True, map_location="cpu", mmap=self.launch.sharded
+        )
+        self.optimiser.load_state_dict(_as_sharded(held["optimiser"], self.optimiser))
+        if self.generator is not None:
+            self.generator.set_state(held["generator"])
+        course = json.loads((place / "course.json").read_text(encoding="utf-8"))
+        self.course.log, self.course.measured = course["log"], course["measured"]
+        self.course.seconds = course["seconds"]
+        if (place / "kept.safetensors").is_file():
+            self.course.tensors.update(load_file(place / "kept.safetensors"))
+        return int(said["step"]), course["pending"]
+
+    def _write(
+        self,
+        step: int,
+        pending: Sequence[Mapping[str, float]],
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, object],
+    ) -> None:
+        place, course = self.folder / f"checkpoint-{step}", self.course
+        unseal(place)
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        save_file(dict(weights), place / "model.safetensors")
+        if course.tensors:
+            save_file({name: t.contiguous() for name, t in course.tensors.items()}, place / "kept.safetensors")
+        chance = None if self.generator is None else self.generator.get_state()
+        torch.save({"optimiser": state, "generator": chance}, place / "optimiser.pt")
+        held = {"log": course.log, "measured": course.measured, "seconds": course.seconds, "pending": list(pending)}
+        (place / "course.json").write_text(json.dumps(held), encoding="utf-8")
+        seal(place, {"resumable": True, "step": step, "identity": self.identity})
+        rotate(self.folder, _KEPT, None)
+
+
+def newest_of(folder: Path) -> Path:
+    """The newest complete checkpoint of a run.
+
+    Raises:
+        FileNotFoundError: none.
+    """
+    place = newest(folder)
+    if place is None:
+        raise FileNotFoundError(f"{folder} holds no complete checkpoint: run the training again")
+    return place
+
+
+def restore_weights(model: nn.Module, place: Path) -> None:
+    """The trained parameters and buffers of a checkpoint, put into a model that may be sharded, or not be any more.
+
+    Raises:
+        ValueError: it holds others than the model trains.
+    """
+    now = _state(model)
+    with safe_open(place / "model.safetensors", "pt") as saved, torch.no_grad():
+        differ = sorted({*saved.keys()} ^ now.keys())
+        if differ:
+            raise ValueError(f"{place} holds {differ[:3]}, which this run does not train")
+        for name, tensor in now.items():
+            tensor.copy_(like(saved.get_tensor(name), tensor))
+
+
+def _here(tensor: Tensor, first: bool) -> Tensor:
+    """As a whole, on the first process; empty on others, which have sent their parts."""
+    gathered = whole(tensor)
+    return gathered.detach().cpu().contiguous() if first else gathered.new_empty(0)
+
+
+def _as_sharded(state: dict[str, Any], optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    """A whole state of an optimiser, cut as its parameters are."""
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    for index, moments in state["state"].items():
+        parameter = parameters[index]
+        for key, value in moments.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+                moments[key] = like(value, parameter)
+    return state
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes: trained parameters, each once, and buffers that are saved."""
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    saved = cast("dict[str, object]", model.state_dict(keep_vars=True))
+    return trained | {name: b for name, b in model.named_buffers() if name in saved}

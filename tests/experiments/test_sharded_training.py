@@ -1,0 +1,197 @@
+"""Models that the processes of a launch share (FSDP): the same numbers, resumed bit by bit, and no silent fallback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from experiments.runner.processes import Launch, check, check_options, launched
+from experiments.runner.sharding import check_sharded, layers_of
+from tests.experiments.sharded_job import CLIP, STEPS, fit, made, seen
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ACCELERATE = ["accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+CONFIGURED = ["--config_file", "experiments/fsdp.yaml"]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate takes the GPUs")
+
+
+def run(*command: object, cpu: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    environment |= {"ACCELERATE_USE_CPU": "true"} if cpu else {}
+    words = [sys.executable, "-m", *map(str, command)]
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def job(folder: Path, at: int = -1) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    return run(*TORCHRUN, "-m", "tests.experiments.sharded_job", folder, at, **FSDP)
+
+
+def study(*launcher: object, name: str, folder: Path, sharded: int, **more: Any) -> subprocess.CompletedProcess[str]:
+    return run(*launcher, "tests.experiments.sharded_study", name, folder, sharded, **more)
+
+
+@pytest.fixture(scope="module", name="shared")
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes saw that trained to the end."""
+    folder = tmp_path_factory.mktemp("shared")
+    done = job(folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def of(folder: Path, kind: str) -> dict[str, Any]:
+    return json.loads((folder / "seen.json").read_text())[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tolerance"), [("all", 1e-6), ("frozen", torch.finfo(torch.bfloat16).eps)])
+def test_two_processes_that_share_a_model_train_what_one_trains(kind, tolerance, shared, tmp_path):
+    """In float64; and a bias in float32 on a frozen model in bfloat16. Sums in another order differ by rounding."""
+    theirs, mine = of(shared, kind), seen(*fit(tmp_path, kind == "frozen"))
+    assert [entry["step"] for entry in theirs["log"]] == list(range(1, STEPS + 1))
+    for one, two in zip(mine["log"] + mine["measured"], theirs["log"] + theirs["measured"], strict=True):
+        assert two == pytest.approx(one, rel=tolerance)
+    clipped = [entry["clipped"] for entry in theirs["measured"] if "clipped" in entry]
+    assert clipped == pytest.approx([CLIP**2] * STEPS, rel=tolerance), "over all shards"
+    assert theirs["types"] == mine["types"]
+    bias = {dtype for name, dtype in theirs["types"].items() if "score_terms" in name}
+    assert bias == {"torch.float32" if kind == "frozen" else "torch.float64"}
+    assert theirs["whole"] == [], "every parameter is a shard, the bias with its layer"
+    assert theirs["own"] < 0.6 * mine["own"]
+    assert theirs["tensors"].keys() == mine["tensors"].keys()
+    if kind == "all":
+        before = dict(made(frozen=False).named_parameters())
+        for name, weights in mine["weights"].items():
+            assert theirs["weights"][name] == pytest.approx(weights, rel=tolerance, abs=tolerance)
+            moved = theirs["weights"][name] != before[name].double().flatten().tolist()
+            assert moved or "output_bias" in name, name
+
+
+@pytest.mark.slow
+def test_killed_at_a_step_it_goes_on_bit_by_bit_and_one_process_can_read_it(shared, tmp_path):
+    died = job(tmp_path, 5)
+    assert died.returncode != 0
+    assert f"exitcode: {-signal.SIGKILL}" in died.stderr
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    done = job(tmp_path, STEPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert of(tmp_path, "all") == of(shared, "all")
+    alone = seen(*fit(tmp_path / "all"))
+    for name in ("log", "measured", "tensors", "weights"):
+        assert alone[name] == of(shared, "all")[name], name
+
+
+@pytest.mark.slow
+def test_models_that_begin_unlike_are_refused(shared):
+    assert "expected the model at its start to be the same on all 2 processes, and process 1 differs" in of(
+        shared, "unlike"
+    )
+
+
+@pytest.mark.slow
+def test_daa_is_trained_by_both_and_measured_by_the_first(tmp_path):
+    """The command of the README, on two processes, has the numbers of one process."""
+    alone = study(name="daa_evaluation", folder=tmp_path / "one", sharded=0)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    launcher = [*ACCELERATE, *CONFIGURED, "--mixed_precision", "no", "-m"]
+    both = study(*launcher, name="daa_evaluation", folder=tmp_path / "two", sharded=2)
+    assert both.returncode == 0, both.stderr[-3000:]
+    assert both.stdout.count("guidance continued") == 1, "one process writes"
+    one, two = (
+        json.loads((tmp_path / name / "results" / "results.json").read_text())["rows"] for name in ("one", "two")
+    )
+    for mine, theirs in zip(one, two, strict=True):
+        assert theirs["value"] == pytest.approx(mine["value"], rel=1e-5)
+    assert one[0]["value"] != one[1]["value"], "the arm was trained"
+
+
+@pytest.mark.slow
+def test_the_comparison_runs_as_it_is_configured(tmp_path):
+    """In bfloat16 under autocast; the study is measured through the sharded model."""
+    done = study(*ACCELERATE, *CONFIGURED, "-m", name="bias_comparison", folder=tmp_path, sharded=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "work" / "runs").glob("text-guidance-*.json")
+    found = json.loads(path.read_text())
+    losses = [entry["loss"] for entry in found["measured"]]
+    assert losses == sorted(losses, reverse=True)
+    assert {"strength", "queries shuffled", "keys shuffled"} <= found["extras"].keys()
+
+
+@no_gpu
+@pytest.mark.slow
+def test_a_launcher_that_falls_back_is_refused(tmp_path):
+    """Without devices accelerate starts processes of which each believes to be alone; with --cpu, only one."""
+    sharding = ["--use_fsdp", "--fsdp_version", "2", "-m"]
+    apart = run(*ACCELERATE, *sharding, "tests.experiments.sharded_job", tmp_path, -1, cpu=False)
+    assert apart.returncode != 0
+    assert "expected 2 processes, as were launched, and accelerate sees 1: each would train alone" in apart.stderr
+    single = study(*ACCELERATE, *CONFIGURED, "--cpu", "-m", name="daa_evaluation", folder=tmp_path, sharded=2)
+    assert single.returncode != 0
+    assert "expected 2 processes that share each model (FSDP), and 1 with whole models came" in single.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sharded", "seen_by", "kind", "device", "said"),
+    [
+        (True, 1, "NO", "cpu", "expected 2 processes, as were launched, and accelerate sees 1"),
+        (True, 2, "MULTI_GPU", "cuda", r"expected a launch of type FSDP \(sharded models, 2 processes on cuda\)"),
+        (True, 2, "NO", "cpu", "type MULTI_CPU .* and accelerate made it NO"),
+        (False, 2, "FSDP", "cuda", "type MULTI_GPU .* and accelerate made it FSDP"),
+    ],
+)
+def test_a_launch_that_is_not_what_it_says_is_refused(sharded, seen_by, kind, device, said):
+    with pytest.raises(ValueError, match=said):
+        check(2, object() if sharded else None, seen_by, kind, device)
+
+
+def test_a_launch_that_is_what_it_says():
+    check(2, object(), 2, "FSDP", "cuda")
+    check(2, object(), 2, "MULTI_CPU", "cpu")
+    check(2, None, 2, "MULTI_GPU", "cuda")
+
+
+def test_what_the_environment_asks_for(monkeypatch):
+    for name in ("WORLD_SIZE", "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    alone = launched()
+    assert (alone.rank, alone.count, alone.sharded) == (0, 1, False)
+    assert (alone.share(3), alone.once(lambda: 4), alone.mean(torch.ones(()))) == (3, 4, 1.0)
+    with pytest.raises(ValueError, match="expected 8 processes that share each model"):
+        alone.expect(8)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="expected FSDP of version 2, got version 1: pass --fsdp_version 2"):
+        launched()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match=r"expected several processes .* and this one is alone"):
+        launched()
+
+
+def test_options_that_would_be_left_out_are_refused():
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    with pytest.raises(ValueError, match="expected --mixed_precision no or bf16, got fp16"):
+        check_options("fp16", None)
+    plugin = type("Plugin", (), {"cpu_offload": CPUOffloadPolicy()})()
+    with pytest.raises(ValueError, match="expected --fsdp_offload_params false"):
+        check_options("bf16", plugin)
+
+
+def test_what_cannot_be_sharded_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Sequential has none of class \(it names none in _no_split_modules\)"):
+        layers_of(model)
+    assert layers_of(model, ["Linear"]) == [model[0]]
+    assert [type(layer).__name__ for layer in layers_of(made(frozen=True))] == ["LlamaDecoderLayer"] * 2
+    with pytest.raises(ValueError, match=r"cut over 2 processes, and 0.weight is a Parameter of \(2, 2\)"):
+        check_sharded(model, Launch(0, 2))
