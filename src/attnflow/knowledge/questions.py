@@ -78,14 +78,27 @@ class Question:
     paraphrased: bool
 
 
-def made_up(count: int, words: Sequence[str], draw: random.Random) -> list[Record]:
-    """Facts about people and places that do not exist, three of each subject, their values words."""
+def made_up(count: int, words: Sequence[str], draw: random.Random, ordinary: float = 0.0) -> list[Record]:
+    """Facts that are not so, three of each subject, their values words.
+
+    Args:
+        count: of facts.
+        words: to draw from.
+        draw: all chance.
+        ordinary: share of the subjects that are words, as in "the colour of the lantern", and not names of nobody; half
+            of the relations of these are words, too.
+    """
     syllables = _SYLLABLES.split()
     made: dict[str, Record] = {}
     while len(made) < count:
-        subject = "".join(draw.choice(syllables) for _ in range(draw.choice((2, 3)))).capitalize()
+        if real := draw.random() < ordinary:
+            subject = " ".join(draw.choice(words) for _ in range(draw.choice((1, 1, 2))))
+            subject = f"the {subject}" if subject.islower() and draw.random() < 0.5 else subject
+        else:
+            subject = "".join(draw.choice(syllables) for _ in range(draw.choice((2, 3)))).capitalize()
         for relation in draw.sample(list(_RELATIONS), 3):
-            key = draw.choice(_FORMS).format(relation=relation, subject=subject)
+            named = draw.choice(words).lower() if real and draw.random() < 0.5 else relation
+            key = draw.choice(_FORMS).format(relation=named, subject=subject)
             made.setdefault(key, Record(f"{key}{SEPARATOR}{draw.choice(words)}"))
     return list(made.values())[:count]
 

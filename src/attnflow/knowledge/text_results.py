@@ -160,7 +160,8 @@ class Fitted(Result):
         num_parameters: of the reader.
         curve: of each measurement the step and, for stores of 64 and 1,024 entries, how often the right entry had the
             most weight (entry), the first word of the answer was right (word), anything was read (read), and nothing
-            was where the entry was not there (refused).
+            was where the entry was not there (refused); and what the loss of text that the model itself wrote rises by
+            when the store is read, in nats a token (drift).
         settings: of the run, by which it is recognised when it goes on.
     """
 

@@ -18,6 +18,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.practice import Settings, practice
+from attnflow.knowledge.hf.quiet import nothing_loss, pool_of, reading_loss, written_by
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.hf.words import value_map
 from attnflow.knowledge.memory_layer.reader import Reading
@@ -30,6 +31,11 @@ _EVALUATED: Final = 32
 _CALIBRATED: Final = 128  # further ones, by which readers learn when to refuse
 _POOLS: Final = (64, 1024)  # entries that compete, at the beginning of training and at its end
 _READ_AT_ONCE: Final = 256  # questions
+_QUIET_AT_ONCE: Final = 64  # tokens at which nothing is to be read
+_QUIET_POOL: Final = 4096  # entries that are not to be read
+_TEXT: Final = (256, 24)  # rows of text of the model's own, and tokens of each
+_TEXT_MEASURED: Final = 16  # of them, never trained
+_TEXT_BATCH: Final = 4
 _ABSENT: Final = 0.2  # share of questions whose entry is taken out of the pool
 _SAVE_EVERY: Final = 25
 _READING_RATES: Final = {"query": 1e-3, "key": 2e-2, "constant": 2e-2, "pooled_map": 1e-3}
@@ -62,9 +68,10 @@ class Run:
     def fit(self) -> None:
         """Both parts, or what is left of them."""
         self.entries = self._embedded([record.text for record in self.records]).to(self._device)
+        self.texts = written_by(self.model, self.tokenizer, self.words, *_TEXT, self.settings.seed)
         state = self._resume()
         if state is None:
-            self._learn_to_read(self._pooled())
+            self._learn_to_read(*self._pooled())
             self._start_values()
             self._open_gates()
             self._measure(0)
@@ -127,8 +134,11 @@ class Run:
                 cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
         return norms
 
-    def _learn_to_read(self, pooled: Tensor) -> None:
-        """The right entry against others, by what is pooled alone, which is the same for all readers: one learns."""
+    def _learn_to_read(self, pooled: Tensor, quiet: Tensor) -> None:
+        """The right entry against others, and none where nothing is asked, by what is pooled alone.
+
+        That is the same for all readers: one learns.
+        """
         right = torch.tensor([one.entry for one in self.questions], device=self._device)
         reader = self.readers[0]
         half = self.encoder.dim // 2 if self.encoder.values else self.encoder.dim
@@ -142,34 +152,50 @@ class Run:
             pick = torch.randint(len(right), (_READ_AT_ONCE,), generator=draw)
             size = int(_POOLS[0] * (_POOLS[1] / _POOLS[0]) ** min(1.0, 2 * step / total))
             wanted = right[pick]
-            pool, place = _pool(wanted, len(self.entries), min(size, len(self.entries)), draw)
+            pool, place = pool_of(wanted, len(self.entries), min(size, len(self.entries)), draw)
             absent = torch.rand(len(pick), generator=draw).lt(_ABSENT).to(self._device)
             entries = self.entries[pool]
             scores = reader.attention.score(
                 reader.pooled_map(pooled[pick]), entries, reader.attention.thresholds(entries)
             )
-            self._step(optimiser, _reading_loss(scores[0], place, absent), step, total, "reading")
+            silent = reader.pooled_map(quiet[torch.randint(len(quiet), (_QUIET_AT_ONCE,), generator=draw)])
+            every = self.entries[torch.randperm(len(self.entries), generator=draw)[:_QUIET_POOL].to(self._device)]
+            nothing = nothing_loss(reader.attention.score(silent, every, reader.attention.thresholds(every))[0])
+            self._step(optimiser, reading_loss(scores[0], place, absent) + nothing, step, total, "reading")
         for other in self.readers[1:]:
             other.load_state_dict(reader.state_dict())
 
-    def _pooled(self) -> Tensor:
-        """What is pooled for the last token of each question, [questions, width]: the first layers alone run."""
-        pool = self.readers[0].pooled
-        rows: list[Tensor] = []
+    def _pooled(self) -> tuple[Tensor, Tensor]:
+        """What is pooled at the last token of each question, [questions, width]; and at tokens that ask for nothing.
+
+        These are one other token of each question, and all of other text. The first layers alone run.
+        """
+        last, others = list[Tensor](), list[Tensor]()
         order = sorted(range(len(self.questions)), key=lambda row: len(self.questions[row].prompt))
-        last = stack_of(self.model).layers[pool.layers[-1]].register_forward_hook(_enough, prepend=True)
-        try:
-            with torch.no_grad():
-                for start in range(0, len(order), 4 * _BATCH):
-                    chosen = [self.questions[row] for row in order[start : start + 4 * _BATCH]]
-                    ids, mask, _ = self._batch(chosen, False)
-                    with suppress(_Enough):
-                        cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False)
-                    rows.append(pool.read(pool.last, ids[..., None].float(), self.readers[0].gate.dtype)[:, -1])
-                    self._say(start, len(order), "questions")
-        finally:
-            last.remove()
-        return torch.cat(rows)[torch.tensor(order).argsort()]
+        draw = torch.Generator().manual_seed(self.settings.seed)
+        with torch.no_grad():
+            for start in range(0, len(order), 4 * _BATCH):
+                chosen = [self.questions[row] for row in order[start : start + 4 * _BATCH]]
+                ids, mask, _ = self._batch(chosen, False)
+                rows = self._pool_of(ids, mask)
+                last.append(rows[:, -1])
+                chance = torch.rand(mask.shape, generator=draw).to(mask.device) * mask
+                others.append(rows[torch.arange(len(rows)), chance[:, :-1].argmax(dim=1)])
+                self._say(start, len(order), "questions")
+            for text in self.texts[_TEXT_MEASURED:].split(4 * _BATCH):
+                others.append(self._pool_of(text, torch.ones_like(text)).flatten(0, 1))
+        return torch.cat(last)[torch.tensor(order).argsort()], torch.cat(others)
+
+    def _pool_of(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """What is pooled at each token, [batch, tokens, width]."""
+        pool = self.readers[0].pooled
+        hook = stack_of(self.model).layers[pool.layers[-1]].register_forward_hook(_enough, prepend=True)
+        with suppress(_Enough):
+            try:
+                cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False)
+            finally:
+                hook.remove()
+        return pool.read(pool.last, ids[..., None].float(), self.readers[0].gate.dtype)
 
     def _batch(self, questions: Sequence[Question], answers: bool) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, mask, labels) of questions, padded on the left, with their answers and a line break or without."""
@@ -216,7 +242,7 @@ class Run:
         """Of reading, and of the answers of those questions that have one in the pool."""
         wanted = torch.tensor([one.entry for one in questions], device=self._device)
         there = wanted[~absent]
-        pool, _ = _pool(there, len(self.entries), min(size, len(self.entries)), draw)
+        pool, _ = pool_of(there, len(self.entries), min(size, len(self.entries)), draw)
         pool = pool[~torch.isin(pool, wanted[absent])]
         place = (pool[None] == wanted[:, None]).int().argmax(dim=1)
         missing = ~(pool[None] == wanted[:, None]).any(dim=1)
@@ -227,8 +253,15 @@ class Run:
         labels[missing] = -100
         answer = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         rows = torch.arange(len(ids), device=self._device)
-        reading = torch.stack([_reading_loss(one.scores[0][rows, first], place, missing) for one in readings]).mean()
-        return answer + reading, {"answer": float(answer.detach()), "reading": float(reading.detach())}
+        reading = torch.stack([reading_loss(one.scores[0][rows, first], place, missing) for one in readings]).mean()
+        before = mask.bool() & (torch.arange(ids.shape[1], device=self._device) < first[:, None])
+        text = self.texts[_TEXT_MEASURED + torch.randperm(len(self.texts) - _TEXT_MEASURED, generator=draw)]
+        silent: list[Reading] = []
+        self._read(text[:_TEXT_BATCH], torch.ones_like(text[:_TEXT_BATCH]), self.entries[pool], silent)
+        unasked = [one.scores[0][before] for one in readings] + [one.scores[0].flatten(0, 1) for one in silent]
+        nothing = torch.stack([nothing_loss(scores) for scores in unasked]).mean()
+        parts = {"answer": answer, "reading": reading, "nothing": nothing}
+        return answer + reading + nothing, {name: float(value.detach()) for name, value in parts.items()}
 
     def _read(self, ids: Tensor, mask: Tensor, entries: Tensor, readings: list[Reading]) -> Tensor:
         for reader in self.readers:
@@ -266,20 +299,29 @@ class Run:
     ) -> tuple[Tensor, dict[str, float], Tensor]:
         """Weights of entries with those that have the answers, what is right then, and weights without them."""
         wanted = torch.tensor([one.entry for one in questions], device=self._device)
-        pool, place = _pool(wanted, len(self.entries), min(size, len(self.entries)), draw)
+        pool, place = pool_of(wanted, len(self.entries), min(size, len(self.entries)), draw)
         shares, right = self._asked(questions, self.entries[pool])
         entry = shares.argmax(dim=1) == place
         without, _ = self._asked(questions, self.entries[pool[~torch.isin(pool, wanted)]])
         return shares, {"entry": float(entry.float().mean()), "word": float(right.float().mean())}, without
 
+    @torch.no_grad()
+    def _drift(self, size: int, draw: torch.Generator) -> float:
+        """What the loss of other text rises by, in nats a token, where so many entries are read."""
+        text, losses = self.texts[:_TEXT_MEASURED], list[Tensor]()
+        for entries in (self.entries[torch.randperm(len(self.entries), generator=draw)[:size]], self.entries[:0]):
+            logits = self._read(text, torch.ones_like(text), entries, [])
+            losses.append(functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), text[:, 1:].flatten()))
+        return float(losses[0] - losses[1])
+
     def _measure(self, step: int) -> None:
-        """Held-out questions: right entries, first words, and refusals where the entry is not there."""
+        """Held-out questions: right entries, first words, refusals where the entry is not there; and other text."""
         row: dict[str, float] = {"step": float(step)}
         draw, enough = torch.Generator().manual_seed(7), self.readers[0].enough
         for size in _POOLS:
             shares, right, without = self._with_and_without(self.held[:_EVALUATED], size, draw)
             read, refused = (shares.sum(dim=1) > enough).float().mean(), (without.sum(dim=1) <= enough).float().mean()
-            values = {**right, "read": float(read), "refused": float(refused)}
+            values = {**right, "read": float(read), "refused": float(refused), "drift": self._drift(size, draw)}
             row |= {f"{name}@{size}": value for name, value in values.items()}
         self.curve.append(row)
         self._say(step, self.settings.steps, ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
@@ -337,24 +379,6 @@ class _Enough(Exception):
 
 def _enough(*_: object) -> None:
     raise _Enough
-
-
-def _reading_loss(scores: Tensor, place: Tensor, absent: Tensor) -> Tensor:
-    """-log of the weight of the right entry, or of none where it is absent; the mean over tokens and heads."""
-    at = place[:, None, None].expand(-1, scores.shape[1], 1)
-    right = scores.gather(-1, at).squeeze(-1)
-    scores = scores.masked_fill(
-        absent[:, None, None] & torch.zeros_like(scores, dtype=torch.bool).scatter(-1, at, True), -math.inf
-    )
-    total = functional.pad(scores, (1, 0)).logsumexp(dim=-1)
-    return (total - torch.where(absent[:, None], 0, right)).mean()
-
-
-def _pool(wanted: Tensor, total: int, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`size` entries at least, among them all that are wanted, and where these are."""
-    others = torch.randperm(total, generator=draw)[:size].to(wanted.device)
-    pool = torch.cat([wanted.unique(), others]).unique()
-    return pool, torch.searchsorted(pool, wanted)
 
 
 def _groups(readers: Sequence[StoreReader], rates: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from attnflow.knowledge.records import Record
 
 _HELD_OUT: Final = 10  # one fact in so many is never trained
 _EACH: Final = 2  # wordings in which a fact is trained
+_ORDINARY: Final = 0.6  # of the subjects are words of the language
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Settings:
     seed: int
     data: str
     encoder: str
-    course: int = 2  # 1 asked in six frames alone
+    course: int = 3  # 1 asked in six frames, 2 about made-up names alone, and not when to be quiet
 
 
 class Practice(NamedTuple):
@@ -43,7 +44,7 @@ def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings
     """By the seed of the settings."""
     draw = random.Random(settings.seed)
     words = words_of(tokenizer, draw)
-    records = [*own, *made_up(settings.facts, words, draw)]
+    records = [*own, *made_up(settings.facts, words, draw, _ORDINARY)]
     held = set(draw.sample(range(len(records)), max(1, len(records) // _HELD_OUT)))
     trained, other = asked(records, draw, _EACH), asked(records, draw, held_out=True)
     apart = [one for one in (*trained, *other) if one.entry in held]
