@@ -140,7 +140,11 @@ def summarise(folder: Path, results: Path) -> str:
         "ways": rows_of(about, fillers),
         "differences": differences(about, fillers),
         "curves": {
-            way: [[step * tokens, *interval(values, _DRAWS).numbers] for step, values in one.curve().items()]
+            way: [
+                [step * tokens, *interval(values, _DRAWS).numbers]
+                for step, values in one.curve().items()
+                if step > (0 if way == "causal" else config["steps"] // 2)  # before that no gap has been seen
+            ]
             for way, one in fillers.items()
         },
         "table": {**of_table, "real_words": table_rows["real_words"]},
