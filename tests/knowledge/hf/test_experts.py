@@ -14,11 +14,11 @@ from attnflow.knowledge.hf.verify import verify
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.models.evaluation import precision
-from tests.models import deep, outputs, tiny, tokens
+from tests.models import deep, outputs, tiny
 from tests.models.table import in_double
 
 NAMES = ["Qwen3Moe", "DeepseekV3", "GptOss", "GraniteMoe", "Llama4", "Mixtral", "NemotronH"]
-IDS = tokens(2, 9)
+IDS = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))  # drawn once: the same in every process
 
 
 def made(name, **changes):
@@ -301,7 +301,9 @@ def test_a_store_holds_experts_and_what_is_edited_there_acts():
         assert not torch.equal(changed, expected)
         assert base.expert_of(new) == [1]
         store.delete(new)
-        assert torch.equal(opened(input_ids=IDS).logits, expected)
+        # In memory of its own, whose alignment decides by how products are rounded.
+        torch.testing.assert_close(opened(input_ids=IDS).logits, expected, rtol=0, atol=1e-5)
+        assert torch.equal(base.entries, before)
     row = torch.zeros(1, base.entry_dim)
     store.insert(embeddings=row, thresholds=layer_thresholds([layer], base.num_layers, experts=[9]))
     with pytest.raises(ValueError, match=f"belongs to expert 9 of layer {layer}, which has 4 experts"):
