@@ -41,12 +41,12 @@ def fit_reader(
     are words of the model's own vocabulary, as are most of their subjects; a tenth of the facts, and some wordings, are
     held out. First the readers learn *where* to read: the score of the right entry against all others and against none,
     with the right one taken out for a fifth of the questions, so that its neighbours are near misses; and to read
-    nothing at other tokens of questions, and of text that the model writes; by what the model's first layers say of
-    each token, computed once. Values start as the linear map by which embeddings of the vocabulary's words say which
-    word it is, and the gate where it makes answers likeliest. Then they learn to *answer*: the loss of the answer's
-    tokens through the frozen model, with the losses of reading beside it, from stores of 64 to 1,024 entries. Last, the
-    weight above which a question has an answer is chosen by held-out questions, with their entries among 1,024 and
-    without. Killed and called again, it goes on where it was.
+    nothing at the tokens of text that the model writes; by what the model's first layers say of each, computed once.
+    Values start as the linear map by which embeddings of the vocabulary's words say which word it is, and the gate
+    where it makes answers likeliest. Then they learn to *answer*: the loss of the answer's tokens through the frozen
+    model, with the losses of reading beside it, from stores of 64 to 1,024 entries. Last, the weight above which a
+    question has an answer is chosen by held-out questions, with their entries among 1,024 and without. Killed and
+    called again, it goes on where it was.
 
     Args:
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.

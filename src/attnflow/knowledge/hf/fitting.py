@@ -166,21 +166,17 @@ class Run:
             other.load_state_dict(reader.state_dict())
 
     def _pooled(self) -> tuple[Tensor, Tensor]:
-        """What is pooled at the last token of each question, [questions, width]; and at tokens that ask for nothing.
+        """What is pooled at the last token of each question, [questions, width]; and at all tokens of other text.
 
-        These are one other token of each question, and all of other text. The first layers alone run.
+        The first layers alone run. Other tokens of a question may read: at its last token its entry is what all say.
         """
         last, others = list[Tensor](), list[Tensor]()
         order = sorted(range(len(self.questions)), key=lambda row: len(self.questions[row].prompt))
-        draw = torch.Generator().manual_seed(self.settings.seed)
         with torch.no_grad():
             for start in range(0, len(order), 4 * _BATCH):
                 chosen = [self.questions[row] for row in order[start : start + 4 * _BATCH]]
                 ids, mask, _ = self._batch(chosen, False)
-                rows = self._pool_of(ids, mask)
-                last.append(rows[:, -1])
-                chance = torch.rand(mask.shape, generator=draw).to(mask.device) * mask
-                others.append(rows[torch.arange(len(rows)), chance[:, :-1].argmax(dim=1)])
+                last.append(self._pool_of(ids, mask)[:, -1])
                 self._say(start, len(order), "questions")
             for text in self.texts[_TEXT_MEASURED:].split(4 * _BATCH):
                 others.append(self._pool_of(text, torch.ones_like(text)).flatten(0, 1))
@@ -254,12 +250,10 @@ class Run:
         answer = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         rows = torch.arange(len(ids), device=self._device)
         reading = torch.stack([reading_loss(one.scores[0][rows, first], place, missing) for one in readings]).mean()
-        before = mask.bool() & (torch.arange(ids.shape[1], device=self._device) < first[:, None])
         text = self.texts[_TEXT_MEASURED + torch.randperm(len(self.texts) - _TEXT_MEASURED, generator=draw)]
         silent: list[Reading] = []
         self._read(text[:_TEXT_BATCH], torch.ones_like(text[:_TEXT_BATCH]), self.entries[pool], silent)
-        unasked = [one.scores[0][before] for one in readings] + [one.scores[0].flatten(0, 1) for one in silent]
-        nothing = torch.stack([nothing_loss(scores) for scores in unasked]).mean()
+        nothing = torch.stack([nothing_loss(one.scores[0].flatten(0, 1)) for one in silent]).mean()
         parts = {"answer": answer, "reading": reading, "nothing": nothing}
         return answer + reading + nothing, {name: float(value.detach()) for name, value in parts.items()}
 

@@ -28,7 +28,7 @@ class Settings:
     seed: int
     data: str
     encoder: str
-    course: int = 3  # 1 asked in six frames, 2 about made-up names alone, and not when to be quiet
+    course: int = 4  # 1 asked in six frames, 2 about made-up names, and never to be quiet, 3 to be quiet in questions
 
 
 class Practice(NamedTuple):
