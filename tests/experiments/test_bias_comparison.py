@@ -25,8 +25,7 @@ from experiments.runner.jobs import Job
 from experiments.runner.statistics import fraction, interval
 from experiments.runner.text import TEST, VALIDATION, split_text, word_pieces
 from tests.bias.cases import config_of
-from tests.experiments.miniature import run_miniature
-from tests.experiments.test_recipes import rows
+from tests.experiments.miniature import rows, run_miniature
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 

@@ -14,10 +14,7 @@ from experiments.geometry_init import study
 from experiments.geometry_init.model import CONTROLS, INITIALISATIONS, PENALTIES, build, penalised, token_losses
 from experiments.geometry_init.recipe import EXPERIMENT
 from experiments.geometry_init.summary import compare, read_curves
-from experiments.runner import text as texts
-from experiments.runner.text import word_pieces
-from tests.experiments.miniature import run_miniature
-from tests.experiments.test_recipes import Split, rows
+from tests.experiments.miniature import read_random_rows, run_miniature
 
 SIZES = {**study.sizes(32, 2, 0.0), "vocab_size": 60, "max_position_embeddings": 16, "num_attention_heads": 2}
 
@@ -107,10 +104,8 @@ def test_losses_are_those_of_the_models() -> None:
 @pytest.fixture(scope="module", name="finished")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    tokenizer = word_pieces(["alpha beta"], 270)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "learned_from_training", lambda size: tokenizer)
-        patch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+        read_random_rows(patch)
         config = replace(EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]()), steps=4, rates=(1e-3, 1e-2), save_every=0)
         config = replace(config, masked=("default", "scaled", "symmetric", "skew"), causal=("default", "scaled"))
         run_miniature(EXPERIMENT, folder, config)

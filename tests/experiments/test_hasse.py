@@ -20,8 +20,7 @@ from experiments.hasse.writing import agreement, decoded
 from experiments.runner import text as texts
 from experiments.runner.jobs import Job
 from experiments.runner.text import Split, word_pieces
-from tests.experiments.miniature import run_miniature
-from tests.experiments.test_recipes import rows
+from tests.experiments.miniature import read_random_rows, rows, run_miniature
 
 SIZES = {"width": 32, "inner": 16, "layers": 2, "vocabulary": 50}
 
@@ -104,10 +103,8 @@ def test_a_wrong_decoder_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", name="finished")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    tokenizer = word_pieces(["alpha beta"], 270)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "learned_from_training", lambda size: tokenizer)
-        patch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+        read_random_rows(patch)
         patch.setattr(summary, "_DRAWS", 50)
         config = replace(EXPERIMENT.miniature(EXPERIMENT.recipes["tiny"]()), steps=4, save_every=0)
         run_miniature(EXPERIMENT, folder, config)

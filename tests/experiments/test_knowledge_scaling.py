@@ -10,12 +10,9 @@ from experiments.knowledge_scaling.recipe import EXPERIMENT, Grid, judge
 from experiments.knowledge_scaling.summary import gains, name, summarise
 from experiments.knowledge_twins import summary
 from experiments.knowledge_twins.summary import Curve
-from experiments.runner import text as texts
 from experiments.runner.files import write
 from experiments.runner.jobs import Record
-from experiments.runner.text import Split, word_pieces
 from tests.experiments.miniature import run_miniature
-from tests.experiments.test_recipes import rows
 
 
 def test_gains_are_paired_by_seed() -> None:
@@ -36,9 +33,7 @@ def test_gains_are_paired_by_seed() -> None:
 
 
 def test_results_are_written_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = word_pieces(["alpha beta"], 270)
-    monkeypatch.setattr(texts, "learned_from_training", lambda size: tokenizer)
-    monkeypatch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+    read_random_rows(monkeypatch)
     monkeypatch.setattr(summary, "_DRAWS", 50)
     run_miniature(EXPERIMENT, tmp_path, EXPERIMENT.miniature(Grid()))
     content = json.loads((tmp_path / "results" / "results.json").read_text())

@@ -13,11 +13,8 @@ import torch
 from experiments.knowledge_twins import study, summary
 from experiments.knowledge_twins.models import Arm, build, sizes
 from experiments.knowledge_twins.recipe import EXPERIMENT, judge, tiny
-from experiments.runner import text as texts
 from experiments.runner.files import write
-from experiments.runner.text import Split, word_pieces
-from tests.experiments.miniature import run_miniature
-from tests.experiments.test_recipes import rows
+from tests.experiments.miniature import read_random_rows, run_miniature
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -72,10 +69,8 @@ def test_reading_the_best_is_a_state_that_ends() -> None:
 @pytest.fixture(scope="module", name="finished")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    tokenizer = word_pieces(["alpha beta"], 270)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "learned_from_training", lambda size: tokenizer)
-        patch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+        read_random_rows(patch)
         patch.setattr(summary, "_DRAWS", 50)
         run_miniature(EXPERIMENT, folder, EXPERIMENT.miniature(tiny()))
     return folder

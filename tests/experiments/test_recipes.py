@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from attnflow.bias.packing import Packed
 from attnflow.models import packages
 from attnflow.models.loaded import Loaded
 from experiments.bias_comparison import data, study
@@ -29,17 +28,13 @@ from experiments.runner.experiment import find, names
 from experiments.runner.jobs import Job
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
 from tests.experiments.benchmarked import language_model
+from tests.experiments.miniature import rows
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
 RECIPES = [(name, scale) for name in names() for scale in find(name).recipes]
 SECTIONS = ("Prediction", "What came out")
-
-
-def rows(count: int, seed: int) -> Packed:
-    generator = torch.Generator().manual_seed(seed)
-    return Packed([torch.randint(50, (16,), generator=generator).tolist() for _ in range(count)], 16)
 
 
 class Words:
