@@ -12,7 +12,7 @@ from experiments.knowledge_twins import summary
 from experiments.knowledge_twins.summary import Curve
 from experiments.runner.files import write
 from experiments.runner.jobs import Record
-from tests.experiments.miniature import run_miniature
+from tests.experiments.miniature import read_random_rows, run_miniature
 
 
 def test_gains_are_paired_by_seed() -> None:
