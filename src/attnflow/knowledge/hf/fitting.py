@@ -284,7 +284,8 @@ class Run:
         """The weight on entries above which there is an answer, by held-out questions of which none is measured."""
         questions = self.held[_EVALUATED:][:_CALIBRATED] or self.held
         present, _, absent = self._with_and_without(questions, _POOLS[1], torch.Generator().manual_seed(11))
-        enough = least_mistakes(present.sum(dim=1).tolist(), absent.sum(dim=1).tolist())
+        cut = least_mistakes(present.sum(dim=1).tolist(), absent.sum(dim=1).tolist())
+        enough = min(max(cut, 0.0), 1.0)  # a share, as a saved reader is checked to have
         for reader in self.readers:
             reader.enough = enough
 
