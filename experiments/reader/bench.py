@@ -103,6 +103,7 @@ class Bench:
         *,
         model: nn.Module | None = None,
         before: Callable[[str], str] | None = None,
+        worked: str = "",
     ) -> dict[str, object]:
         """One way of answering, at one size: answers, what else changed, seconds, and bytes beside the model's own.
 
@@ -114,13 +115,15 @@ class Bench:
             held: tokens of a prompt to bytes.
             model: as it is now; by default the model of the bench.
             before: what stands before a text.
+            worked: examples, which stand before that where a question is asked.
         """
         model = self.model if model is None else model
         texts = [one.text for one in asked if one.entry is not None or one.item.after is not None][: self.config.timed]
-        times = timed(
-            model, self.tokenizer, lambda text: (before(text) if before else "") + PROMPT.format(text), texts,
-            max(2, self.config.tokens),
-        )  # fmt: skip
+
+        def prompt(text: str) -> str:
+            return worked + (before(text) if before else "") + PROMPT.format(text)
+
+        times = timed(model, self.tokenizer, prompt, texts, max(2, self.config.tokens))
         changed = drift(model, self.tokenizer, self.known, self.text, before)
         bytes_held = int(held(times["prompt_tokens"]))
         return {

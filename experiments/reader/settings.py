@@ -34,7 +34,7 @@ class Reading:
     model: str = "smollm2-135m"
     encoder: str = "minilm"
     facts: int = 12_000
-    reading_steps: int = 1500
+    reading_steps: int = 3000
     steps: int = 300
     sizes: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     group: int = 8

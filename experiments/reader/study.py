@@ -12,7 +12,8 @@ from torch import nn
 from attnflow._core.progress import Progress
 from attnflow.knowledge import attach, fit_reader
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.questions import PROMPT, least_mistakes
+from attnflow.knowledge.questions import FRAMES, PROMPT, least_mistakes
+from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import OWN, Bench
@@ -27,6 +28,7 @@ from experiments.runner.study import locked
 FIT: Final = "fit"
 JOBS: Final = (FIT, "reader", "context", "lora", "edits")
 CONTEXTS: Final = (1, 5)  # facts that are put before a question
+_WORKED: Final = ((OWN[0], FRAMES[0]), (OWN[3], FRAMES[5]))  # facts of the examples, and how they are asked for
 
 
 def setup(config: Reading) -> Setup:
@@ -102,20 +104,43 @@ def _context(bench: Bench, progress: Progress) -> dict[str, object]:
             search = store.search(bench.embedded.queries([one.text for one in asked]), max(CONTEXTS))
             refused = [score <= cut for score in search.scores[:, 0].tolist()]
             if not done:
-                plain = said(bench.model, bench.tokenizer, [one.prompt for one in asked], config.tokens, [])
+                prompts = [worked(0) + one.prompt for one in asked]
+                plain = said(bench.model, bench.tokenizer, prompts, config.tokens, [])
                 rows = scored(bench.tokenizer, asked, plain, None, [False] * len(asked))
                 ways.append(bench.way("alone", 0, rows, asked, lambda _: 0))
             for count in CONTEXTS:
                 near = [[one for one in row if one >= 0] for row in search.ids[:, :count].tolist()]
-                prompts = [_before(store, some) + one.prompt for some, one in zip(near, asked, strict=True)]
+                prompts = [
+                    worked(count) + _before(store, some) + one.prompt for some, one in zip(near, asked, strict=True)
+                ]
                 answers = said(bench.model, bench.tokenizer, prompts, config.tokens, [])
                 entry = [one.entry in some for one, some in zip(asked, near, strict=True)]
                 rows = scored(bench.tokenizer, asked, answers, entry, refused)
                 held, nearest = 4 * len(store) * store.dim, _nearest(bench.embedded, store, count)
-                name = f"context, {count} fact{'s' * (count > 1)}"
-                way = bench.way(name, size, rows, asked, lambda n, held=held: held + n * each, before=nearest)
-                ways.append(way)
+                ways.append(
+                    bench.way(
+                        *(f"context, {count} fact{'s' * (count > 1)}", size, rows, asked),
+                        lambda n, held=held: held + n * each,
+                        before=nearest,
+                        worked=worked(count),
+                    )
+                )
     return {"threshold": cut, "ways": ways}
+
+
+def worked(count: int) -> str:
+    """Two questions with their answers, each below facts as they stand before a question.
+
+    The model is not trained here to answer in a word: without examples it says "The colour of coal is black.". All
+    facts of the examples stand in one order, so that the right one is once the first and once the last.
+    """
+    parts = list[str]()
+    for record, frame in _WORKED:
+        key, _, value = record.text.partition(SEPARATOR)
+        facts = [] if not count else [record] if count == 1 else OWN
+        parts += [f"{sentence(one.text)}\n" for one in facts]
+        parts.append(f"{PROMPT.format(frame.format(key=key))} {value}\n\n")
+    return "".join(parts)
 
 
 def _nearest(embedded: Embedded, store: Store, count: int) -> Callable[[str], str]:
