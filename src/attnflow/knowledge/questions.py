@@ -13,6 +13,7 @@ from attnflow.knowledge.records import SEPARATOR, Record
 
 READ: Final = 0.5  # of the weight of a reader that has chosen no threshold: less on entries, and none has the answer
 PROMPT: Final = "Question: {}\nAnswer:"
+# Many, since readers ask by the mean of what all words say: what a word of a frame adds has to be learnt away.
 FRAMES: Final = (
     "What is {key}?",
     "What's {key}?",
@@ -26,6 +27,38 @@ FRAMES: Final = (
     "Name {key}.",
     "I forgot {key}.",
     "Please give me {key}.",
+    "Could you tell me {key}?",
+    "Remind me of {key}.",
+    "What was {key} again?",
+    "I want to hear {key}.",
+    "Say {key}, please.",
+    "Let me have {key}.",
+    "Have you got {key}?",
+    "I am looking for {key}.",
+    "Find {key} for me.",
+    "Look up {key}.",
+    "Write down {key}.",
+    "Somebody asked me for {key}.",
+    "Show me {key}.",
+    "May I ask for {key}?",
+    "What do we know of {key}?",
+    "My question is about {key}.",
+    "We need {key}; what is it?",
+    "Everybody asks what {key} is.",
+    "Hello, what is {key}?",
+    "Sorry, but what is {key}?",
+    "According to the notes, what is {key}?",
+    "In one word, what is {key}?",
+    "And what is {key} then?",
+    "How would you call {key}?",
+    "If asked for {key}, what would you say?",
+    "It would help to have {key}.",
+    "They never told me {key}.",
+    "What should I write for {key}?",
+    "Nobody here knows {key}, or can you help?",
+    "Is it known what {key} is?",
+    "Any idea what {key} may be?",
+    "I wonder what {key} is.",
 )
 HELD_OUT_FRAMES: Final = ("Can you say what {key} is?", "I would like to know {key}.")  # never asked in training
 # Relations of made-up facts, each with what else is asked for it; the last wording is never asked in training.

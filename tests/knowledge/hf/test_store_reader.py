@@ -52,7 +52,7 @@ def test_a_decoder_is_as_it_was_until_the_gate_opens_and_after_the_handle_is_rem
         opened(handle)
         read = outputs(model, input_ids=ids)
         assert not torch.allclose(read, own, atol=1e-4)
-        new = handle.insert(embeddings=3 * torch.ones(1, DIM), texts=["new"])
+        new = handle.insert(embeddings=3 * torch.tensor([[1.0], [-1.0]]).expand(-1, DIM), texts=["new", "opposite"])
         assert not torch.equal(outputs(model, input_ids=ids), read)
         store.delete(new)
         assert torch.equal(outputs(model, input_ids=ids), read)
@@ -209,7 +209,7 @@ def test_the_best_entries_by_the_search_of_the_store(k):
     if k == 20:
         torch.testing.assert_close(few, whole)
     else:
-        assert readings[0].ids.shape == (2, 5, 2, k)
+        assert readings[0].ids.shape == (2, 5, 1, k)
         bound = handle.readers[0].error_bound(readings[0])
         assert bound.shape == (10,)
         assert bool((bound > 0).all())

@@ -34,8 +34,8 @@ def attach(
     *,
     reader: str | os.PathLike[str] | None = None,
     layers: Sequence[int] | None = None,
-    key_dim: int = 128,
-    num_heads: int = 2,
+    key_dim: int = 256,
+    num_heads: int = 1,
     retrieval: Retrieval | None = None,
     write_thresholds: bool = False,
 ) -> Attached:

@@ -30,7 +30,7 @@ def fit_reader(
     *,
     layers: Sequence[int] | None = None,
     facts: int = 12_000,
-    reading_steps: int = 1500,
+    reading_steps: int = 3000,
     steps: int = 300,
     seed: int = 0,
     progress: Progress | None = None,

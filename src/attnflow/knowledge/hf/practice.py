@@ -28,7 +28,7 @@ class Settings:
     seed: int
     data: str
     encoder: str
-    course: int = 4  # 1 asked in six frames, 2 about made-up names, and never to be quiet, 3 to be quiet in questions
+    course: int = 5  # 1 to 4 asked in six or twelve frames, 2 about made-up names alone, 3 to be quiet in questions
 
 
 class Practice(NamedTuple):
