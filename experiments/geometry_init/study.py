@@ -15,7 +15,7 @@ from attnflow.bias.packing import Drawn
 from attnflow.geometry import score
 from experiments.geometry_init.model import INITIALISATIONS, PENALTIES, Objective, build, penalised, token_losses
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Record, swept
+from experiments.runner.jobs import Job, choosing_loss, swept
 from experiments.runner.text import load_text
 from experiments.runner.training import Loop, decayed, linear, train
 
@@ -177,8 +177,3 @@ def setup(config: Initialisation) -> Setup:
     arms = [f"masked {arm}" for arm in config.masked] + [f"causal {arm}" for arm in config.causal]
     about = {"vocabulary": len(tokenizer), "training_rows": len(rows), "held_out_tokens": results.numel()}
     return Setup(swept(arms, config.rates, config.seeds, choosing_loss), run, about)
-
-
-def choosing_loss(run: Record) -> float:
-    """By which the learning rate of an arm is chosen, on rows that are not those of the results."""
-    return run["measured"][-1]["choosing"]

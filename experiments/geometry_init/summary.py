@@ -11,10 +11,9 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.geometry_init.model import CONTROLS
-from experiments.geometry_init.study import choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, chosen
+from experiments.runner.jobs import Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, Interval, over_seeds, permutation_test, speed_up
 from experiments.runner.study import read_study
 

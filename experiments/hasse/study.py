@@ -18,7 +18,7 @@ from experiments.hasse.settings import Training
 from experiments.hasse.tables import after, frequencies
 from experiments.hasse.writing import agreement, decoded, real
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Record, swept
+from experiments.runner.jobs import Job, choosing_loss, swept
 
 
 def setup(config: Training) -> Setup:
@@ -71,11 +71,6 @@ def setup(config: Training) -> Setup:
             "real_words": _real(material, config),
         },
     )
-
-
-def choosing_loss(run: Record) -> float:
-    """By which the learning rate of an arm is chosen, on rows that are not those of the results."""
-    return run["measured"][-1]["choosing"]
 
 
 def _counted(of: TaskOf, arm: Arm, config: Training) -> Tensor:

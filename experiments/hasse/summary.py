@@ -12,9 +12,8 @@ import numpy as np
 from attnflow._core.markup import aligned
 from experiments.hasse.arms import Arm
 from experiments.hasse.figure import figure
-from experiments.hasse.study import choosing_loss
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, chosen
+from experiments.runner.jobs import Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, over_seeds
 from experiments.runner.study import read_study
 

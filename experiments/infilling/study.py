@@ -18,7 +18,7 @@ from experiments.infilling.filling import Gaps, agreement, filled, nats, quality
 from experiments.infilling.settings import Infilling
 from experiments.infilling.tables import between
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Record, swept
+from experiments.runner.jobs import Job, choosing_loss, swept
 
 
 def setup(config: Infilling) -> Setup:
@@ -81,11 +81,6 @@ def setup(config: Infilling) -> Setup:
             **_bars(gaps, material),
         },
     )
-
-
-def choosing_loss(run: Record) -> float:
-    """By which the learning rate of an arm is chosen, on rows that are not those of the results."""
-    return run["measured"][-1]["choosing"]
 
 
 def _costs(config: Infilling, material: Material) -> Mapping[str, object]:

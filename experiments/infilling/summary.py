@@ -11,9 +11,8 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.infilling.figure import figure
-from experiments.infilling.study import choosing_loss
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, chosen
+from experiments.runner.jobs import Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, interval, over_seeds
 from experiments.runner.study import read_study
 

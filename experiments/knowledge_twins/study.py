@@ -17,7 +17,7 @@ from attnflow.bias.packing import Drawn
 from attnflow.knowledge import Retrieval
 from experiments.knowledge_twins.models import Arm, build, sizes
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Record, swept
+from experiments.runner.jobs import Job, choosing_loss, swept
 from experiments.runner.text import load_text
 from experiments.runner.training import Loop, cosine, decayed, train
 
@@ -120,11 +120,6 @@ def held_out(model: nn.Module, tokens: Tensor) -> float:
     """The same over any number of rows."""
     parts = tokens.split(_EVALUATED)
     return sum(float(token_loss(model, some)) * len(some) for some in parts) / len(tokens)
-
-
-def choosing_loss(run: Record) -> float:
-    """By which the learning rate of an arm is chosen, on rows that are not those of the results."""
-    return run["measured"][-1]["choosing"]
 
 
 @contextmanager

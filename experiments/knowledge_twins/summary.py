@@ -11,10 +11,9 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.knowledge_twins.models import Kind
-from experiments.knowledge_twins.study import choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, chosen
+from experiments.runner.jobs import Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, detectable, over_seeds, student
 from experiments.runner.study import read_study
 

@@ -93,6 +93,11 @@ def swept(arms: Sequence[str], rates: Sequence[float], seeds: Sequence[int], los
     return Plan(first, then, len(first) + len(arms) * (len(seeds) - 1))
 
 
+def choosing_loss(run: Record) -> float:
+    """Of a run that measures as it trains: the last loss on rows that are not those of the results."""
+    return run["measured"][-1]["choosing"]
+
+
 def best_rate(arm: str, rates: Sequence[float], seed: int, read: Read, loss: Callable[[Record], float]) -> float:
     """The learning rate with the lowest loss for choosing; one that diverged has none.
 
