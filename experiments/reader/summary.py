@@ -34,8 +34,16 @@ def summarise(folder: Path, results: Path) -> str:
     content: dict[str, Any] = {
         "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions; of drift and costs over seeds",
         "config": about["config"],
-        "fits": [{"seed": run["job"]["seed"], **run["fitted"]} for run in runs if "fitted" in run],
-        "thresholds": {run["job"]["arm"]: run["threshold"] for run in runs if "threshold" in run},
+        "fits": [
+            {"seed": run["job"]["seed"], **{name: value for name, value in run["fitted"].items() if name != "folder"}}
+            for run in runs
+            if "fitted" in run
+        ],
+        "thresholds": [
+            {"arm": run["job"]["arm"], "seed": run["job"]["seed"], "threshold": run["threshold"]}
+            for run in runs
+            if "threshold" in run
+        ],
         "ways": ways,
     }
     write(results / "results.json", content)
