@@ -68,7 +68,7 @@ def opened(browser, server, size="wide", quiet=True, **options) -> Iterator:
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("requestfailed", lambda request: complaints.append(request.url))
+    page.on("requestfailed", lambda request: complaints.append(request.url) if _broken(request) else None)
     try:
         page.goto(server.address)
         settled(page)
@@ -76,6 +76,11 @@ def opened(browser, server, size="wide", quiet=True, **options) -> Iterator:
         assert not (quiet and complaints), complaints
     finally:
         context.close()
+
+
+def _broken(request) -> bool:
+    """Whether a request failed, rather than being given up by a page that was reloaded or closed before its icon came."""
+    return request.failure != "net::ERR_ABORTED"
 
 
 def settled(page) -> None:
