@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,6 +22,7 @@ from experiments.reader.world import ABSENT, GROUPS, KINDS, WORDINGS, Asked
 OTHER: Final = {name: RELATIONS[name] for name in ("language", "opposite")}  # capitals are edited here
 _BATCH: Final = 16
 Score = Mapping[str, object]
+While = Callable[[Sequence[str]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,24 @@ class Said:
 
 
 @torch.no_grad()
-def said(model: nn.Module, tokenizer: Any, prompts: Sequence[str], tokens: int, readers: Sequence[StoreReader]) -> Said:
-    """Answers, greedily, of so many tokens at most."""
+def said(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    tokens: int,
+    readers: Sequence[StoreReader],
+    during: While = lambda _: nullcontext(),
+) -> Said:
+    """Answers, greedily, of so many tokens at most.
+
+    Args:
+        model: as it is now.
+        tokenizer: of it.
+        prompts: of the questions.
+        tokens: of an answer.
+        readers: that are looked at.
+        during: what holds while the model answers some of the prompts, side by side.
+    """
     texts, first, read, entries = list[str](), list[int](), list[float](), list[int]()
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     ends = [tokenizer.eos_token_id, token_ids(tokenizer, "\n")[-1]]
@@ -58,7 +76,7 @@ def said(model: nn.Module, tokenizer: Any, prompts: Sequence[str], tokens: int, 
                 shares[reading.layer] = reading.weights[:, -1].mean(dim=1)
 
         device = next(model.parameters()).device
-        with observed([(one, see) for one in readers]):
+        with observed([(one, see) for one in readers]), during([prompts[row] for row in order[start : start + _BATCH]]):
             out: Tensor = cast(Any, model).generate(
                 input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=tokens, do_sample=False,
                 pad_token_id=ends[0], eos_token_id=ends,
@@ -136,7 +154,12 @@ def _scores(
 
 
 def drift(
-    model: nn.Module, tokenizer: Any, facts: Sequence[Fact], text: Tensor, before: Callable[[str], str] | None = None
+    model: nn.Module,
+    tokenizer: Any,
+    facts: Sequence[Fact],
+    text: Tensor,
+    before: Callable[[str], str] | None = None,
+    during: While = lambda _: nullcontext(),
 ) -> dict[str, object]:
     """Of facts that the model knew, which it still says, and its loss on other text, in nats a token.
 
@@ -146,23 +169,34 @@ def drift(
         facts: of `OTHER`.
         text: token ids [1, tokens].
         before: what stands in front of a text, as the nearest facts do.
+        during: what holds while the model reads a text.
     """
     prompts = [OTHER[one.relation].prompt.format(one.subject) for one in facts]
-    ids = text
+    ids, plain = text, str(tokenizer.decode(text[0].tolist(), skip_special_tokens=True))
     if before is not None:
         prompts = [before(one) + one for one in prompts]
-        lead = token_ids(tokenizer, before(str(tokenizer.decode(text[0].tolist(), skip_special_tokens=True))))
+        lead = token_ids(tokenizer, before(plain))
         ids = torch.cat([torch.tensor([lead], dtype=text.dtype), text], dim=1)
-    best = last_logits(model, tokenizer, prompts).argmax(dim=-1).tolist() if prompts else list[int]()
+    best = list[int]()
+    for prompt in prompts:
+        with during([prompt]):
+            best += last_logits(model, tokenizer, [prompt]).argmax(dim=-1).tolist()
     wanted = [token_ids(tokenizer, one.answer, answer=True)[0] for one in facts]
+    with during([plain]):
+        losses = text_losses(model, ids)
     return {
         "kept": [int(one == other) for one, other in zip(best, wanted, strict=True)],
-        "text": float(text_losses(model, ids)[-(text.shape[1] - 1) :].mean()),
+        "text": float(losses[-(text.shape[1] - 1) :].mean()),
     }
 
 
 def timed(
-    model: nn.Module, tokenizer: Any, ask: Callable[[str], str], questions: Sequence[str], tokens: int
+    model: nn.Module,
+    tokenizer: Any,
+    ask: Callable[[str], str],
+    questions: Sequence[str],
+    tokens: int,
+    during: While = lambda _: nullcontext(),
 ) -> dict[str, float]:
     """Medians over questions, one at a time: seconds of the prompt with its first token, and of a further token.
 
@@ -172,6 +206,7 @@ def timed(
         ask: a question to the prompt, with whatever search that takes.
         questions: in words.
         tokens: of each answer, two at least.
+        during: what holds while the model answers, with whatever search that takes.
     """
     firsts, others, lengths = list[float](), list[float](), list[int]()
     for question in questions:
@@ -179,10 +214,11 @@ def timed(
         for new in (1, tokens):
             began = time.perf_counter()
             ids = torch.tensor([token_ids(tokenizer, ask(question))], device=next(model.parameters()).device)
-            cast(Any, model).generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                do_sample=False, pad_token_id=tokenizer.eos_token_id,
-            )  # fmt: skip
+            with during([ask(question)]):
+                cast(Any, model).generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
+                    do_sample=False, pad_token_id=tokenizer.eos_token_id,
+                )  # fmt: skip
             times.append(time.perf_counter() - began)
             lengths.append(ids.shape[1])
         firsts.append(times[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Final, cast
 
@@ -20,7 +20,7 @@ from attnflow.knowledge.store import Store
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded
 from experiments.knowledge_ablation.facts import Fact, known_facts
-from experiments.reader.asking import OTHER, drift, timed
+from experiments.reader.asking import OTHER, While, drift, timed
 from experiments.reader.settings import Reading
 from experiments.reader.world import Asked, Embedded, World, edit_store
 
@@ -78,8 +78,7 @@ class Bench:
         All are the fit's: the questions those that it held out, so that nothing of the test chooses.
         """
         count, size = self.config.choosing
-        head, tail = PROMPT.split("{}")
-        asked = {one.entry: one.prompt.removeprefix(head).removesuffix(tail) for one in self.practised.held}
+        asked = {one.entry: one.text for one in self.practised.held}
         chosen = list(asked)[: 2 * count]
         present, absent = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
         others = sorted(set(range(len(self.practised.records))) - set(chosen))
@@ -104,6 +103,8 @@ class Bench:
         model: nn.Module | None = None,
         before: Callable[[str], str] | None = None,
         worked: str = "",
+        during: While = lambda _: nullcontext(),
+        otherwise: While = lambda _: nullcontext(),
     ) -> dict[str, object]:
         """One way of answering, at one size: answers, what else changed, seconds, and bytes beside the model's own.
 
@@ -116,6 +117,8 @@ class Bench:
             model: as it is now; by default the model of the bench.
             before: what stands before a text.
             worked: examples, which stand before that where a question is asked.
+            during: what holds while a question is answered.
+            otherwise: what holds while other text is read.
         """
         model = self.model if model is None else model
         texts = [one.text for one in asked if one.entry is not None or one.item.after is not None][: self.config.timed]
@@ -123,8 +126,8 @@ class Bench:
         def prompt(text: str) -> str:
             return worked + (before(text) if before else "") + PROMPT.format(text)
 
-        times = timed(model, self.tokenizer, prompt, texts, max(2, self.config.tokens))
-        changed = drift(model, self.tokenizer, self.known, self.text, before)
+        times = timed(model, self.tokenizer, prompt, texts, max(2, self.config.tokens), during)
+        changed = drift(model, self.tokenizer, self.known, self.text, before, otherwise)
         bytes_held = int(held(times["prompt_tokens"]))
         return {
             "way": name, "size": size, "answers": list(answers), "drift": changed, "times": times, "bytes": bytes_held,

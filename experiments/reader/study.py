@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -11,11 +13,12 @@ from torch import nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge import attach, fit_reader
+from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.questions import FRAMES, PROMPT, least_mistakes
+from attnflow.knowledge.questions import FRAMES, PROMPT, least_mistakes, unframed
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
-from experiments.reader.asking import said, scored
+from experiments.reader.asking import While, said, scored
 from experiments.reader.bench import OWN, Bench
 from experiments.reader.edits import edited
 from experiments.reader.lora import tuned
@@ -26,7 +29,7 @@ from experiments.runner.jobs import Job, repeated
 from experiments.runner.study import locked
 
 FIT: Final = "fit"
-JOBS: Final = (FIT, "reader", "context", "lora", "edits")
+JOBS: Final = (FIT, "reader", "ask", "context", "lora", "edits")
 CONTEXTS: Final = (1, 5)  # facts that are put before a question
 _WORKED: Final = ((OWN[0], FRAMES[0]), (OWN[3], FRAMES[5]))  # facts of the examples, and how they are asked for
 
@@ -44,9 +47,9 @@ def setup(config: Reading) -> Setup:
         bench, place = benches[seed], folder.parent / Job(FIT, seed=seed).name / "reader"
         if job.arm == FIT:
             return {"fitted": _fit(bench, place, progress)}
-        if job.arm == "reader":
+        if job.arm in ("reader", "ask"):
             _fit(bench, place, progress)
-            return _read(bench, place, progress)
+            return (_read if job.arm == "reader" else _ask)(bench, place, progress)
         if job.arm == "context":
             return _context(bench, progress)
         return {"ways": tuned(bench, folder, progress) if job.arm == "lora" else edited(bench, progress)}
@@ -87,6 +90,53 @@ def _read(bench: Bench, place: Path, progress: Progress) -> dict[str, object]:
             held = 4 * (count + len(store) * store.dim)
             ways.append(bench.way("reader", size, rows, asked, lambda _, held=held: held))
     return {"threshold": cut, "ways": ways}
+
+
+def _ask(bench: Bench, place: Path, progress: Progress) -> dict[str, object]:
+    """The same reader, for which the store is searched by the encoder, as `knowledge.texts.ask` does it."""
+    config, ways, near = bench.config, list[dict[str, object]](), 0.0
+    count = bench.size_of_reader()
+    for done, size in enumerate(config.sizes):
+        progress(done, len(config.sizes), f"{size} facts")
+        with bench.edited_store(size) as (store, asked), attach(bench.loaded, store, reader=place / "reader") as handle:
+            near = cast("list[StoreReader]", handle.readers)[0].near
+            search = store.search(bench.embedded.queries([one.text for one in asked]), 1)
+            best, scores = search.ids[:, 0].tolist(), search.scores[:, 0].tolist()
+            during, otherwise = (_nearest_read(bench, store, handle, cut) for cut in (-math.inf, near))
+            answers = said(bench.model, bench.tokenizer, [one.prompt for one in asked], config.tokens, [], during)
+            entry = [one.entry == other for one, other in zip(asked, best, strict=True)]
+            rows = scored(bench.tokenizer, asked, answers, entry, [score <= near for score in scores])
+            held = 4 * (count + len(store) * store.dim)
+            ways.append(
+                bench.way("ask", size, rows, asked, lambda _, held=held: held, during=during, otherwise=otherwise)
+            )
+    return {"threshold": near, "ways": ways}
+
+
+def _nearest_read(bench: Bench, store: Store, handle: Attached, cut: float) -> While:
+    """What makes the model read the entries that are nearest to prompts; none where they are no nearer than `cut`."""
+
+    def during(prompts: Sequence[str]) -> AbstractContextManager[None]:
+        search = store.search(bench.embedded.queries([unframed(one) for one in prompts]), 1)
+        if float(search.scores.min()) <= cut:  # of one prompt: others are not refused here
+            return _silent(handle)
+        return handle.reading(search.ids[:, 0].tolist())
+
+    return during
+
+
+@contextmanager
+def _silent(handle: Attached) -> Generator[None]:
+    """The model as it is without readers: where the store does not have the answer, none is asked."""
+    gates = [cast(StoreReader, reader).gate for reader in handle.readers]
+    before = [gate.detach().clone() for gate in gates]
+    try:
+        for gate in gates:
+            gate.data.zero_()
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.data.copy_(value)
 
 
 def _context(bench: Bench, progress: Progress) -> dict[str, object]:

@@ -124,6 +124,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "masked, packed": "#1f5fa8",
     # a pretrained model with a reader, and its rivals
     "reader": "#1f5fa8",
+    "ask": "#00796b",
     "context, 5 facts": "#c2571a",
     "LoRA": "#7a4fa3",
     "edit": "#3a8a4d",

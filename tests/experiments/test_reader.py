@@ -124,7 +124,7 @@ def test_the_study_runs_goes_on_after_a_kill_and_is_summarised(loaded, monkeypat
     assert set(runs) == {f"{name}-0" for name in JOBS}
     ways = {(way["way"], way["size"]) for run in runs.values() for way in run.get("ways", ())}
     assert ways == {
-        *((name, size) for name in ("reader", "context, 1 fact", "context, 5 facts") for size in (8, 12)),
+        *((name, size) for name in ("reader", "ask", "context, 1 fact", "context, 5 facts") for size in (8, 12)),
         ("alone", 0), ("LoRA", 8), ("edit", 4), ("rank one", 4),
     }  # fmt: skip
     assert "LoRA" in text

@@ -79,7 +79,7 @@ def opened(browser, server, size="wide", quiet=True, **options) -> Iterator:
 
 
 def _broken(request) -> bool:
-    """Whether a request failed, rather than being given up by a page that was reloaded or closed before its icon came."""
+    """Whether a request failed, and was not given up by a page that was reloaded before it had its icon."""
     return request.failure != "net::ERR_ABORTED"
 
 

@@ -11,7 +11,9 @@ from typing import Final
 
 from attnflow.knowledge.records import SEPARATOR, Record
 
-READ: Final = 0.5  # of the weight of a reader that has chosen no threshold: less on entries, and none has the answer
+# Thresholds of readers for which none was chosen: less, and no entry has the answer.
+READ: Final = 0.5  # of the weight on entries
+NEAR: Final = 0.5  # inner product of a question with the nearest key
 PROMPT: Final = "Question: {}\nAnswer:"
 # Many, since readers ask by the mean of what all words say: what a word of a frame adds has to be learnt away.
 FRAMES: Final = (
@@ -109,6 +111,21 @@ class Question:
     answer: str
     entry: int
     paraphrased: bool
+
+    @property
+    def text(self) -> str:
+        """The question in words, without the frame in which a model sees it."""
+        return unframed(self.prompt)
+
+
+def unframed(prompt: str) -> str:
+    """The question of a prompt in words.
+
+    >>> unframed(PROMPT.format("Who is it?")), unframed("It is")
+    ('Who is it?', 'It is')
+    """
+    head, _, tail = PROMPT.partition("{}")
+    return prompt.removeprefix(head).removesuffix(tail)
 
 
 def made_up(count: int, words: Sequence[str], draw: random.Random, ordinary: float = 0.0) -> list[Record]:

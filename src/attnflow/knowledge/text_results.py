@@ -181,20 +181,19 @@ class Fitted(Result):
 
 @dataclass(frozen=True)
 class Answer(Result):
-    """What a model with a reader says to a question, and the entries that it read for it.
+    """What a model with a reader says to a question, and the entry that it read for it.
 
     Attributes:
         question: as it was asked.
-        answer: the model's words; None if nothing in the store was read.
-        read: the share of the reader's weight that went to entries at the end of the question, 0 to 1.
-        enough: the share above which the store has the answer.
-        sources: the entries with the most weight, which is their score, best first.
+        answer: the model's words, from the first of the sources alone; None if no entry is near enough.
+        near: similarity above which the nearest entry is taken to have the answer: an inner product, 1 at most for
+            embeddings of length 1.
+        sources: the entries whose keys are nearest to the question, with their similarities, best first.
     """
 
     question: str
     answer: str | None
-    read: float
-    enough: float
+    near: float
     sources: tuple[Match, ...]
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -208,4 +207,5 @@ class Answer(Result):
             + (f" ({one.source})" if one.source else "")
             for one in self.sources
         ]
-        return "\n".join([said, f"read {self.read:.2f} of the weight, {self.enough:.2f} is enough:", *lines])
+        how = "nothing is near enough" if self.answer is None else "read from the first of these"
+        return "\n".join([said, f"{how} (similarity above {self.near:.2f}):", *lines])

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attnflow as af
 from attnflow.knowledge import Store, fit_reader, texts
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, READ, asked, made_up
+from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, NEAR, READ, asked, made_up
 from attnflow.knowledge.records import Record
 from tests.models import outputs
 
@@ -107,8 +107,14 @@ def test_a_reader_is_fitted_asked_and_goes_on_after_a_kill(loaded, store, tmp_pa
     assert one == other
     answer = texts.ask(loaded, store, "What is the capital of France?", tmp_path / "whole" / "reader", top=2)
     assert {match.id for match in answer.sources} == {0, 1}
-    assert (answer.answer is None) == (answer.read <= answer.enough)
-    assert answer.enough != READ  # chosen by held-out questions
+    assert answer.sources[0].text == "the capital of France\tParis"
+    assert (answer.answer is None) == (answer.sources[0].score <= answer.near)
+    with af.knowledge.attach(loaded, store, reader=tmp_path / "whole" / "reader") as handle:
+        assert answer.near == handle.readers[0].near != NEAR  # both thresholds are chosen by held-out questions
+        assert handle.readers[0].enough != READ
+    refused = texts.ask(loaded, store, "How much is a litre of milk?", tmp_path / "whole" / "reader")
+    assert refused.answer is None
+    assert str(refused).startswith("not in the store\nnothing is near enough")
     assert torch.equal(outputs(loaded.model, input_ids=ids), own)
     with pytest.raises(ValueError, match=r"run with other settings .*seed 0, now 1"):
         fit_reader(loaded, store, tmp_path / "cut", seed=1, **SMALL)

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnflow as af
@@ -16,30 +15,13 @@ from attnflow.knowledge import Retrieval, Store
 from attnflow.knowledge.hf.store_reader import CHILD, store_readers
 from attnflow.knowledge.store import StoreError
 from attnflow.models.evaluation import precision
+from tests.knowledge.hf.readers import DIM, opened, store_of
 from tests.models import outputs, tiny, tokens
 
-DIM = 8
 DECODERS = [
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "GPT2", "GPTNeoX", "Phi3", "OPT", "Mixtral", "Olmo2"),
     *("Cohere2", "GptOss", "DeepseekV3", "Jamba", "FalconH1", "MBartDecoder", "Gemma", "Phi", "StableLm", "Qwen3Next"),
 ]
-
-
-def store_of(count=20, dim=DIM, encoder="x@1", seed=0):
-    store = Store.open("memory", dim=dim)
-    rows = functional.normalize(torch.randn(count, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
-    store.insert(embeddings=rows, texts=[f"entry {i}" for i in range(count)], encoder=encoder)
-    return store
-
-
-def opened(handle, seed=0):
-    """The readers moved away from their start, so that everything they have does something."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for reader in handle.readers:
-            for parameter in reader.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return handle
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -257,12 +239,12 @@ def test_a_reader_is_saved_alone_and_comes_back_for_any_store_of_its_encoder(tmp
     model, ids = tiny("Llama", torch.float32), tokens(2, 5)
     again = copy.deepcopy(model)
     handle = opened(af.knowledge.attach(model, store_of(), layers=[1], key_dim=4, num_heads=3))
-    handle.readers[0].enough = 0.3
+    handle.readers[0].enough, handle.readers[0].near = 0.3, 0.7
     folder = handle.save(tmp_path / "reader")
     assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "reader.safetensors"]
     assert (folder / "reader.safetensors").stat().st_size < 40_000
     back = af.knowledge.attach(again, store_of(), reader=folder)
-    assert back.readers[0].enough == 0.3
+    assert (back.readers[0].enough, back.readers[0].near) == (0.3, 0.7)
     assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
     other = store_of(5, seed=4)
     with af.knowledge.attach(again, other) as exchanged:

@@ -17,7 +17,7 @@ from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.practice import Settings, practice
+from attnflow.knowledge.hf.practice import Settings, near_enough, practice
 from attnflow.knowledge.hf.quiet import nothing_loss, pool_of, reading_loss, written_by
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.hf.words import value_map
@@ -77,10 +77,18 @@ class Run:
             self._measure(0)
             self._save(0, None)
         self._learn_to_answer(state)
+        near = near_enough(self.encoder, self._choosing, self.entries, _POOLS[1])
+        for reader in self.readers:
+            reader.near = near
 
     @property
     def _device(self) -> torch.device:
         return self.readers[0].gate.device
+
+    @property
+    def _choosing(self) -> list[Question]:
+        """Held-out questions that choose thresholds."""
+        return self.held[_EVALUATED:][:_CALIBRATED] or self.held
 
     def _embedded(self, texts: Sequence[str]) -> Tensor:
         return self.encoder.encode(texts, self.progress).embeddings
@@ -282,12 +290,10 @@ class Run:
 
     def _calibrate(self) -> None:
         """The weight on entries above which there is an answer, by held-out questions of which none is measured."""
-        questions = self.held[_EVALUATED:][:_CALIBRATED] or self.held
-        present, _, absent = self._with_and_without(questions, _POOLS[1], torch.Generator().manual_seed(11))
+        present, _, absent = self._with_and_without(self._choosing, _POOLS[1], torch.Generator().manual_seed(11))
         cut = least_mistakes(present.sum(dim=1).tolist(), absent.sum(dim=1).tolist())
-        enough = min(max(cut, 0.0), 1.0)  # a share, as a saved reader is checked to have
         for reader in self.readers:
-            reader.enough = enough
+            reader.enough = min(max(cut, 0.0), 1.0)  # a share, as a saved reader is checked to have
 
     def _with_and_without(
         self, questions: Sequence[Question], size: int, draw: torch.Generator

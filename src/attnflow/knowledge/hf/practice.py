@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from attnflow.knowledge.hf.encoder import TextEncoder
+from attnflow.knowledge.hf.quiet import pool_of
 from attnflow.knowledge.hf.words import words_of
-from attnflow.knowledge.questions import Question, asked, made_up
+from attnflow.knowledge.questions import Question, asked, least_mistakes, made_up
 from attnflow.knowledge.records import Record
 
 _HELD_OUT: Final = 10  # one fact in so many is never trained
@@ -50,3 +56,22 @@ def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings
     apart = [one for one in (*trained, *other) if one.entry in held]
     draw.shuffle(apart)
     return Practice(words, records, [one for one in trained if one.entry not in held], apart)
+
+
+def near_enough(
+    encoder: TextEncoder, questions: Sequence[Question], entries: Float[Tensor, "entries dim"], most: int
+) -> float:
+    """The similarity above which the nearest entry has the answer, chosen by questions with their entries and without.
+
+    Args:
+        encoder: of the entries.
+        questions: held-out ones.
+        entries: of all facts.
+        most: of them that are searched, those that have the answers among them.
+    """
+    wanted = torch.tensor([one.entry for one in questions], device=entries.device)
+    pool, _ = pool_of(wanted, len(entries), min(most, len(entries)), torch.Generator().manual_seed(11))
+    asked = torch.stack([encoder.query(one.text) for one in questions]).to(entries.device)
+    scores = functional.pad(asked @ entries[pool].T, (0, 1), value=-1.0)  # as of no entry: without theirs, none is left
+    others = scores[:, ~torch.isin(functional.pad(pool, (0, 1), value=-1), wanted)]
+    return least_mistakes(scores.amax(dim=1).tolist(), others.amax(dim=1).tolist())

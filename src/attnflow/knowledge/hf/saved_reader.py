@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from attnflow.models.layers import Stack, same_weights, stack_of
 
 WEIGHTS: Final = "reader.safetensors"
 _FORMAT: Final = "attnflow-reader"
-_VERSION: Final = 3  # 1 asked by the values of the layer itself, 2 had no threshold
+_VERSION: Final = 4  # 1 asked by the values of the layer itself, 2 had no threshold, 3 none of similarity
 _TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int,
-                 "enough": float}  # fmt: skip
+                 "enough": float, "near": float}  # fmt: skip
 
 
 def encoder_of(store: Store) -> str:
@@ -75,6 +76,7 @@ def save_reader(model: nn.Module, folder: Path) -> Path:
         "key_dim": first.attention.key_dim,
         "num_heads": first.attention.num_heads,
         "enough": first.enough,
+        "near": first.near,
     }
     with write_folder(folder) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
@@ -99,6 +101,7 @@ class SavedReader:
     key_dim: int
     num_heads: int
     enough: float
+    near: float
 
     @classmethod
     def read(cls, folder: Path) -> SavedReader:
@@ -115,7 +118,8 @@ class SavedReader:
             raise ValueError(f"{folder} holds no saved reader but {about.get('format') or 'something else'}")
         if about.get("version") != _VERSION:
             raise ValueError(
-                f"{folder} has version {about.get('version')}, this release reads {_VERSION}; update attnflow"
+                f"{folder} has version {about.get('version')}, this release reads {_VERSION}: update attnflow, or call "
+                "fit_reader again (in the folder of a finished run it saves the reader anew)"
             )
         wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
         samples = [] if wrong else about["base"].get("samples")
@@ -123,6 +127,8 @@ class SavedReader:
             wrong.append("base")
         if not wrong and not 0 <= about["enough"] <= 1:
             wrong.append("enough")
+        if not wrong and not math.isfinite(about["near"]):
+            wrong.append("near")
         if wrong:
             raise ValueError(f"{folder} is damaged: {', '.join(wrong)} cannot be read")
         return cls(folder, *(about[name] for name in _TYPES))
@@ -164,4 +170,4 @@ class SavedReader:
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name])
         for reader in readers:
-            reader.enough = self.enough
+            reader.enough, reader.near = self.enough, self.near
