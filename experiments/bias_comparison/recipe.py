@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.bias_comparison.settings import Comparison, Part, bert, llama, paper, small, smollm2, tiny
+from experiments.bias_comparison.settings import Comparison, Part, bert, control, llama, paper, small, smollm2, tiny
 from experiments.bias_comparison.study import setup
 from experiments.bias_comparison.summary import SMALLEST, summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
@@ -134,7 +134,7 @@ def _distractors(contrasts: Mapping[str, Interval]) -> list[Judgement]:
 EXPERIMENT: Final = Experiment(
     name="bias_comparison",
     question="Does a learned bias train better than its controls at equal parameters?",
-    recipes={"tiny": tiny, "smollm2": smollm2, "small": small, "paper": paper},
+    recipes={"tiny": tiny, "control": control, "smollm2": smollm2, "small": small, "paper": paper},
     setup=setup,
     summarise=summarise,
     miniature=miniature,

@@ -163,6 +163,11 @@ def tiny() -> Comparison:
     return Comparison((*(order.pop(name) for name in first), *order.values()))
 
 
+def control() -> Comparison:
+    """The positive control alone, longer: with 800 steps it did not pass."""
+    return replace(tiny(), parts=tuple(replace(part, steps=3200) for part in probes() if part.name == "relation"))
+
+
 def smollm2() -> Comparison:
     """SmolLM2-135M, of which only what is added is trained: hours of two CPU cores."""
     part = Part(

@@ -171,7 +171,7 @@ def first_line(results: Results) -> str:
         verdicts = {"better than": better, "no better than": level, "worse than": worse}
         if any(verdicts.values()):
             said.append(f"{part}: " + ", ".join(f"{how} {', '.join(arms)}" for how, arms in verdicts.items() if arms))
-    return "Guidance is, on " + "; ".join(said) if said else "Guidance has not been compared yet"
+    return "Guidance is, on " + "; ".join(said) if said else "Guidance has not been compared on text yet"
 
 
 def speed(results: Results) -> dict[str, Any] | None:
