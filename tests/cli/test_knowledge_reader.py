@@ -36,7 +36,8 @@ def test_from_a_file_of_facts_to_an_answer(run, model, tmp_path):
     assert "parameters; held-out questions: entry@64" in text
     code, text, err = run("knowledge", "ask", model, place, "What is the capital of France?", "--reader", out)
     assert code in (0, 1), err
-    assert "entry " in text
+    assert "similarity above" in text
+    assert "entry 0, version 1: the capital of France" in text.splitlines()[2]
     asked = run("knowledge", "ask", model, place, "What is the capital of France?", "--reader", out, "--json")
     answer = json.loads(asked.out)
     assert answer["attnflow"] == "Answer"

@@ -65,8 +65,8 @@ def knowledge_ask(
 ) -> None:
     """Ask a model that reads a store.
 
-    Prints the answer, or that it is not in the store, and the entries that it came from. Exits with 1 if nothing in the
-    store was read.
+    Prints the answer, or that it is not in the store, and the entries that are nearest to the question, of which the
+    model read the first. Exits with 1 if none is near enough.
     """
     _models.require(model)
     if not question.strip():

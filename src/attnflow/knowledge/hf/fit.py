@@ -44,9 +44,10 @@ def fit_reader(
     nothing at the tokens of text that the model writes; by what the model's first layers say of each, computed once.
     Values start as the linear map by which embeddings of the vocabulary's words say which word it is, and the gate
     where it makes answers likeliest. Then they learn to *answer*: the loss of the answer's tokens through the frozen
-    model, with the losses of reading beside it, from stores of 64 to 1,024 entries. Last, the weight above which a
-    question has an answer is chosen by held-out questions, with their entries among 1,024 and without. Killed and
-    called again, it goes on where it was.
+    model, with the losses of reading beside it, from stores of 64 to 1,024 entries. Last, what tells questions with an
+    answer from others is chosen by held-out ones, with their entries among 1,024 and without: the weight of the
+    readers, and the similarity of the nearest entry, by which `ask` refuses. Killed and called again, it goes on where
+    it was.
 
     Args:
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.
