@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attnflow as af
 from attnflow.knowledge import Store, fit_reader, texts
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, NEAR, READ, asked, made_up
+from attnflow.knowledge.hf.practice import near_enough
+from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, NEAR, READ, Question, asked, least_mistakes, made_up
 from attnflow.knowledge.records import Record
 from tests.models import outputs
 
@@ -58,6 +59,28 @@ def test_an_embedding_of_two_halves_has_the_key_and_the_value():
     assert halves.version not in (plain.version, TextEncoder("minilm", separator="\t").version)
     with pytest.raises(ValueError, match="needs the separator"):
         TextEncoder("minilm", values=True)
+
+
+def test_the_threshold_of_similarity_looks_at_other_facts_of_the_same_subjects():
+    facts = [record for record in made_up(90, ["amber", "violet"], random.Random(1)) if "'s" not in record.text]
+    keys = [record.text.partition("\t")[0] for record in facts]
+    encoder = TextEncoder("minilm", separator="\t", values=True)
+    entries = encoder([record.text for record in facts])
+    subject = keys[0].partition(" of ")[2]
+    questions = [Question(f"Question: What is {keys[row]}?\nAnswer:", "", row, False) for row in (0, 5, 9)]
+    subjects = {keys[one.entry].partition(" of ")[2] for one in questions}
+    near = [row for row, key in enumerate(keys) if key.partition(" of ")[2] in subjects]
+    assert sum(key.endswith(f" of {subject}") for key in keys) > 1
+    plain = TextEncoder("minilm")
+    scores = plain([one.text for one in questions]) @ plain(keys).T
+    right = [float(scores[place, one.entry]) for place, one in enumerate(questions)]
+    other = [max(float(scores[place, row]) for row in near if row != one.entry) for place, one in enumerate(questions)]
+    # With no others to search than those of the same subjects.
+    assert near_enough(encoder, questions, facts, entries, 0) == pytest.approx(least_mistakes(right, other), abs=1e-5)
+    wide = near_enough(encoder, questions, facts, entries, len(facts))
+    every = scores.clone()
+    every[range(3), [one.entry for one in questions]] = -1
+    assert wide == pytest.approx(least_mistakes(right, every.amax(dim=1).tolist()), abs=1e-5)
 
 
 @pytest.fixture(autouse=True)

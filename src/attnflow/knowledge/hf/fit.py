@@ -46,8 +46,8 @@ def fit_reader(
     where it makes answers likeliest. Then they learn to *answer*: the loss of the answer's tokens through the frozen
     model, with the losses of reading beside it, from stores of 64 to 1,024 entries. Last, what tells questions with an
     answer from others is chosen by held-out ones, with their entries among 1,024 and without: the weight of the
-    readers, and the similarity of the nearest entry, by which `ask` refuses. Killed and called again, it goes on where
-    it was.
+    readers; and the similarity of the nearest entry, by which `ask` refuses, with other facts of the same subjects
+    among those 1,024. Killed and called again, it goes on where it was.
 
     Args:
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.

@@ -77,7 +77,7 @@ class Run:
             self._measure(0)
             self._save(0, None)
         self._learn_to_answer(state)
-        near = near_enough(self.encoder, self._choosing, self.entries, _POOLS[1])
+        near = near_enough(self.encoder, self._choosing, self.records, self.entries, _POOLS[1])
         for reader in self.readers:
             reader.near = near
 

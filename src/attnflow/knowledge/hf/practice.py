@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.quiet import pool_of
 from attnflow.knowledge.hf.words import words_of
-from attnflow.knowledge.questions import Question, asked, least_mistakes, made_up
-from attnflow.knowledge.records import Record
+from attnflow.knowledge.questions import Question, asked, least_mistakes, made_up, parts_of
+from attnflow.knowledge.records import SEPARATOR, Record
 
 _HELD_OUT: Final = 10  # one fact in so many is never trained
 _EACH: Final = 2  # wordings in which a fact is trained
@@ -59,19 +60,33 @@ def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings
 
 
 def near_enough(
-    encoder: TextEncoder, questions: Sequence[Question], entries: Float[Tensor, "entries dim"], most: int
+    encoder: TextEncoder,
+    questions: Sequence[Question],
+    records: Sequence[Record],
+    entries: Float[Tensor, "records dim"],
+    most: int,
 ) -> float:
     """The similarity above which the nearest entry has the answer, chosen by questions with their entries and without.
+
+    Among what is searched are other facts of the same subjects: "the leader of Karmin" is near to who founded Karmin,
+    and has no answer to it.
 
     Args:
         encoder: of the entries.
         questions: held-out ones.
-        entries: of all facts.
-        most: of them that are searched, those that have the answers among them.
+        records: all facts.
+        entries: of them.
+        most: of others that are searched.
     """
+    subjects = [parts_of(record.text.partition(SEPARATOR)[0])[1] for record in records]
+    about = {subjects[one.entry] for one in questions}
     wanted = torch.tensor([one.entry for one in questions], device=entries.device)
-    pool, _ = pool_of(wanted, len(entries), min(most, len(entries)), torch.Generator().manual_seed(11))
+    near = torch.tensor([place for place, subject in enumerate(subjects) if subject in about], device=entries.device)
+    pool, _ = pool_of(near, len(entries), min(most, len(entries)), torch.Generator().manual_seed(11))
     asked = torch.stack([encoder.query(one.text) for one in questions]).to(entries.device)
-    scores = functional.pad(asked @ entries[pool].T, (0, 1), value=-1.0)  # as of no entry: without theirs, none is left
-    others = scores[:, ~torch.isin(functional.pad(pool, (0, 1), value=-1), wanted)]
-    return least_mistakes(scores.amax(dim=1).tolist(), others.amax(dim=1).tolist())
+    scores = asked @ entries[pool].T
+    own = pool[None] == wanted[:, None]
+    others = functional.pad(
+        scores.masked_fill(own, -math.inf), (0, 1), value=-1.0
+    )  # as of no entry, where none is left
+    return least_mistakes(scores[own].tolist(), others.amax(dim=1).tolist())
