@@ -7,6 +7,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from attnflow._core.checks import integer
 from attnflow.knowledge.hf.attach import attach
@@ -59,11 +60,18 @@ def ask(
         said, near = None, cast("list[StoreReader]", handle.readers)[0].near
         if pairs and pairs[0][1] > near:
             inputs = dict(tokenizer(PROMPT.format(question.strip()), return_tensors="pt").to(model.model.device))
+            length = inputs["input_ids"].shape[1]
+
+            def ended(ids: Tensor, _: object) -> Tensor:
+                line = str(tokenizer.decode(ids[0, length:], skip_special_tokens=True)).lstrip()
+                return torch.full((len(ids),), "\n" in line, device=ids.device)
+
             with evaluating(model.model), torch.no_grad(), handle.reading([pairs[0][0]]):
                 out: Tensor = cast(Any, model.model).generate(
-                    **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
-                )
-            text = str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+                    **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+                    stopping_criteria=StoppingCriteriaList([ended]),
+                )  # fmt: skip
+            text = str(tokenizer.decode(out[0, length:], skip_special_tokens=True))
             said = text.strip().partition("\n")[0].strip()
     sources = tuple(
         Match(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
