@@ -213,8 +213,9 @@ def timed(
         times: list[float] = []
         for new in (1, tokens):
             began = time.perf_counter()
-            ids = torch.tensor([token_ids(tokenizer, ask(question))], device=next(model.parameters()).device)
-            with during([ask(question)]):
+            prompt = ask(question)
+            ids = torch.tensor([token_ids(tokenizer, prompt)], device=next(model.parameters()).device)
+            with during([prompt]):
                 cast(Any, model).generate(
                     input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
                     do_sample=False, pad_token_id=tokenizer.eos_token_id,

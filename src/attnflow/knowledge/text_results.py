@@ -9,11 +9,12 @@ from typing import Any
 from attnflow._core.checks import preview
 from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.results import Result
+from attnflow.knowledge.certificate import Neighbours
 from attnflow.knowledge.monitor.contradiction import Contradictions
 from attnflow.knowledge.monitor.duplication import Duplicates
 from attnflow.knowledge.monitor.reembedding import Drift
 from attnflow.knowledge.records import readable
-from attnflow.knowledge.store import StoreStats
+from attnflow.knowledge.store import Store, StoreStats
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,16 @@ class Match:
     source: str | None
     version: int
     encoder: str | None
+
+    @classmethod
+    def of(cls, store: Store, near: Neighbours, k: int) -> tuple[Match, ...]:
+        """The k best entries, at most, that a search for one query gave, best first."""
+        scored = zip(near.ids.tolist(), near.scores.tolist(), strict=True)
+        pairs = [(key, score) for key, score in scored if key >= 0][:k]
+        return tuple(
+            cls(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
+            for entry, (_, score) in zip(store.get([key for key, _ in pairs]), pairs, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,9 @@ def ask(
     tokenizer: Any = model.tokenizer
     with attach(model, store, reader=reader) as handle:
         nearest = store.search(TextEncoder.of(store).query(question.strip()), min(top, len(store)))
-        pairs = [
-            (key, score) for key, score in zip(nearest.ids.tolist(), nearest.scores.tolist(), strict=True) if key >= 0
-        ]
+        sources = Match.of(store, nearest, top)
         said, near = None, cast("list[StoreReader]", handle.readers)[0].near
-        if pairs and pairs[0][1] > near:
+        if sources and sources[0].score > near:
             inputs = dict(tokenizer(PROMPT.format(question.strip()), return_tensors="pt").to(model.model.device))
             length = inputs["input_ids"].shape[1]
 
@@ -66,15 +64,11 @@ def ask(
                 line = str(tokenizer.decode(ids[0, length:], skip_special_tokens=True)).lstrip()
                 return torch.full((len(ids),), "\n" in line, device=ids.device)
 
-            with evaluating(model.model), torch.no_grad(), handle.reading([pairs[0][0]]):
+            with evaluating(model.model), torch.no_grad(), handle.reading([sources[0].id]):
                 out: Tensor = cast(Any, model.model).generate(
                     **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
                     stopping_criteria=StoppingCriteriaList([ended]),
                 )  # fmt: skip
             text = str(tokenizer.decode(out[0, length:], skip_special_tokens=True))
             said = text.strip().partition("\n")[0].strip()
-    sources = tuple(
-        Match(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
-        for entry, (_, score) in zip(store.get([key for key, _ in pairs]), pairs, strict=True)
-    )
     return Answer(question, said, near, sources)

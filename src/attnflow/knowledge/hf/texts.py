@@ -169,13 +169,10 @@ def search(
     began = time.monotonic()
     near = store.search(asked, k, mode=mode) if above is None else store.range(asked, above, mode=mode)
     seconds = time.monotonic() - began
-    pairs = [(key, score) for key, score in zip(near.ids.tolist(), near.scores.tolist(), strict=True) if key >= 0][:k]
-    matches = tuple(
-        Match(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
-        for entry, (_, score) in zip(store.get([key for key, _ in pairs]), pairs, strict=True)
-    )
     others = sum(count for name, count in store.stats().encoders.items() if name != version)
-    return Matches(store.uri, query, version, near.certificate.label, len(store), others, seconds, matches)
+    return Matches(
+        store.uri, query, version, near.certificate.label, len(store), others, seconds, Match.of(store, near, k)
+    )
 
 
 def inspect(
