@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attnflow._core.display import install
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.version import __version__
 from attnflow.models.names import REGISTRATIONS
@@ -29,6 +30,9 @@ __all__ = [
     "tasks",
     "testing",
 ]
+
+# Results show themselves by `report`, which stands above the rooms that make them; it is imported when one is shown.
+install(lambda: import_module("attnflow.report"))
 
 # A saved modular model is loaded by `load_model` like any other; the room that defines it is imported only then.
 REGISTRATIONS["attnflow_modular"] = lambda: import_module("attnflow.knowledge.hf")

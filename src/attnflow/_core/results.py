@@ -19,6 +19,7 @@ from cattrs import ClassValidationError, Converter, transform_error
 from cattrs.strategies import configure_union_passthrough
 from torch import Tensor
 
+from attnflow._core.display import in_notebook, renderer
 from attnflow._core.files import write_atomically
 
 _R = TypeVar("_R", bound="Result")  # typing.Self is unknown to the checker of types that the tests run under
@@ -130,7 +131,7 @@ class Result:
         if suffix in (".json", ".csv"):
             content = (self.to_json() if suffix == ".json" else self.to_csv()).encode()
         else:
-            content = _report().encode(self, suffix)
+            content = renderer().encode(self, suffix)
         with write_atomically(target) as file:
             file.write(content)
         return target
@@ -143,18 +144,6 @@ class Result:
 def plain(value: object) -> Any:
     """A dataclass as plain values for JSON, as `Result.to_dict` writes a field: for numbers derived from fields."""
     return _converter.unstructure(value)
-
-
-def in_notebook(shown: object) -> str:
-    """HTML of a result or a mask, for `_repr_html_`."""
-    return _report().notebook(shown)
-
-
-def _report() -> Any:
-    """The one upward import: results show themselves, and `report` knows how."""
-    from attnflow import report
-
-    return report
 
 
 def _float(value: Any, _: object) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow._core.results import in_notebook
+from attnflow._core.display import in_notebook
 from attnflow.masks import flex
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
