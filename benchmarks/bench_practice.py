@@ -15,7 +15,7 @@ from attnflow.models.loaded import Loaded
 from benchmarks.harness import OURS, Case, main
 
 MODEL = "smollm2-135m"
-PROMPT, WINDOW, STEPS = 64, 32, 30  # tokens of the prompt; tokens and steps of fitting, which each case repeats
+PROMPT = 64  # tokens
 
 
 @cache
@@ -44,21 +44,6 @@ class _Noted:
         return self._call()
 
 
-def lookahead(new: int, drafts: int, mode: str) -> Callable[[], object]:
-    """Lossless lookahead after a short fit on the rest of the play; the text is compared with greedy text first."""
-    loaded, ids = text()
-    ahead = af.tasks.lookahead(loaded, drafts=drafts)
-    losses = ahead.fit([ids[: -2 * PROMPT]], steps=STEPS, length=WINDOW, learning_rate=2e-3)
-    options = {"max_new_tokens": new, "mode": mode, "eos_token": -1}
-    compared = ahead.compare(ids[-PROMPT:], **options)
-    if not compared.ok:
-        raise AssertionError(str(compared))
-    written = ahead.generate(ids[-PROMPT:], **options)
-    parts = "equal" if compared.divergence is None else f"parts at {compared.divergence}, margin {compared.margin:.1e}"
-    note = f"{written}; {STEPS} steps of fitting, last loss {losses[-1]:.2f} nats; to greedy text: {parts}"
-    return _Noted(lambda: ahead.generate(ids[-PROMPT:], **options), note)
-
-
 def blocks(new: int, block: int, per_pass: int | None) -> Callable[[], object]:
     """Blocks with weights that were not trained for them: time alone, which does not depend on the weights."""
     loaded, ids = text()
@@ -74,10 +59,6 @@ def decoding(device: str, new: int = 64) -> list[Case]:
         return []
     here, what = "benchmarks.bench_practice", "decoding, SmolLM2-135M"
     providers: list[tuple[str, str, tuple[object, ...]]] = [
-        (OURS, "lookahead", (1, "quadratic")),
-        ("attnflow, linear", "lookahead", (1, "linear")),
-        ("attnflow, 3 drafts", "lookahead", (3, "quadratic")),
-        ("attnflow, 3 drafts, linear", "lookahead", (3, "linear")),
         ("attnflow, blocks of 4", "blocks", (4, None)),
         ("attnflow, blocks of 8", "blocks", (8, None)),
         ("attnflow, blocks of 8, 4 passes", "blocks", (8, 2)),

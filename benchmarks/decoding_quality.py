@@ -1,16 +1,13 @@
-"""What decoding several tokens a pass costs in quality, and what lookahead accepts: tables of the guide to decoding.
+"""What decoding several tokens a pass costs in quality: the table of the guide to decoding.
 
-    python -m benchmarks.decoding_quality blocks      # ten minutes on one core
-    python -m benchmarks.decoding_quality lookahead   # two minutes, SmolLM2-135M
+    python -m benchmarks.decoding_quality   # ten minutes on one core
 
-Seeds are set, and times are those of the processor.
+Seeds are set.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -18,7 +15,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from benchmarks import bench_practice
 
 LENGTH, BATCH, MASK = 64, 16, 129  # characters of a sample, samples of a step; the id of [MASK], after those of ASCII
 HELD_OUT = 8000  # characters at the end of the text, of which the first 64 samples are scored
@@ -80,34 +76,6 @@ def blocks(steps: int = 600, more: int = 150) -> None:
         print(f"{name}: {nats(model, family, held_out, labels):.2f} nats", flush=True)
 
 
-def lookahead(steps: int = 40, window: int = 32, new: int = 64) -> None:
-    """Lookahead on SmolLM2 after a short fit on Hamlet: tokens a pass, drafts accepted, and blocks for comparison."""
-    loaded, ids = bench_practice.text()
-    prompt = ids[-bench_practice.PROMPT :]
-    _timed("generate", bench_practice.greedy(new))
-    ahead = af.tasks.lookahead(loaded, drafts=3)
-    text = [ids[: -2 * bench_practice.PROMPT]]
-    _timed("fit", lambda: f"last loss {ahead.fit(text, steps=steps, length=window, learning_rate=2e-3)[-1]:.2f} nats")
-    for mode in ("quadratic", "linear"):
-        for drafts in (1, 2, 3):
-            options = {"max_new_tokens": new, "mode": mode, "drafts": drafts, "eos_token": -1}
-            _timed(f"{mode}, {drafts}", partial(ahead.generate, prompt, **options))
-        print(ahead.compare(prompt, max_new_tokens=new, mode=mode, eos_token=-1), flush=True)
-    ahead.remove()
-    for block, per_pass in ((4, None), (8, None), (8, 2)):
-        write = partial(af.tasks.generate_blocks, loaded, prompt, block, max_new_tokens=new, per_pass=per_pass)
-        _timed(f"blocks of {block}, {per_pass or block} a pass, time alone", partial(write, eos_token=-1))
-
-
-def _timed(name: str, call: Callable[[], object]) -> None:
-    start = time.process_time()
-    result = call()
-    said = "" if isinstance(result, torch.Tensor) else f"{result}, "
-    print(f"{name}: {said}{time.process_time() - start:.1f} s", flush=True)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["blocks", "lookahead"])
     torch.set_num_threads(1)
-    {"blocks": blocks, "lookahead": lookahead}[parser.parse_args().what]()
+    blocks()

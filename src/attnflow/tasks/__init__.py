@@ -24,7 +24,7 @@ from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
 if TYPE_CHECKING:
-    from attnflow.tasks.hf import generate_blocks, infill, lookahead, score, share_prefixes
+    from attnflow.tasks.hf import generate_blocks, infill, score, share_prefixes
 
 __all__ = [
     "Collator",
@@ -46,7 +46,6 @@ __all__ = [
     "infill",
     "label_tensors",
     "log_probs",
-    "lookahead",
     "loss",
     "masked_lm",
     "merge",

@@ -1,8 +1,9 @@
-"""`generate_blocks`: text block by block, from a model that was trained on merged block tasks."""
+"""`generate_blocks` writes text block by block, `infill` the tokens of a gap: models trained on merged tasks decode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool
@@ -10,26 +11,59 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow._core.progress import Progress
+from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
-from attnflow.tasks.decoded import Decoded
 from attnflow.tasks.families import MASK_TOKEN
-from attnflow.tasks.hf.decoding_choice import Choice
-from attnflow.tasks.hf.decoding_fill import Fill, schedule
-from attnflow.tasks.hf.decoding_pass import (
+from attnflow.tasks.hf.passes import (
     CachedPasses,
+    Choice,
+    Fill,
     decodable,
     end_tokens,
     prompts,
     require_in_vocabulary,
+    schedule,
     until_end,
 )
+
+Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
+
+
+@dataclass(frozen=True)
+class Decoded(Result):
+    """New tokens of each sequence, and what they took.
+
+    Attributes:
+        tokens: the new token ids of each sequence, up to its end-of-text token (included) if it wrote one.
+        passes: forward passes of the model, the prompt's included; sequences of a batch share them.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    passes: int
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that one pass added to a sequence, on average; 0 where nothing was written."""
+        written = sum(map(len, self.tokens))
+        return written / (self.passes * len(self.tokens)) if written else 0.0
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """One row for each sequence."""
+        return [
+            {"sequence": number, "tokens": " ".join(map(str, tokens)), "passes": self.passes}
+            for number, tokens in enumerate(self.tokens)
+        ]
+
+    def __str__(self) -> str:
+        written = sum(map(len, self.tokens))
+        return f"{written} new tokens in {self.passes} passes: {self.tokens_per_pass:.2f} a pass"
 
 
 @torch.no_grad()
 def generate_blocks(
     model: nn.Module | Loaded,
-    ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    ids: Ids,
     block: int,
     *,
     max_new_tokens: int = 64,
@@ -116,7 +150,7 @@ def generate_blocks(
             while not fill.done:
                 rows = torch.cat([clean, fill.tokens], dim=1)
                 place = run.past + torch.arange(rows.shape[1]) - pads[:, None]
-                logits = run.run(rows, place.clamp(min=0), _allow(pads, run.past, rows.shape[1], block), block)
+                logits = run.run(rows, place.clamp(min=0), _block_rows(pads, run.past, rows.shape[1], block), block)
                 run.drop(block)
                 clean = clean[:, :0]
                 fill.reveal(logits.cpu(), choice, per_pass, threshold)
@@ -133,9 +167,110 @@ def _ended(tokens: list[int], ends: frozenset[int], most: int) -> bool:
     return len(tokens) >= most or not ends.isdisjoint(tokens)
 
 
-def _allow(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
+def _block_rows(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
     """Every row of a pass reads the blocks up to its own; leading pads, whole blocks of them, read themselves alone."""
     query, key = past + torch.arange(rows), torch.arange(past + rows)
     earlier = key // block <= query[:, None] // block
     itself = key == query[:, None]
     return (earlier & (key >= pads[:, None])[:, None, :]) | itself
+
+
+@torch.no_grad()
+def infill(
+    model: nn.Module | Loaded,
+    left: Ids,
+    right: Ids,
+    length: int,
+    *,
+    mask_token: int = MASK_TOKEN,
+    per_pass: int | None = None,
+    threshold: float | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Decoded:
+    """Fill a gap of `length` tokens between `left` and `right`, by a model trained on `butterfly(..., block=length)`.
+
+    The left side is read causally, the right side from its end back, and `length` [MASK]s at the gap read both and
+    one another: exactly what the merged task computes. With `per_pass` the gap is refined: each pass fills the surest
+    places and the next sees them; train it by `butterfly(..., block=length, masked="random")`.
+
+    Args:
+        model: a language model with attention alone, run by "sdpa" or "eager", or what `load_model` returns.
+        left: token ids before the gap, [batch, n] of several texts or a list of any lengths; may be empty.
+        right: token ids after it, likewise.
+        length: tokens to write, as many as were masked in training.
+        mask_token: id of [MASK], as in training.
+        per_pass: places that a pass fills at least; by default all (one shot).
+        threshold, temperature, top_k, top_p, seed: as in `generate_blocks`.
+
+    Returns:
+        The tokens of each gap, and how many passes they took.
+
+    Raises:
+        UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
+        ValueError: an argument out of range, other numbers of left and right sides, or both sides empty.
+
+    Cost: a pass over both sides and the gap under a dense mask; with `per_pass` length / per_pass - 1 passes of
+    `length` rows more.
+
+    >>> import attnflow as af
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> written = af.tasks.infill(model, [5, 6, 7], [9, 10], 4, per_pass=2)
+    >>> written.passes, len(written.tokens[0])
+    (2, 4)
+    """
+    model = split(model)[0]
+    length = integer("length", length, 1)
+    per_pass, threshold = schedule(per_pass, threshold, length)
+    before, after = prompts("left", left), prompts("right", right)
+    if len(before) != len(after):
+        raise ValueError(f"left and right must be as many, got {len(before)} left and {len(after)} right sides")
+    sides = list(zip(before, after, strict=True))
+    if not all(one or other for one, other in sides):
+        raise ValueError("a gap needs tokens on at least one side, got none on both")
+    model = decodable(model, max(len(one) + len(other) for one, other in sides) + length)
+    require_in_vocabulary(model, "left and right", [*before, *after])
+    require_in_vocabulary(model, "mask_token", [[mask_token := integer("mask_token", mask_token)]])
+    run = CachedPasses(model)
+    choice = Choice(temperature, top_k, top_p, seed)
+    ids, places = _context(sides, length)
+    gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
+    fill = Fill(torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool))
+    first = max(map(len, before))
+    with evaluating(model):
+        while not fill.done:
+            fresh = run.past == 0
+            rows = torch.cat([ids, fill.tokens], dim=1) if fresh else fill.tokens
+            positions = torch.cat([places.clamp(min=0), gap], dim=1) if fresh else gap
+            logits = run.run(rows, positions, _gap_rows(places, first, length)[:, -rows.shape[1] :], length)
+            run.drop(length)
+            fill.reveal(logits.cpu(), choice, per_pass, threshold)
+    return Decoded(tuple(tuple(tokens) for tokens in fill.tokens.tolist()), run.passes)
+
+
+def _context(sides: list[tuple[list[int], list[int]]], length: int) -> tuple[Tensor, Tensor]:
+    """(ids, positions) of [left, padded before | right, padded after]; positions are -1 at pads."""
+    first, last = max(len(one) for one, _ in sides), max(len(other) for _, other in sides)
+    ids = torch.zeros((len(sides), first + last), dtype=torch.int64)
+    places = torch.full(ids.shape, -1)
+    for row, (one, other) in enumerate(sides):
+        left, right = slice(first - len(one), first), slice(first, first + len(other))
+        start = len(one) + length
+        ids[row, left], places[row, left] = torch.tensor(one, dtype=torch.int64), torch.arange(len(one))
+        ids[row, right], places[row, right] = torch.tensor(other, dtype=torch.int64), start + torch.arange(len(other))
+    return ids, places
+
+
+def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n n"]:
+    """[left | right | gap]: left reads what is before, right what is after, the gap everything; pads themselves."""
+    real = torch.cat([places >= 0, torch.ones(len(places), length, dtype=torch.bool)], dim=1)
+    n = real.shape[1]
+    kind = (torch.arange(n) >= first).long() + (torch.arange(n) >= n - length).long()  # 0 left, 1 right, 2 gap
+    query, key = torch.arange(n)[:, None], torch.arange(n)
+    same = kind[:, None] == kind
+    flows = (same & (kind == 0) & (key <= query)) | (same & (kind == 1) & (key >= query)) | (kind == 2)[:, None]
+    return (flows & real[:, None, :] & real[:, :, None]) | (query == key)

@@ -1,4 +1,4 @@
-"""Forward passes with a cache under a mask of their own: what all decoders of this room are made of."""
+"""Forward passes with a cache under a mask of their own, and masked places that are filled from their logits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from attnflow._core.checks import index_array, integer
+from attnflow._core.checks import index_array, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.models.sites import find_sites, mixers_beside
@@ -40,15 +47,14 @@ class CachedPasses:
 
     def run(
         self,
-        inputs: Int[Tensor, "batch q"] | Float[Tensor, "batch q hidden"],
+        ids: Int[Tensor, "batch q"],
         positions: Int[Tensor, "batch q"],
         allow: Bool[Tensor, "batch q k"],
         rows: int,
     ) -> Float[Tensor, "batch rows vocabulary"]:
         """Logits of the last `rows` rows of a pass; `allow` is over the rows of the cache, then those of the pass."""
-        name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         arguments: dict[str, Any] = {
-            name: inputs.to(self.device),
+            "input_ids": ids.to(self.device),
             "position_ids": positions.to(self.device),
             "attention_mask": additive(allow.to(self.device), self.dtype)[:, None],
             "past_key_values": self._cache,
@@ -58,13 +64,93 @@ class CachedPasses:
             arguments["logits_to_keep"] = rows
         logits = cast(Tensor, self.model(**arguments).logits)
         self.passes += 1
-        self.past += inputs.shape[1]
+        self.past += ids.shape[1]
         return logits[:, -rows:]
 
     def drop(self, rows: int) -> None:
         """Forget the last rows."""
         self._cache.crop(-rows)
         self.past -= rows
+
+
+class Choice:
+    """Which token a row of logits becomes: the best; or one that is drawn, on the CPU, if an argument asks for it.
+
+    Tokens are drawn as transformers' `generate` draws them, after temperature, top k and top p in that order.
+    """
+
+    def __init__(self, temperature: float | None, top_k: int | None, top_p: float | None, seed: int) -> None:
+        self._warpers = LogitsProcessorList()
+        if temperature is not None:
+            temperature = number("temperature", temperature)
+            if temperature <= 0:
+                raise ValueError(f"temperature must be above 0, got {temperature:g}; leave it out for greedy decoding")
+            self._warpers.append(TemperatureLogitsWarper(temperature))
+        if top_k is not None:
+            self._warpers.append(TopKLogitsWarper(integer("top_k", top_k, 1)))
+        if top_p is not None:
+            top_p = number("top_p", top_p)
+            if not 0 < top_p <= 1:
+                raise ValueError(f"top_p must be above 0 and at most 1, got {top_p:g}")
+            self._warpers.append(TopPLogitsWarper(top_p))
+        self._generator = torch.Generator().manual_seed(integer("seed", seed))
+
+    def draw(
+        self, logits: Float[Tensor, "*rows vocabulary"]
+    ) -> tuple[Int[Tensor, "*rows"], Float[Tensor, "*rows vocabulary"]]:
+        """(a token of each row, the probabilities that it was drawn from)."""
+        flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        read = torch.zeros(len(flat), 0, dtype=torch.int64, device=flat.device)  # none of the warpers looks at it
+        chances = self._warpers(cast(torch.LongTensor, read), cast(torch.FloatTensor, flat)).softmax(dim=-1)
+        drawn = torch.multinomial(chances, 1, generator=self._generator) if self._warpers else flat.argmax(dim=-1)
+        return drawn.reshape(logits.shape[:-1]), chances.reshape(logits.shape)
+
+
+class Fill:
+    """The masked places of each sequence that are being decoded, partly masked (MaskGIT's schedule, arXiv:2202.04200).
+
+    Attributes:
+        tokens: the ids that stand there; the mask token where nothing does yet.
+        hidden: where nothing stands yet.
+    """
+
+    def __init__(self, tokens: Int[Tensor, "batch places"], hidden: Bool[Tensor, "batch places"]) -> None:
+        self.tokens, self.hidden = tokens, hidden
+
+    @property
+    def done(self) -> bool:
+        """Whether every place holds a token."""
+        return not bool(self.hidden.any())
+
+    def reveal(
+        self,
+        logits: Float[Tensor, "batch places vocabulary"],
+        choice: Choice,
+        per_pass: int,
+        threshold: float | None,
+    ) -> None:
+        """Fill the `per_pass` surest hidden places of each sequence, and all that are as sure as `threshold`."""
+        logits = logits.to(self.tokens.device)
+        drawn, chances = choice.draw(logits)
+        sure = chances.gather(-1, drawn[..., None])[..., 0].masked_fill(~self.hidden, -1.0)
+        rank = sure.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        now = rank < per_pass
+        if threshold is not None:
+            now |= sure >= threshold
+        now &= self.hidden
+        self.tokens = torch.where(now, drawn, self.tokens)
+        self.hidden = self.hidden & ~now
+
+
+def schedule(per_pass: int | None, threshold: float | None, places: int) -> tuple[int, float | None]:
+    """Checked: how many places a pass fills at least (None: all), and how sure others must be."""
+    least = places if per_pass is None else integer("per_pass", per_pass, 1, max(places, 1))
+    if threshold is None:
+        return least, None
+    value = number("threshold", threshold, 0.0)
+    if per_pass is None:
+        raise ValueError("threshold goes with per_pass, the number of places to fill at least; all are filled at once")
+    return least, value
 
 
 def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
@@ -109,10 +195,10 @@ def prompts(name: str, ids: object, attention_mask: object = None) -> list[list[
     real = prompts("attention_mask", attention_mask)
     if [len(row) for row in real] != [len(row) for row in tokens]:
         raise ValueError("attention_mask must have the shape of ids, 1 at tokens and 0 at pads")
-    for number, row in enumerate(real):
+    for sequence, row in enumerate(real):
         inner = row[row.index(1) : len(row) - row[::-1].index(1)] if 1 in row else []
         if 0 in inner:
-            raise ValueError(f"sequence {number} has pads between its tokens; pads stand before or after them")
+            raise ValueError(f"sequence {sequence} has pads between its tokens; pads stand before or after them")
     return [[token for token, there in zip(*pair, strict=True) if there] for pair in zip(tokens, real, strict=True)]
 
 
