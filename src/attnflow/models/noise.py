@@ -16,12 +16,12 @@ from typing import Any, Final, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal
-from attnflow.models.inputs import ordinary_tokens, sparing
-from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
+from attnflow.models.evaluation import REFUSALS, refusal
+from attnflow.models.inputs import ordinary_tokens
+from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.sites import Site, models_around
+from attnflow.models.trial import read, trial
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
 _ALONE: Final = "called alone, it did not run"
@@ -69,7 +69,7 @@ def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict
 
     Cost: one forward pass of 16 sequences of one token, without a cache.
     """
-    around = models_around(model, sites)
+    around = models_around(model, sites)[0]
     seen = {site.name: Trace() for site in sites}
     of = {site.module: seen[site.name] for site in sites}
 
@@ -78,27 +78,16 @@ def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict
         value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
 
-    with evaluating(model), torch.no_grad(), _noise(sites, seen):
-        interception = intercept(around, dict.fromkeys(of, watch), role="bias", implementation="sdpa")
+    with trial(model, dict.fromkeys(sites, watch), role="bias", implementation="sdpa"), _noise(sites, seen):
         try:
-            _read_tokens(around[0])
+            read(around, [ordinary_tokens(around, 1)] * TOKENS)
         except REFUSALS as error:  # one token of text alone is no input of some models
             for trace in seen.values():
                 trace.why = f"the model did not run on one token ({type(error).__name__}: {refusal(error)})"
-        try:
-            for site in sites:
-                if alone and not seen[site.name].calls:
-                    _call_alone(site, seen[site.name])
-        finally:
-            interception.remove()
+        for site in sites:
+            if alone and not seen[site.name].calls:
+                _call_alone(site, seen[site.name])
     return seen
-
-
-def _read_tokens(model: PreTrainedModel) -> None:
-    (token,) = ordinary_tokens(model, 1)
-    ids = torch.full((TOKENS, 1), token, device=next(model.parameters()).device)
-    decoder = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) is True else {}
-    model(ids, **decoder, **sparing(model))
 
 
 def _call_alone(site: Site, trace: Trace) -> None:

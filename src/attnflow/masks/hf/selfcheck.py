@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal
-from attnflow.models.inputs import ordinary_tokens, sparing
-from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
-from attnflow.models.sites import Site, models_around
+from attnflow.models.inputs import ordinary_tokens
+from attnflow.models.interception import AttentionCall, Output, Proceed
+from attnflow.models.sites import Site
+from attnflow.models.trial import DoesNotRun, read, trial
 
 _LENGTH: Final = 4
 _CHANGED: Final = 1  # the position whose token is another one
@@ -62,22 +62,16 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
         return (value if value.shape == output.shape else torch.zeros_like(output)), weights
 
     token, other = ordinary_tokens(owner, 2)
-    ids = torch.full((2, _LENGTH), token, device=next(owner.parameters()).device)
-    ids[1, _CHANGED] = other
-    stance = cast(Any, torch.compiler).set_stance("force_eager")  # no graph is made for this shape
-    with evaluating(owner), torch.no_grad(), stance:
-        interception = intercept(models_around(model, sites), {site.module: alone for site in sites}, role="mask")
-        try:
-            output = owner(ids, **(sparing(owner) | {"return_dict": True}))
-        except REFUSALS as error:  # named by the handle
-            return Check(
-                unchecked=f"it does not run on {_LENGTH} tokens alone ({type(error).__name__}: {refusal(error)})"
-            )
-        finally:
-            interception.remove()
+    ids = [[token] * _LENGTH, [token] * _LENGTH]
+    ids[1][_CHANGED] = other
+    try:
+        with trial(model, dict.fromkeys(sites, alone), role="mask"):
+            output = read(owner, ids, return_dict=True)
+    except DoesNotRun as error:  # named by the handle
+        return Check(unchecked=f"it does not run on {_LENGTH} tokens alone ({error.why})")
     if not called:
         return Check(used=False)
-    hidden = next((v for v in output.values() if isinstance(v, Tensor) and v.shape[:2] == ids.shape), None)
+    hidden = next((v for v in output.values() if isinstance(v, Tensor) and v.shape[:2] == (2, _LENGTH)), None)
     if hidden is None or not hidden.is_floating_point():
         return Check(unchecked="it puts out nothing for each position")
     change = (hidden[0].double() - hidden[1].double()).abs().flatten(1).amax(-1)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.catalogue import causal
 from attnflow.masks.hf.attach import attach
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal
+from attnflow.models.evaluation import REFUSALS
 from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import (
     AttentionCall,
@@ -21,10 +21,10 @@ from attnflow.models.interception import (
     Proceed,
     base_implementation,
     check_implementation,
-    intercept,
 )
 from attnflow.models.mask_request import MaskRequest
-from attnflow.models.sites import Site, find_sites, models_around
+from attnflow.models.sites import Site, find_sites
+from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.prefixes import Cost
 
 _LENGTH: Final = 7
@@ -131,25 +131,13 @@ class Backbone:
 
     def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
         """Run under an interceptor of every attention module, which has a mask in any case."""
-        stance = cast(Any, torch.compiler).set_stance("force_eager")
-        with evaluating(self.module), torch.no_grad(), stance:
-            interception = intercept(
-                models_around(self.module, self.sites),
-                dict.fromkeys((site.module for site in self.sites), interceptor),
-                role="mask",
-                replaces_mask=True,
-            )
-            try:
+        try:
+            with trial(self.module, dict.fromkeys(self.sites, interceptor), role="mask", replaces_mask=True):
                 run()
-            except UnsupportedArchitecture:
-                raise
-            except REFUSALS as error:
-                raise UnsupportedArchitecture(
-                    f"{type(self.module).__name__} does not run on token ids alone ({type(error).__name__}: "
-                    f"{refusal(error)})"
-                ) from error
-            finally:
-                interception.remove()
+        except DoesNotRun as error:
+            raise UnsupportedArchitecture(
+                f"{type(self.module).__name__} does not run on token ids alone ({error.why})"
+            ) from error
 
     def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
         """An interceptor that refuses a layer which does not get the very mask that is meant for its kind.

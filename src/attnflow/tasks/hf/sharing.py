@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -16,8 +15,9 @@ from transformers import PreTrainedModel, Trainer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal
+from attnflow.models.evaluation import REFUSALS, refusal
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.trial import trial
 from attnflow.tasks.hf.group_shuffle import shuffle_groups
 from attnflow.tasks.hf.prefix_check import Backbone, compare
 from attnflow.tasks.hf.shared_calls import Calls, Counts
@@ -206,11 +206,11 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
     rows = {"input_ids": ids, "attention_mask": real, "use_cache": False}
 
     def states() -> Tensor:
-        with _looking(model):
+        with trial(model):
             return cast(Any, backbone.module)(**rows).last_hidden_state
 
     def labelled() -> tuple[Tensor, Tensor] | str:
-        with _looking(model):
+        with trial(model):
             try:
                 output = cast(Any, model)(**rows, labels=labels)
                 return cast(Tensor, output.loss).reshape(1, 1), cast(Tensor, output.logits)
@@ -238,12 +238,6 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
         for hook in hooks:
             hook.remove()
         calls.always, calls.counts = False, Counts()
-
-
-@contextmanager
-def _looking(model: nn.Module) -> Generator[None]:
-    with evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
-        yield
 
 
 def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[RemovableHandle]:

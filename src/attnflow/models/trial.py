@@ -1,0 +1,113 @@
+"""A trial: a few tokens run through a model to learn something about it, and the model is exactly as before afterwards.
+
+    with trial(model, {site: look for site in sites}, role="pool"):
+        read(model, [[5, 6]])
+
+Everything that looks at a model before it changes it (the probe of queries and keys, the check of a mask, the widths of
+layers) goes this way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.evaluation import REFUSALS, evaluating, refusal
+from attnflow.models.inputs import sparing
+from attnflow.models.interception import Interceptor, Role, intercept
+from attnflow.models.sites import Site, models_around
+
+_NONE: Final[Mapping[Site, Interceptor]] = MappingProxyType({})
+
+
+class DoesNotRun(UnsupportedArchitecture):
+    """A model refused the tokens of a trial; `why` names what it raised, in one line."""
+
+    def __init__(self, model: nn.Module, error: Exception) -> None:
+        self.why = f"{type(error).__name__}: {refusal(error)}"
+        super().__init__(f"{type(model).__name__} does not run on a few tokens ({self.why})")
+
+
+@contextmanager
+def trial(
+    model: nn.Module,
+    interceptors: Mapping[Site, Interceptor] = _NONE,
+    *,
+    role: Role = "pool",
+    implementation: str | None = None,
+    replaces_mask: bool = False,
+) -> Generator[None]:
+    """Run the model inside in eval mode, eagerly and without gradients; nothing of that stays.
+
+    Put back are the modes, the random generators, and of every module its attributes, submodules and buffers: models
+    keep rotary tables there, and BigBird-Pegasus replaces its attention when it reads few tokens.
+
+    Args:
+        model: the model.
+        interceptors: what stands around the attention at some of its sites, as in `interception.intercept`.
+        role: of the interceptors.
+        implementation: of attention inside; None keeps the model's.
+        replaces_mask: whether the interceptors do without the model's own mask.
+
+    Raises:
+        DoesNotRun: the model refuses what it is called with inside.
+
+    Cost: a copy of the floating-point buffers.
+    """
+    with _unchanged(model), evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
+        around = models_around(model, list(interceptors))
+        by_module = {site.module: interceptor for site, interceptor in interceptors.items()}
+        interception = intercept(
+            around, by_module, role=role, implementation=implementation, replaces_mask=replaces_mask
+        )
+        try:
+            yield
+        except REFUSALS as error:
+            raise DoesNotRun(model, error) from error
+        finally:
+            interception.remove()
+
+
+def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object) -> Any:
+    """What a model makes of token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them.
+
+    Args:
+        model: the model, or one of its stacks.
+        ids: the tokens.
+        options: further keywords of its forward.
+    """
+    tokens = torch.tensor(ids, device=next(model.parameters()).device)
+    two = getattr(model.config, "is_encoder_decoder", False) is True
+    if two and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        options["decoder_input_ids"] = tokens
+    return model(tokens, **sparing(model), **options)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Generator[None]:
+    """Attributes, parameters, buffers and submodules of every module are the same objects afterwards."""
+    before = [(part, dict(part)) for module in model.modules() for part in _parts(module)]
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and not buffer.is_inference()]
+    values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+    try:
+        yield
+    finally:
+        for part, content in before:
+            part.clear()
+            part.update(content)
+        for buffer, value, version in values:
+            if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _parts(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._parameters, module._buffers, module._modules

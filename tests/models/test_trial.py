@@ -1,0 +1,93 @@
+"""A trial leaves a model exactly as it was, also one that changes itself when it runs."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM, BigBirdPegasusModel, LlamaConfig, LlamaModel
+
+from attnflow.models.sites import find_sites
+from attnflow.models.trial import DoesNotRun, read, trial
+
+
+def llama(**options):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=8, **options,
+    )  # fmt: skip
+    return LlamaModel(config)
+
+
+def big_bird_pegasus():
+    return BigBirdPegasusModel(
+        BigBirdPegasusConfig(
+            vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64, block_size=4,
+        )
+    )  # fmt: skip
+
+
+def state(model):
+    modules = [(name, id(module), module.training, sorted(vars(module))) for name, module in model.named_modules()]
+    tensors = {name: (id(t), t.clone(), t.grad) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return modules, tensors, model.config.to_dict()
+
+
+def assert_same(before, after):
+    assert before[0] == after[0]
+    assert before[2] == after[2]
+    assert list(before[1]) == list(after[1])
+    for name, (identity, value, grad) in before[1].items():
+        assert after[1][name][0] == identity, name
+        assert torch.equal(after[1][name][1], value), name
+        assert after[1][name][2] is grad, name
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        llama().train(),
+        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        big_bird_pegasus(),  # puts other attention modules in place when it reads few tokens
+    ],
+    ids=["training", "growing rotary table", "replaces its attention"],
+)
+def test_model_and_random_numbers_are_as_before(model):
+    before, seen = state(model), []
+    python, numpy, pytorch = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
+
+    def look(call, proceed):
+        seen.append(call.module)
+        torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        return proceed(call)
+
+    sites = find_sites(model)
+    with trial(model, dict.fromkeys(sites, look)):
+        assert not (model.training or torch.is_grad_enabled())
+        read(model, [[5] * 12])
+    assert seen
+    assert_same(before, state(model))
+    assert random.getstate() == python
+    assert np.array_equal(np.random.get_state()[1], numpy)  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), pytorch)
+
+
+def test_a_refusal_is_named_and_nothing_stays():
+    model = llama()
+    before = state(model)
+    with pytest.raises(DoesNotRun, match="LlamaModel does not run on a few tokens") as raised, trial(model):
+        read(model, [[5, 1000]])
+    assert raised.value.why.startswith("IndexError")
+    assert_same(before, state(model))
+
+
+def test_one_half_of_a_model_reads_tokens_alone():
+    decoder = BigBirdPegasusForCausalLM(
+        BigBirdPegasusConfig(
+            vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, decoder_ffn_dim=32, encoder_ffn_dim=32,
+            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    with trial(decoder):
+        assert read(decoder, [[5, 6, 7]]).logits.shape[0] == 1
