@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit typed slow fuzz faults compiled kernels conformance studio docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit typed slow fuzz faults compiled conformance studio docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -37,7 +37,7 @@ demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; 
 test: lint types imports unit  ## install, then every check that is not slow by nature
 	$(call say,Every check of make test passed)
 
-test-all: lint types imports typed slow compiled kernels  ## what CI runs: the tests under the type checker, and the slow ones
+test-all: lint types imports typed slow compiled  ## what CI runs: the tests under the type checker, and the slow ones
 	$(call say,Every check passed)
 
 lint: $(ENV)  ## formatting and lint
@@ -53,7 +53,7 @@ imports: $(ENV)  ## the direction of dependencies
 	$(call say,import-linter)
 	$(VENV)/bin/lint-imports --no-cache
 
-QUICK := tests src/attnflow --doctest-modules -m "not slow and not compiled and not kernels" -n $(WORKERS) --dist worksteal
+QUICK := tests src/attnflow --doctest-modules -m "not slow and not compiled" -n $(WORKERS) --dist worksteal
 
 unit: $(ENV)  ## tests and doctests, without the slow ones
 	$(call say,tests)
@@ -65,7 +65,7 @@ typed: $(ENV)  ## the same under the shape and type checker, which takes about t
 
 slow: $(ENV)  ## the tests marked slow: real models, training, subprocesses
 	$(call say,slow tests under jaxtyping and beartype)
-	OMP_NUM_THREADS=1 $(PYTEST) tests -m "slow and not compiled and not kernels" $(TYPED) -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) tests -m "slow and not compiled" $(TYPED) -n $(WORKERS) --dist worksteal
 
 fuzz: $(ENV)  ## nightly: 10,000 damaged files of each format, of which `make test` reads 200
 	OMP_NUM_THREADS=1 ATTNFLOW_FUZZ=10000 $(PYTEST) tests/models/test_checkpoints_fuzzed.py -n $(WORKERS)
@@ -76,10 +76,6 @@ faults: $(ENV)  ## every fault of the suite, into docs/reliability.md; goes on w
 compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
 	$(call say,tests of compiled functions)
 	$(PYTEST) tests -m compiled
-
-kernels: $(ENV)  ## tests of the Triton kernels, in Triton's interpreter where there is no GPU
-	$(call say,tests of Triton kernels)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) tests -m kernels -n $(WORKERS)
 
 conformance: $(ENV)  ## every architecture of the installed transformers against every feature, into docs/conformance.md
 	OMP_NUM_THREADS=1 $(PY) -m tests.conformance --workers $(WORKERS)
@@ -99,7 +95,7 @@ docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are miss
 
 gpu: $(ENV)  ## on a machine with a GPU: the tests marked gpu, then the benchmarks on it
 	$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device: run this on a machine with a GPU")'
-	$(PYTEST) tests -m "gpu or kernels or compiled"
+	$(PYTEST) tests -m "gpu or compiled"
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) -m benchmarks.$$(basename "$$file" .py) --device cuda; done
 
 bench: $(BENCH_ENV)  ## benchmarks against named peers, into benchmarks/results.csv

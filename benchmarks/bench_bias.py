@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnflow import masks
 from attnflow.bias import attention
-from attnflow.bias.allow import Allow
+from attnflow.bias.call import Allow
 from attnflow.bias.terms import Additive, Guidance, Product, Term
 from benchmarks.harness import Case, main
 
@@ -196,16 +196,10 @@ def flex(layer: Layer) -> Callable[[], Tensor]:
     return lambda: attend(make())
 
 
-def backend_on(device: str) -> Literal["auto", "triton"]:
-    """What is measured as ours: on a GPU the kernels, which "auto" does not choose until they have been."""
-    return "triton" if device == "cuda" else "auto"
-
-
 def ours(layer: Layer, kind: str) -> Callable[[], Tensor]:
     n = layer.query.shape[2]
     allow = Allow.of(masks.causal(n), n, n, layer.query.device)  # layers of a model share it
-    backend = backend_on(layer.query.device.type)
-    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow, backend=backend)[0]
+    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow)[0]
 
 
 def compiled(layer: Layer) -> Callable[[], Tensor]:
@@ -278,7 +272,7 @@ def model_of(device: str, biased: bool) -> Any:
 
     model = base_model({**LLAMA2, "num_hidden_layers": 4} if device == "cuda" else SMOLLM2, device)
     if biased:
-        af.bias.attach(model, af.bias.GuidanceConfig(init="kaiming"), backend=backend_on(device))
+        af.bias.attach(model, af.bias.GuidanceConfig(init="kaiming"))
     return model
 
 

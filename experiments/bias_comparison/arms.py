@@ -23,9 +23,8 @@ from attnflow.bias import (
     attach,
     handle,
 )
-from attnflow.bias.config import BiasConfig, Placement
+from attnflow.bias.config import BiasConfig, LayerShape, Placement
 from attnflow.bias.hf.layers import layers_of
-from attnflow.bias.shape import LayerShape
 from experiments.bias_comparison.beside import Gate, Units, blocks_of
 
 Trained = Literal["all", "additions"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.bias import DotConfig, attach, capture
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from experiments.bias_comparison.probes import sums
 
 WORDS: Final = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.terms import Additive, Dense, Guidance, Product, Term
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from attnflow._core.progress import Progress
 from attnflow.bias.checkpoints import newest
 from attnflow.bias.hf.capture import strength
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.models import load_model
 from experiments.bias_comparison import probes
 from experiments.bias_comparison.arms import Arm, arm_of, count_trained, fitted

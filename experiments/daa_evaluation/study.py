@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
 from attnflow.bias import AlibiConfig, GuidanceConfig, attach
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.packing import Drawn
 from attnflow.models import load_model
 from experiments.evaluation.benchmarks import PROMPTINGS, Benchmark

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from attnflow import masks
-from attnflow.bias.attention import module_of
+from attnflow.bias.attention import bias_of, compute, reference, refusal
 from attnflow.bias.call import Call, make_call
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.impl import reference
-from attnflow.bias.kinds import KINDS
+from attnflow.bias.hf.saving import KINDS
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, wide
 from attnflow.testing import tolerance
 
@@ -222,7 +221,7 @@ def plain(call: Call, rounded_bias: bool = False) -> Tensor:
         score = call.softcap * torch.tanh(score / call.softcap)
     score = _RoundGradient.apply(score, dtype)
     everything = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
-    bias = reference.bias_of(call.terms, call.num_heads, *everything)
+    bias = bias_of(call.terms, call.num_heads, *everything)
     if bias is not None:
         score = score + (bias.to(dtype).float() if rounded_bias else bias)
     allowed = call.allow.dense()
@@ -284,14 +283,13 @@ def check_against_float64(case: Case | Call, run: str | Run, *, rounded_bias: bo
     """
     call = case.build() if isinstance(case, Case) else case
     if isinstance(run, str):
-        module = module_of(run)
-        assert (reason := module.refuses(call)) is None, reason
+        assert (reason := refusal(call, run)) is None, reason
         with poisoned():
-            actual = outcome(call, lambda c: module.run(c)[0])
+            actual = outcome(call, lambda c: compute(c, run)[0])
     else:
         with poisoned():
             actual = outcome(call, run)
-    exact = outcome(call, lambda c: reference.run(c)[0], torch.float64)
+    exact = outcome(call, lambda c: reference(c)[0], torch.float64)
     lows = [
         outcome(other, lambda c: plain(c, rounded_bias)) for other in (call, *(nudged(call, k) for k in range(NUDGED)))
     ]

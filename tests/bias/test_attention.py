@@ -1,6 +1,5 @@
 """`attention`: the choice of an implementation, and what holds whatever computes it."""
 
-import importlib
 import math
 
 import pytest
@@ -10,13 +9,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
 from attnflow.bias import attention
-from attnflow.bias.attention import UNPROVEN, choose
+from attnflow.bias.attention import choose
 from attnflow.bias.call import make_call
 from attnflow.bias.terms import Additive, Dense, Guidance, Product
 from tests.bias.cases import MASKS, TERMS, Case, cast, outcome
 
 BACKENDS = ["reference", "tiled"]
-attention_module = importlib.import_module("attnflow.bias.attention")  # the room's function hides it
 
 
 def run(call, backend):
@@ -158,7 +156,7 @@ def test_what_tiles_refuse_auto_leaves_to_the_reference():
 
 
 def test_unknown_implementations():
-    options = "backend must be one of 'auto', 'reference', 'tiled', 'flex', 'triton', got 'cuda'"
+    options = "backend must be one of 'auto', 'reference', 'tiled', 'flex', got 'cuda'"
     with pytest.raises(ValueError, match=options):
         choose(Case().build(), "cuda")
 
@@ -199,24 +197,8 @@ def on_cuda(dtype=torch.bfloat16, head_dim=32, needs_grad=False):
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_auto_chooses_nothing_on_cuda_that_has_never_run_there(needs_grad):
+def test_auto_on_cuda_is_flex_attention_where_that_can_compute_the_call(needs_grad):
     call = on_cuda(needs_grad=needs_grad)
     assert choose(call, "auto") == "flex"
     assert choose(on_cuda(head_dim=8), "auto") == "tiled"  # what FlexAttention refuses
     assert choose(call, "auto", need_weights=True) == "reference"
-    assert list(UNPROVEN) == ["triton"]
-    assert "never on a GPU" in UNPROVEN["triton"]
-
-
-def test_what_is_unproven_is_chosen_where_it_is_asked_for_and_by_auto_once_it_is_proven(monkeypatch):
-    class Willing:
-        def refuses(self, call):
-            return None
-
-    call = on_cuda()
-    real = attention_module.module_of
-    monkeypatch.setattr(attention_module, "module_of", lambda name: Willing() if name == "triton" else real(name))
-    assert choose(call, "triton") == "triton"
-    assert choose(call, "auto") == "flex"
-    monkeypatch.setattr(attention_module, "UNPROVEN", {})
-    assert choose(call, "auto") == "triton"

@@ -7,8 +7,7 @@ import torch
 
 from attnflow import masks
 from attnflow.bias import attention
-from attnflow.bias.allow import Allow
-from attnflow.bias.call import make_call
+from attnflow.bias.call import Allow, make_call
 from attnflow.bias.terms import Additive, Dense
 from tests.bias.cases import Case, cast
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from attnflow.bias import AlibiConfig, CustomConfig, DotConfig, GuidanceConfig, KeyConfig, LowRankConfig, RelativeConfig
-from attnflow.bias.config import BiasConfig, VectorConfig
-from attnflow.bias.kinds import KINDS, config_from_dict
-from attnflow.bias.shape import LayerShape
+from attnflow.bias.config import BiasConfig, LayerShape, VectorConfig
+from attnflow.bias.hf.saving import KINDS, config_from_dict
 
 
 @pytest.mark.parametrize(

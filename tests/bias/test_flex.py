@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.bias.attention import attention, module_of
-from attnflow.bias.impl import flex, reference
+from attnflow.bias import flex
+from attnflow.bias.attention import attention
 from attnflow.bias.terms import per_head
 from tests.bias.cases import MASKS, TERMS, Case, cast
 
@@ -57,8 +57,3 @@ def test_block_mask_is_the_relation(mask, queries, keys):
     count = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).sum(dim=(3, 5))
     assert torch.equal(form.blocks.to_dense().bool(), count > 0)
     assert torch.equal(form.blocks.full_kv_num_blocks, (count == 128 * 128).sum(dim=-1))
-
-
-def test_is_reachable_by_name():
-    assert module_of("flex") is flex
-    assert reference.refuses(Case().build()) is None

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from attnflow.bias import attention
-from attnflow.bias.kinds import (
+from attnflow.bias.config import LayerShape, Vectors
+from attnflow.bias.hf.saving import (
     KINDS,
     AlibiConfig,
     BilinearConfig,
@@ -19,8 +20,7 @@ from attnflow.bias.kinds import (
     LowRankConfig,
     RelativeConfig,
 )
-from attnflow.bias.kinds.positions import buckets, slopes
-from attnflow.bias.shape import LayerShape, Vectors
+from attnflow.bias.positions import buckets, slopes
 from tests.bias.cases import config_of
 
 SHAPE = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=True)

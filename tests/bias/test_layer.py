@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from attnflow.bias import AlibiConfig, CumulativeConfig, CustomConfig, DenseConfig, GuidanceConfig, attention
-from attnflow.bias.layer import LayerBias
+from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Additive, Dense
 from tests.bias.test_kinds import SHAPE, TOKENS, module_of, tile_of, vectors
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnflow.bias import BiasMap
+from attnflow.bias.attention import bias_of, weights_of
 from attnflow.bias.call import make_call
-from attnflow.bias.impl import reference
 from attnflow.bias.map import LayerMap, energy
 from attnflow.bias.observe import observe
 from attnflow.bias.terms import Guidance
@@ -33,13 +33,13 @@ ROWS = [0, 1, 2, 5, 20, 21, 36]
 def dense(call, sequence):
     """(B [heads, q, k], allowed, weights, weights without B) of everything at once, from the reference."""
     every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
-    bias = reference.bias_of(call.terms, call.num_heads, *every)
+    bias = bias_of(call.terms, call.num_heads, *every)
     bias = bias.expand(call.query.shape[0], call.num_heads, -1, -1)[sequence].double()
     allowed = call.allow.dense()
     allowed = torch.ones_like(bias, dtype=torch.bool) if allowed is None else allowed
     if allowed.ndim == 4:
         allowed = allowed.expand(call.query.shape[0], call.num_heads, -1, -1)[sequence]
-    with_it, without = reference.weights_of(call)[sequence], reference.weights_of(replace(call, terms=()))[sequence]
+    with_it, without = weights_of(call)[sequence], weights_of(replace(call, terms=()))[sequence]
     return bias, allowed, with_it, without
 
 
@@ -93,7 +93,7 @@ def test_guidance_equals_the_papers_concatenation():
 def test_terms_beyond_the_bias_belong_to_the_scores_without_it():
     call = Case(terms=(("product", "one"), ("dense", "one")), mask="everything").build()
     found = observe(call, 1, ROWS)
-    expected = reference.weights_of(replace(call, terms=call.terms[1:]))[0].mean(0)[ROWS]
+    expected = weights_of(replace(call, terms=call.terms[1:]))[0].mean(0)[ROWS]
     torch.testing.assert_close(found.weights_without[0], expected)
     torch.testing.assert_close(found.raw[0], call.terms[0].tile(slice(0, 37), slice(0, 37))[0, 0, ROWS])
 

@@ -8,12 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attnflow import masks
-from attnflow.bias import attention
-from attnflow.bias.attention import module_of
-from attnflow.bias.impl import tiled
-from attnflow.bias.impl.row_tiles import blocks_of
-from attnflow.bias.impl.term_tiles import GuidanceTiles
+from attnflow.bias import attention, tiled
+from attnflow.bias.attention import compute
+from attnflow.bias.term_tiles import GuidanceTiles
 from attnflow.bias.terms import Guidance
+from attnflow.bias.tiled import blocks_of
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, outcome
 from tests.memory import PEAK
 
@@ -51,7 +50,7 @@ def test_sizes_that_no_tile_divides(queries, mask):
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 def test_nothing_to_attend_from_or_to(queries, keys, backend):
     call, leaves = cast(Case(TWO, mask="everything", queries=queries, keys=keys).build())
-    output = module_of(backend).run(call)[0]
+    output = compute(call, backend)[0]
     assert output.shape == (2, 4, queries, 32)
     assert (output == 0).all()
     gradients = torch.autograd.grad(output.sum(), list(leaves.values()))
@@ -65,7 +64,7 @@ def test_nothing_to_attend_from_or_to(queries, keys, backend):
 def test_on_a_gpu(kind, mask, dtype):
     case = Case(terms=((kind, "kv"),), mask=mask, dtype=dtype, device="cuda", queries=150, keys=150)
     check_against_float64(case, "tiled")
-    one, other = (outcome(case.build(), lambda c: tiled.run(c)[0]).found for _ in range(2))
+    one, other = (outcome(case.build(), lambda c: tiled.run(c)).found for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -117,7 +116,7 @@ def test_blocks_hold_every_allowed_pair_and_few_others():
 
 def test_the_same_numbers_every_time():
     case = Case((*TWO, ("offset", "kv")), queries=150, keys=150, mask="holes")
-    one, other = (outcome(case.build(), lambda c: tiled.run(c)[0]).found for _ in range(2))
+    one, other = (outcome(case.build(), lambda c: tiled.run(c)).found for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -125,12 +124,12 @@ def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
     call, leaves = cast(Case().build())
     monkeypatch.setattr(GuidanceTiles, "gather", lambda *_: pytest.fail("the terms need no gradient"))
     plain = type(call)(**{**vars(call), "terms": cast(call, requires_grad=False)[0].terms})
-    torch.autograd.grad(tiled.run(plain)[0].sum(), [leaves["query"], leaves["key"], leaves["value"]])
+    torch.autograd.grad(tiled.run(plain).sum(), [leaves["query"], leaves["key"], leaves["value"]])
 
 
 def test_second_derivatives_are_refused():
     call, leaves = cast(Case().build())
-    (first,) = torch.autograd.grad(tiled.run(call)[0].square().sum(), leaves["query"], create_graph=True)
+    (first,) = torch.autograd.grad(tiled.run(call).square().sum(), leaves["query"], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 
@@ -178,7 +177,7 @@ def test_dropout_is_the_same_forward_and_backward():
 
     def loss(query):
         torch.manual_seed(5)
-        return tiled.run(type(call)(**{**vars(dropping), "query": query}))[0].square().sum()
+        return tiled.run(type(call)(**{**vars(dropping), "query": query})).square().sum()
 
     (gradient,) = torch.autograd.grad(loss(leaves["query"]), leaves["query"])
     direction, step = torch.randn_like(gradient), 1e-6
@@ -189,9 +188,9 @@ def test_dropout_is_the_same_forward_and_backward():
 
 def test_autocast_does_not_reach_inside():
     call, _ = cast(Case(TWO, queries=100, keys=100).build())
-    expected = outcome(call, lambda c: tiled.run(c)[0]).found
+    expected = outcome(call, lambda c: tiled.run(c)).found
     with torch.autocast("cpu", torch.bfloat16):
-        found = outcome(call, lambda c: tiled.run(c)[0]).found
+        found = outcome(call, lambda c: tiled.run(c)).found
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -203,7 +202,6 @@ import torch
 from attnflow import masks
 from attnflow.bias import attention
 from attnflow.bias.terms import Guidance
-from attnflow.bias.attention import module_of
 def step(n):
     q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
     a, c = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(2))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from attnflow.bias import attention
-from attnflow.bias.impl import tiled
+from attnflow.bias import attention, tiled
 from tests.bias.cases import Case, cast
 
 pytestmark = [

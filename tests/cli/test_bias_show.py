@@ -10,7 +10,7 @@ import torch
 import attnflow as af
 from attnflow.bias import BiasMap
 from attnflow.bias.graph import BiasGraph
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.query import QueryBias
 from attnflow.models import load_model
 from tests.bias.hf.common import rewrite

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel, LlamaForCausalLM, TrainerCallbac
 
 import attnflow as af
 from attnflow.bias import GuidanceConfig, TrainingConfig
-from attnflow.bias.kinds import KINDS
+from attnflow.bias.hf.saving import KINDS
 from attnflow.bias.run import run_settings
 from attnflow.bias.trained import Trained
 from attnflow.cli.bias import Kind

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import attnflow as af
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from experiments.runner.processes import launched
 from experiments.runner.sharding import whole
 from experiments.runner.training import Course, Loop, decayed, linear, train

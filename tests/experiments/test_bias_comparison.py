@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.terms import Additive, Guidance, Offset
 from attnflow.models import packages
 from experiments.bias_comparison import data, probes, settings

@@ -52,7 +52,7 @@ MAKERS = {
 def result_classes():
     """All results of the package, `hf` too."""
     for module in pkgutil.walk_packages(af.__path__, "attnflow."):
-        if not any(part in module.name for part in ("triton", ".cli", ".testing")):
+        if not any(part in module.name for part in (".cli", ".testing")):
             importlib.import_module(module.name)
     classes, waiting = [], [Result]
     while waiting:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from attnflow.bias.attention import UNPROVEN
 from attnflow.models import cache
 from attnflow.testing import Environment, Part, environment, examine
 from attnflow.testing.environment import satisfies
@@ -22,15 +21,8 @@ def test_this_environment_is_fit() -> None:
     status = {part.name: part.status for part in machine.parts}
     assert {status[name] for name in ("python", "torch", "numpy", "typer")} == {"ok"}
     assert status["FlexAttention"] == "note"
-    assert {"transformers", "matplotlib", "triton"} <= set(status)
+    assert {"transformers", "matplotlib"} <= set(status)
     assert machine.to_pandas().columns.tolist() == ["name", "status", "state", "advice"]
-
-
-def test_it_says_that_our_kernels_are_not_measured_on_a_gpu() -> None:
-    kernels = parts()["triton"]
-    assert kernels.status in ("note", "absent")
-    assert UNPROVEN["triton"] in kernels.advice
-    assert "on CUDA backend='auto' is FlexAttention" in kernels.advice
 
 
 def test_it_says_where_unpacked_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

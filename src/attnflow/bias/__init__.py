@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.bias.attention import attention
-from attnflow.bias.kinds.base import CustomConfig
-from attnflow.bias.kinds.networks import CumulativeConfig, GuidanceConfig, KeyConfig
-from attnflow.bias.kinds.positions import AlibiConfig, DenseConfig, RelativeConfig
-from attnflow.bias.kinds.products import BilinearConfig, DotConfig, LowRankConfig
+from attnflow.bias.content import BilinearConfig, CumulativeConfig, DotConfig, GuidanceConfig, KeyConfig, LowRankConfig
+from attnflow.bias.kind import CustomConfig
 from attnflow.bias.map import BiasMap
+from attnflow.bias.positions import AlibiConfig, DenseConfig, RelativeConfig
 from attnflow.bias.run import TrainingConfig
 
 if TYPE_CHECKING:

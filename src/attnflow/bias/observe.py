@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnflow.bias.allow import Allow
-from attnflow.bias.call import Call
-from attnflow.bias.impl.reference import bias_of, weights_of
+from attnflow.bias.attention import bias_of, weights_of
+from attnflow.bias.call import Allow, Call
 from attnflow.bias.terms import Dense, Term, wide
 
 _PAIRS: Final = 1 << 15  # of one bias tile; the guidance network holds its hidden layer for each of them

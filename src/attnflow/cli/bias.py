@@ -179,7 +179,7 @@ def bias_train(
     with working("looking at the text") as spinner:
         from attnflow import bias
         from attnflow.bias.documents import read_documents
-        from attnflow.bias.kinds import KINDS
+        from attnflow.bias.hf.saving import KINDS
         from attnflow.bias.run import check_folder, last_checkpoint, run_settings
 
         config = KINDS[kind]()

@@ -14,7 +14,7 @@ from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.findings import AuditReport
 from attnflow.bias.graph import BiasGraph
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.bias.trained import Trained
 from attnflow.geometry.score import Survey

@@ -12,13 +12,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Final, Literal
 
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow._core.version import __version__
-from attnflow.bias.attention import UNPROVEN
 from attnflow.models import cache
 from attnflow.models.packages import MODELS, TEXTS
 
@@ -84,7 +82,7 @@ def examine() -> Environment:
     Cost: a few seconds, because everything that is judged is imported.
     """
     parts: list[Part] = []
-    for check in (_machine, _packages, _real_models, _model_cache, _compiler, _flex, _triton, _accelerator):
+    for check in (_machine, _packages, _real_models, _model_cache, _compiler, _flex, _accelerator):
         try:
             parts += check()
         except Exception as error:  # a broken installation fails in ways that no list of types covers
@@ -207,15 +205,6 @@ def _flex() -> list[Part]:
     if not torch.allclose(result, query):
         return [Part("FlexAttention", "broken", "wrong result on the CPU", "reinstall torch")]
     return [Part("FlexAttention", "note", "CPU: forward only", "training under flex needs a GPU; on CPU use sdpa")]
-
-
-def _triton() -> list[Part]:
-    if find_spec("triton") is None:
-        return [Part("triton", "absent", "not installed", "comes with torch for CUDA; used on GPUs")]
-    if "triton" not in UNPROVEN:
-        return [Part("triton", "ok", metadata.version("triton"), "kernels on GPUs")]
-    advice = f"{UNPROVEN['triton']}; on CUDA backend='auto' is FlexAttention"
-    return [Part("triton", "note", metadata.version("triton"), advice)]
 
 
 def _accelerator() -> list[Part]:

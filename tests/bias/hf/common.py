@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
 from attnflow.bias.hf import saving
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
 

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.t5 import modeling_t5
 
 import attnflow as af
-from attnflow.bias.layer import LayerBias
+from attnflow.bias.kind import LayerBias
 from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, outputs, same_state, tokens
 from tests.models import WITHOUT_INTERFACE
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import attnflow as af
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.models import Loaded
 from tests.bias.hf.common import disabled
 from tests.models import tiny

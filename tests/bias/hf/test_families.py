@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.bias.layer import LayerBias
+from attnflow.bias.kind import LayerBias
 from tests.bias.hf.common import (
     DECODERS,
     ENCODERS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.bias.layer import LayerBias
+from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense
 from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, padded, tokens
 from tests.catalogue_cases import CASES

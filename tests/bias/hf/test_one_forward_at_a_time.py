@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import attnflow as af
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from tests.bias.hf.common import disabled
 from tests.models import tiny, tokens
 

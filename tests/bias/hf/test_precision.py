@@ -7,7 +7,7 @@ import torch
 from transformers.utils import logging
 
 import attnflow as af
-from attnflow.bias.layer import LayerBias
+from attnflow.bias.kind import LayerBias
 from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, tokens
 
 KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)

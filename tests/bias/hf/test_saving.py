@@ -11,8 +11,7 @@ from torch import nn
 
 import attnflow as af
 from attnflow.bias.hf import saving
-from attnflow.bias.hf.saving import WrongBase
-from attnflow.bias.kinds import KINDS
+from attnflow.bias.hf.saving import KINDS, WrongBase
 from tests.bias.cases import config_of
 from tests.bias.hf.common import BIASES, biased, disturb, family, outputs, rewrite, same_state, tokens
 

@@ -15,7 +15,7 @@ import attnflow as af
 from attnflow.bias.documents import read_documents, split_documents, tokenize
 from attnflow.bias.hf.capture import strength
 from attnflow.bias.hf.trainer import trainer
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.packing import Drawn, Packed
 from attnflow.bias.run import TrainingConfig, check_folder, last_checkpoint, run_settings
 from attnflow.bias.trained import Trained

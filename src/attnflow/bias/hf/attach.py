@@ -18,11 +18,10 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.bias.attention import BACKENDS
 from attnflow.bias.config import BiasConfig
+from attnflow.bias.content import GuidanceConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
-from attnflow.bias.kinds.base import CustomConfig
-from attnflow.bias.kinds.networks import GuidanceConfig
-from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.bias.kind import CustomConfig, LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import models_around

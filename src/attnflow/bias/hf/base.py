@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attnflow._core.digests import add_tensor
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 
 
 def fingerprint(model: nn.Module, *, frozen: bool = False) -> dict[str, str]:

@@ -18,7 +18,7 @@ from attnflow._core import checks
 from attnflow.bias import observe
 from attnflow.bias.call import Call
 from attnflow.bias.hf.attach import handle, switched
-from attnflow.bias.layer import LayerBias, layer_biases
+from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing

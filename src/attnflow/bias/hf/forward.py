@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnflow.bias.allow import Allow
-from attnflow.bias.attention import choose, module_of
-from attnflow.bias.call import Call, make_call
+from attnflow.bias.attention import compute
+from attnflow.bias.call import Allow, Call, make_call
+from attnflow.bias.config import Vectors
 from attnflow.bias.hf.cache import extend, first_position, new_slots
 from attnflow.bias.hf.layers import CHILD, Hooks
-from attnflow.bias.layer import LayerBias
-from attnflow.bias.shape import Vectors
+from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense, Term
 from attnflow.models.interception import AttentionCall, Output, Proceed
 
@@ -51,7 +50,7 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     # Eager attention also returns weights, which only the reference holds.
     need_weights = call.implementation == "eager" and bias.backend in ("auto", "reference")
     with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
-        output, weights = module_of(choose(biased_call, bias.backend, need_weights)).run(biased_call)
+        output, weights = compute(biased_call, bias.backend, need_weights)
     output = output.transpose(1, 2).contiguous()
     weights = weights.to(call.query.dtype) if need_weights and weights is not None else None
     if zero and not biased_call.dropout:

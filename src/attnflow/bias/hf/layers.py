@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.bias.config import LayerShape
 from attnflow.bias.hf.cache import refuse_biased
-from attnflow.bias.layer import LayerBias
-from attnflow.bias.shape import LayerShape
+from attnflow.bias.kind import LayerBias
 from attnflow.models.attention import attention_places
 from attnflow.models.families.find import Place
 from attnflow.models.families.rows import Rows

@@ -20,20 +20,52 @@ from torch.distributed.tensor import DTensor
 from attnflow._core.errors import WrongBase
 from attnflow._core.files import write_atomically
 from attnflow.bias.config import BiasConfig
+from attnflow.bias.content import (
+    BilinearConfig,
+    CumulativeConfig,
+    DotConfig,
+    GuidanceConfig,
+    KeyConfig,
+    LowRankConfig,
+)
 from attnflow.bias.hf.attach import BiasHandle, Train, attach, handle
 from attnflow.bias.hf.layers import CHILD, layers_of
-from attnflow.bias.kinds import config_from_dict
-from attnflow.bias.kinds.base import CustomConfig
-from attnflow.bias.kinds.networks import GuidanceConfig
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import CustomConfig, layer_biases
+from attnflow.bias.positions import AlibiConfig, DenseConfig, RelativeConfig
 from attnflow.models.layers import same_weights, weight_samples
 from attnflow.models.loaded import Loaded, split
 
 WEIGHTS: Final = "bias.safetensors"
 CONFIG: Final = "bias_config.json"
+KINDS: Final[Mapping[str, type[BiasConfig]]] = {
+    config.kind: config
+    for config in (
+        GuidanceConfig,
+        BilinearConfig,
+        DotConfig,
+        KeyConfig,
+        CumulativeConfig,
+        LowRankConfig,
+        DenseConfig,
+        AlibiConfig,
+        RelativeConfig,
+    )
+}
 _FORMAT: Final = "attnflow-bias"
 _VERSION: Final = 1
 _TYPES: Final = {"bias": list, "base": Mapping, "weights": str}
+
+
+def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
+    """The config that `to_dict` described, of whatever kind; a custom one holds code, and cannot be read.
+
+    Raises:
+        ValueError: no such kind, unknown fields, or values out of range.
+    """
+    kind = str(values.get("kind"))
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    return KINDS[kind].from_dict(values)
 
 
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:

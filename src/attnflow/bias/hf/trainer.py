@@ -22,7 +22,7 @@ from attnflow.bias.hf.base import described, fingerprint
 from attnflow.bias.hf.capture import strength
 from attnflow.bias.hf.diverged import Diverged, nonfinite, origin
 from attnflow.bias.hf.saving import restore, save
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.packing import Drawn, Packed
 from attnflow.bias.run import TrainingConfig
 from attnflow.models.loaded import Loaded, split

@@ -11,7 +11,7 @@ from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
 from attnflow.audit.auditor import check
 from attnflow.audit.inputs import text_inputs
-from attnflow.bias.layer import layer_biases
+from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.geometry.score import score
 from attnflow.geometry.table import GeometryScores

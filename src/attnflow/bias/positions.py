@@ -1,4 +1,4 @@
-"""Biases of positions alone: a number for every pair of them, ALiBi, and T5's relative buckets."""
+"""Kinds that know positions alone: a number for every pair of them, ALiBi, and T5's relative buckets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow.bias.config import BiasConfig, Placement
-from attnflow.bias.kinds.base import Kind
-from attnflow.bias.shape import LayerShape, ShareHeads, Vectors
+from attnflow.bias.config import BiasConfig, LayerShape, Placement, ShareHeads, Vectors
+from attnflow.bias.kind import Kind
 from attnflow.bias.terms import Additive, Dense, Offset, wide
 
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi

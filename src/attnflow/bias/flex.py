@@ -1,4 +1,4 @@
-"""Compiled FlexAttention with a captured bias: the peer that needs no kernel of ours, and a control for them.
+"""Compiled FlexAttention with a captured bias: the path for GPUs.
 
 Terms over pairs are materialised by `term.tile` and captured, one number per pair; `Additive` and `Offset` are captured
 as vectors and looked up in the score function. The gradient of a captured tensor goes through atomic additions, so that
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.bias.allow import Allow
-from attnflow.bias.call import Call
-from attnflow.bias.impl.blocks import count_pairs
+from attnflow.bias.call import Allow, Call
 from attnflow.bias.terms import Additive, Offset, Term, wide
 
 _BLOCK: Final = 128
+_WORD: Final = 64  # keys whose bits share a number
+_PAIRS: Final = 1 << 22  # looked at together
 _LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
 
 # torch reads the signature and closure of these functions: `no_type_check` keeps run-time type checkers away.
@@ -60,8 +60,8 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> tuple[Tensor, None]:
-    """(output [batch, heads, queries, value_dim] in the type of the values, None: weights are never held)."""
+def run(call: Call) -> Tensor:
+    """The output, [batch, heads, queries, value_dim] in the type of the values."""
     form = form_of(call)
     output: Tensor = _compiled(call.query.device.type)(
         *(call.query, call.key, call.value),
@@ -70,7 +70,7 @@ def run(call: Call) -> tuple[Tensor, None]:
         scale=call.scale,
         enable_gqa=call.heads_per_kv > 1,
     )
-    return output.masked_fill(form.empty[..., None], 0.0).to(call.value.dtype), None
+    return output.masked_fill(form.empty[..., None], 0.0).to(call.value.dtype)
 
 
 def score_mod(call: Call) -> ScoreMod:
@@ -140,8 +140,7 @@ def _form(allow: Allow, device: torch.device) -> Form:
     """Words of bits of all pairs, and the blocks of 128 x 128 that they fill."""
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
-    words, counts = count_pairs(allow, device)
-    counts = functional.pad(counts, (0, counts.shape[3] % 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).sum((3, 5))
+    words, counts = _count_pairs(allow, device)
 
     @no_type_check
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -156,6 +155,24 @@ def _form(allow: Allow, device: torch.device) -> Form:
         *tables, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(allow.num_queries, allow.num_keys)
     )
     return Form(blocks, (words == 0).all(dim=2)[:, :, : allow.num_queries])
+
+
+def _count_pairs(allow: Allow, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(a bit for each pair, int64[batch, heads, key words, queries]; allowed pairs of each block of 128 x 128)."""
+    num_blocks = -(-allow.num_keys // _BLOCK)
+    step = max(1, _PAIRS // (allow.batch * num_blocks * _BLOCK * _BLOCK)) * _BLOCK
+    bit = torch.ones((), dtype=torch.int64, device=device) << torch.arange(_WORD, device=device)
+    words: list[Tensor] = []
+    counts: list[Tensor] = []
+    for start in range(0, allow.num_queries, step):
+        stop = min(start + step, allow.num_queries)
+        part = allow.rows(slice(start, stop))
+        if part is None:
+            part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool, device=device)
+        part = functional.pad(part.to(device), (0, -allow.num_keys % _BLOCK, 0, (start - stop) % _BLOCK))
+        words.append((part.unflatten(3, (-1, _WORD)) * bit).sum(dim=-1).mT)
+        counts.append(part.unflatten(3, (num_blocks, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum(dim=(3, 5)))
+    return torch.cat(words, dim=3).contiguous(), torch.cat(counts, dim=2)
 
 
 @cache
