@@ -1,4 +1,4 @@
-"""`attention`: scaled dot-product attention with a bias: its definition in plain PyTorch, and the choice of backends."""
+"""`attention`: scaled dot-product attention with a bias: its definition in plain PyTorch, and the backends."""
 
 from __future__ import annotations
 
