@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from attnflow._core.markup import aligned
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", help="of the experiment; without one they are listed")
     parser.add_argument("--list", action="store_true", help="a table of the experiments")
     parser.add_argument("--scale", default="tiny", help="tiny (default), small, paper; --list shows which there are")
+    parser.add_argument("--dry-run", action="store_true", help="try the recipe at a size of seconds; keep nothing")
     parser.add_argument("--seeds", type=int, help="how many; those of the recipe if not given")
     parser.add_argument("--resume", action="store_true", help="go on with a study that was interrupted")
     parser.add_argument("--arms", help="only these, separated by commas; several processes may share a study anyway")
@@ -81,6 +84,8 @@ def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
         if given.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {given.seeds}")
         config = replace(config, seeds=tuple(range(given.seeds)))
+    if given.dry_run:
+        return dry_run(experiment, config, given.arms.split(",") if given.arms else ())
     launch = launched()  # before models are loaded
     launch.expect(given.sharded)
     work: Path = given.work or WORK / experiment.name / given.scale
@@ -95,6 +100,24 @@ def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
         if given.arms is not None:
             return f"done: {given.arms}. Write the results with --summary when all arms are"
     return launch.once(lambda: _finish(experiment, given, work, origin))
+
+
+def dry_run(experiment: Experiment[Any], config: Any, arms: Sequence[str] = ()) -> str:
+    """Build a recipe at a size of seconds, and run its first job, or one of each arm; nothing is kept.
+
+    Raises:
+        ValueError: no such arm.
+    """
+    setup = experiment.setup(experiment.miniature(config))
+    json.dumps(setup.about)
+    jobs = [setup.plan.only([arm]).first[-1] for arm in arms] or setup.plan.first[:1]
+    with TemporaryDirectory() as work:
+        for job in jobs:
+            folder = Path(work, job.name)
+            folder.mkdir()
+            json.dumps(setup.run(job, folder, _silent))
+    names = ", ".join(job.name for job in jobs)
+    return f"{experiment.name}: {setup.plan.count} jobs in miniature, of which {names} ran; nothing was kept"
 
 
 def _silent(done: int, total: int, what: str) -> None:

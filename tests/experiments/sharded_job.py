@@ -99,22 +99,8 @@ def seen(model: Any, course: Course) -> dict[str, Any]:
     }
 
 
-def refused(folder: Path) -> str:
-    """What is said of a model that is another one on each process."""
-    model = made(frozen=False)
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += int(os.environ["RANK"])
-    optimiser = torch.optim.AdamW(model.parameters())
-    try:
-        train(model, optimiser, lambda *_: {}, Loop(1, 1e-2, lambda _: 1.0), folder, seed=0, identity={})
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
 def main(place: Path, at: int) -> None:
-    """Both kinds, and what is refused; the first process writes what it saw. A process dies before a step, if there is
-    one of that number."""
+    """Both kinds; the first process writes what it saw. A process dies before step `at`, if there is one."""
 
     def die(step: int) -> None:
         """All processes of the run, as when a machine is gone."""
@@ -123,7 +109,7 @@ def main(place: Path, at: int) -> None:
 
     found: dict[str, Any] = {"all": seen(*fit(place / "all", before=die))}
     if at < 0:
-        found |= {"frozen": seen(*fit(place / "frozen", frozen=True)), "unlike": refused(place / "unlike")}
+        found |= {"frozen": seen(*fit(place / "frozen", frozen=True))}
     if launched().rank == 0:
         (place / "seen.json").write_text(json.dumps(found))
 

@@ -5,7 +5,6 @@ import subprocess
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from attnflow._core.progress import Progress
 from experiments.runner import command, git
 from experiments.runner import study as study_module
 from experiments.runner.experiment import Setup
-from experiments.runner.figures import canvas, colour, label_ends, spread
 from experiments.runner.jobs import Job, Plan, repeated, swept
-from experiments.runner.study import Origin, Study, check_origin, describe, duration, locked
+from experiments.runner.study import Origin, Study, check_origin, describe, locked
 from experiments.runner.training import Diverged
 from tests.experiments.toy import TOY, recipe
 
@@ -83,22 +81,6 @@ def test_a_study_runs_what_is_missing_and_says_how_long_it_takes(tmp_path: Path)
     assert said[1][2].startswith("a-0, step 1 of 2: half")
     assert any(" left; jobs" in what for _, _, what in said)
     assert said[-1][:2] == (4, 4)
-
-
-def test_time_left_follows_from_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(study_module.time, "monotonic", lambda: now[0])
-
-    def slow(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
-        now[0] += 30.0
-        progress(1, 2, "half")
-        now[0] += 30.0
-        return {}
-
-    plan, said = repeated(["a"], [0, 1, 2, 3]), list[str]()
-    Study(tmp_path, Setup(plan, slow), plan, lambda done, total, what: said.append(what)).run()
-    assert said[2] == "a-0 is done, 3 min left; jobs"
-    assert duration(3 * 3600 + 29) == "3 h 0 min"
 
 
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
@@ -254,22 +236,3 @@ def test_the_list_names_every_experiment(capsys: Any) -> None:
 
 
 # Figures
-
-
-def test_labels_are_moved_apart_and_no_further() -> None:
-    assert spread([1.0, 2.0, 4.0], 1.0, 0.0, 10.0) == [1.0, 2.0, 4.0]
-    assert spread([1.0, 1.0, 1.0], 1.0, 0.0, 10.0) == [0.0, 1.0, 2.0]
-    assert spread([9.9, 10.0], 1.0, 0.0, 10.0) == [9.0, 10.0]
-    close = spread([0.1, 0.2, 5.0, 5.1, 5.2, 9.0], 1.0, 0.0, 10.0)
-    assert all(b - a >= 1.0 - 1e-9 for a, b in pairwise(close))
-
-
-def test_every_arm_has_one_colour_and_a_label() -> None:
-    figure, (axes,) = canvas(4.0, 3.0, 1, 1)
-    axes.plot([0, 1], [0, 1], color=colour("key"))
-    label_ends(axes, {"key": (1.0, 1.0), "guidance": (1.0, 0.99)})
-    assert [text.get_text() for text in axes.texts] == ["guidance", "key"]
-    assert axes.texts[0].xy[1] < axes.texts[1].xy[1]
-    assert figure.axes == [axes]
-    with pytest.raises(KeyError, match="no colour for 'mauve'"):
-        colour("mauve")

@@ -10,34 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from experiments.runner.processes import Launch, check, check_options, launched
-from experiments.runner.sharding import check_sharded, layers_of
+from experiments.runner.processes import check, launched
 from tests.experiments.sharded_job import CLIP, STEPS, fit, made, seen
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-ACCELERATE = ["accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
-CONFIGURED = ["--config_file", "experiments/fsdp.yaml"]
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate takes the GPUs")
-
-
-def run(*command: object, cpu: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
-    environment |= {"ACCELERATE_USE_CPU": "true"} if cpu else {}
-    words = [sys.executable, "-m", *map(str, command)]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def job(folder: Path, at: int = -1) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    return run(*TORCHRUN, "-m", "tests.experiments.sharded_job", folder, at, **FSDP)
-
-
-def study(*launcher: object, name: str, folder: Path, sharded: int, **more: Any) -> subprocess.CompletedProcess[str]:
-    return run(*launcher, "tests.experiments.sharded_study", name, folder, sharded, **more)
+    on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    words = [sys.executable, "-m", *TORCHRUN, "-m", "tests.experiments.sharded_job", str(folder), str(at)]
+    environment = {**os.environ, **on_cpu, **FSDP}
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module", name="shared")
@@ -91,56 +78,6 @@ def test_killed_at_a_step_it_goes_on_bit_by_bit_and_one_process_can_read_it(shar
         assert alone[name] == of(shared, "all")[name], name
 
 
-@pytest.mark.slow
-def test_models_that_begin_unlike_are_refused(shared):
-    assert "expected the model at its start to be the same on all 2 processes, and process 1 differs" in of(
-        shared, "unlike"
-    )
-
-
-@pytest.mark.slow
-def test_daa_is_trained_by_both_and_measured_by_the_first(tmp_path):
-    """The command of the README, on two processes, has the numbers of one process."""
-    alone = study(name="daa_evaluation", folder=tmp_path / "one", sharded=0)
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    launcher = [*ACCELERATE, *CONFIGURED, "--mixed_precision", "no", "-m"]
-    both = study(*launcher, name="daa_evaluation", folder=tmp_path / "two", sharded=2)
-    assert both.returncode == 0, both.stderr[-3000:]
-    assert both.stdout.count("guidance continued") == 1, "one process writes"
-    one, two = (
-        json.loads((tmp_path / name / "results" / "results.json").read_text())["rows"] for name in ("one", "two")
-    )
-    for mine, theirs in zip(one, two, strict=True):
-        assert theirs["value"] == pytest.approx(mine["value"], rel=1e-5)
-    assert one[0]["value"] != one[1]["value"], "the arm was trained"
-
-
-@pytest.mark.slow
-def test_the_comparison_runs_as_it_is_configured(tmp_path):
-    """In bfloat16 under autocast; the study is measured through the sharded model."""
-    done = study(*ACCELERATE, *CONFIGURED, "-m", name="bias_comparison", folder=tmp_path, sharded=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = (tmp_path / "work" / "runs").glob("text-guidance-*.json")
-    found = json.loads(path.read_text())
-    losses = [entry["loss"] for entry in found["measured"]]
-    assert losses == sorted(losses, reverse=True)
-    assert {"strength", "queries shuffled", "keys shuffled"} <= found["extras"].keys()
-
-
-@no_gpu
-@pytest.mark.slow
-def test_a_launcher_that_falls_back_is_refused(tmp_path):
-    """Without devices accelerate starts processes of which each believes to be alone; with --cpu, only one."""
-    sharding = ["--use_fsdp", "--fsdp_version", "2", "-m"]
-    apart = run(*ACCELERATE, *sharding, "tests.experiments.sharded_job", tmp_path, -1, cpu=False)
-    assert apart.returncode != 0
-    assert "expected 2 processes, as were launched, and accelerate sees 1: each would train alone" in apart.stderr
-    single = study(*ACCELERATE, *CONFIGURED, "--cpu", "-m", name="daa_evaluation", folder=tmp_path, sharded=2)
-    assert single.returncode != 0
-    assert "expected 2 processes that share each model (FSDP), and 1 with whole models came" in single.stderr
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("sharded", "seen_by", "kind", "device", "said"),
     [
@@ -153,12 +90,6 @@ def test_a_launcher_that_falls_back_is_refused(tmp_path):
 def test_a_launch_that_is_not_what_it_says_is_refused(sharded, seen_by, kind, device, said):
     with pytest.raises(ValueError, match=said):
         check(2, object() if sharded else None, seen_by, kind, device)
-
-
-def test_a_launch_that_is_what_it_says():
-    check(2, object(), 2, "FSDP", "cuda")
-    check(2, object(), 2, "MULTI_CPU", "cpu")
-    check(2, None, 2, "MULTI_GPU", "cuda")
 
 
 def test_what_the_environment_asks_for(monkeypatch):
@@ -175,23 +106,3 @@ def test_what_the_environment_asks_for(monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ValueError, match=r"expected several processes .* and this one is alone"):
         launched()
-
-
-def test_options_that_would_be_left_out_are_refused():
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    with pytest.raises(ValueError, match="expected --mixed_precision no or bf16, got fp16"):
-        check_options("fp16", None)
-    plugin = type("Plugin", (), {"cpu_offload": CPUOffloadPolicy()})()
-    with pytest.raises(ValueError, match="expected --fsdp_offload_params false"):
-        check_options("bf16", plugin)
-
-
-def test_what_cannot_be_sharded_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"Sequential has none of class \(it names none in _no_split_modules\)"):
-        layers_of(model)
-    assert layers_of(model, ["Linear"]) == [model[0]]
-    assert [type(layer).__name__ for layer in layers_of(made(frozen=True))] == ["LlamaDecoderLayer"] * 2
-    with pytest.raises(ValueError, match=r"cut over 2 processes, and 0.weight is a Parameter of \(2, 2\)"):
-        check_sharded(model, Launch(0, 2))

@@ -6,8 +6,19 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.runner import statistics
-from experiments.runner.statistics import detectable, difference, interval, over_seeds, permutation_test, speed_up
+from experiments.runner.statistics import (
+    Interval,
+    detectable,
+    difference,
+    fraction,
+    interval,
+    over_seeds,
+    permutation_test,
+    proportion,
+    ratios,
+    speed_up,
+    student,
+)
 
 VALUES = [0.31, 0.45, 0.12, 0.38, 0.51]
 OTHERS = [0.22, 0.18, 0.35, 0.05, 0.15]
@@ -95,5 +106,53 @@ def test_noise_against_noise_has_a_speed_up_above_zero() -> None:
     assert np.mean(null) > 0.05
 
 
-def test_draws_are_enough_for_two_digits() -> None:
-    assert statistics.DRAWS >= 10_000
+@pytest.mark.parametrize(("right", "items"), [(0, 25), (1, 25), (12, 25), (25, 25), (3, 164)])
+def test_wilsons_interval_is_that_of_scipy(right, items):
+    found, expected = proportion(right, items), scipy.stats.binomtest(right, items).proportion_ci(method="wilson")
+    assert found.numbers == pytest.approx([right / items, expected.low, expected.high])
+
+
+def test_wilsons_interval_holds_its_mean():
+    for items in (1, 20, 25, 164):
+        for right in range(items + 1):
+            found = proportion(right, items)
+            assert 0.0 <= found.low <= found.mean <= found.high <= 1.0
+
+
+def test_wilsons_interval_needs_items():
+    for right, items in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="successes of at least one item"):
+            proportion(right, items)
+
+
+def test_intervals_and_fractions() -> None:
+    gains = np.full((3, 8), 0.5) + np.linspace(-0.1, 0.1, 8)
+    found = interval(gains, draws=500)
+    assert found.mean == pytest.approx(0.5)
+    assert 0.4 < found.low < 0.5 < found.high < 0.6
+    kept = fraction(gains * 0.25, gains, draws=500)
+    assert kept is not None
+    assert (kept.mean, kept.low, kept.high) == pytest.approx((0.25, 0.25, 0.25)), "numerator and denominator are paired"
+    assert fraction(gains, gains - 0.5, draws=500) is None, "no fraction of nothing"
+
+
+def test_ratios_are_those_of_a_plain_bootstrap() -> None:
+    generator = np.random.default_rng(5)
+    part, whole = generator.integers(1, 9, (30, 2)).astype(float), generator.integers(1, 9, (30, 2)).astype(float)
+    found = ratios(part, whole, 2000)
+    assert found[:, 0] == pytest.approx(part.sum(0) / whole.sum(0))
+    expected = scipy.stats.bootstrap(
+        (part[:, 0], whole[:, 0]), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, vectorized=True,
+        method="percentile", n_resamples=4000, rng=1,
+    ).confidence_interval  # fmt: skip
+    assert found[0, 1:] == pytest.approx([expected.low, expected.high], rel=0.03)
+    assert ratios(part, 0 * whole, 10)[0, 0] == np.inf
+
+
+def test_interval_is_students():
+    values = [0.1, 0.4, 0.35, -0.2]
+    found = student(values)
+    low, high = scipy.stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=scipy.stats.sem(values))
+    assert (found.mean, found.low, found.high) == pytest.approx((sum(values) / 4, low, high))
+    assert f"{found:.3f}" == f"{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    assert student([0.5]) == Interval(0.5, -math.inf, math.inf)

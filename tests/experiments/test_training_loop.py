@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attnflow.bias.checkpoints import by_step
-from experiments.runner.training import Course, Diverged, Loop, cosine, decayed, train
+from experiments.runner.training import Course, Diverged, Loop, train
 from tests.experiments.distributed_job import fit
 from tests.experiments.toy import Toy, run_study, run_toy
 
@@ -132,26 +132,6 @@ def test_the_gradient_of_a_step_is_the_mean_over_its_parts(tmp_path: Path) -> No
     )  # fmt: skip
     assert torch.equal(seen[0], torch.tensor([[1.5, 1.5]]))
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.15, -0.15]]))
-
-
-def test_schedules_are_those_of_transformers() -> None:
-    from transformers import get_cosine_schedule_with_warmup
-
-    optimiser = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = get_cosine_schedule_with_warmup(optimiser, 3, 20)
-    mine = cosine(20, 3)
-    for step in range(20):
-        assert optimiser.param_groups[0]["lr"] == mine(step)
-        optimiser.step()
-        theirs.step()
-
-
-def test_matrices_decay_and_vectors_do_not() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    model[0].bias.requires_grad_(False)
-    matrices, vectors = decayed(model, 0.1)
-    assert [len(group["params"]) for group in (matrices, vectors)] == [1, 2]
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
 
 
 @pytest.mark.slow

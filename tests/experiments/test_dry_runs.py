@@ -1,10 +1,11 @@
-"""Every recipe at every scale is built and run for a step at a tiny width; every folder is complete."""
+"""Every recipe at every scale runs in miniature, every tiny study is summarised; every folder is complete."""
 
 import json
 import random
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ import torch
 from attnflow.models import packages
 from attnflow.models.loaded import Loaded
 from experiments.bias_comparison import data, study
+from experiments.claims.claim import Measured
+from experiments.claims.page import claims
 from experiments.daa_evaluation import study as evaluation
 from experiments.editing import study as editing
 from experiments.evaluation import sources
@@ -24,11 +27,11 @@ from experiments.geometry_corpus import study as corpus
 from experiments.knowledge_ablation import ablate
 from experiments.reader import bench as reader
 from experiments.runner import text as texts
+from experiments.runner.command import dry_run
 from experiments.runner.experiment import find, names
-from experiments.runner.jobs import Job
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
 from tests.experiments.benchmarked import language_model
-from tests.experiments.miniature import rows
+from tests.experiments.miniature import rows, run_miniature
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
@@ -109,12 +112,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     facts = [ablate.Fact("capital", subject, "Oslo", "Reykjavik") for subject in ("Norway", "Sweden", "Denmark")]
     monkeypatch.setattr(ablate, "known_facts", lambda *_: facts)
     monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
-    monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
+    monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(language_model(), tokenizer))
     monkeypatch.setattr(reader, "known_facts", lambda *_: [])
     monkeypatch.setattr(corpus, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
-    monkeypatch.setattr(corpus, "passages", lambda count: ["alpha beta gamma delta " * 20] * count)
-    monkeypatch.setattr(corpus, "works", lambda: ["hamlet"])
-    monkeypatch.setattr(corpus, "sample_text", lambda *_: "alpha beta gamma\n\ndelta gamma beta alpha\n\n" * 90)
+    monkeypatch.setattr(
+        corpus, "passages", lambda count: (["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20)[:count]
+    )
+    monkeypatch.setattr(corpus, "documents", lambda _: ["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20)
     monkeypatch.setattr("attnflow.knowledge.hf.practice.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
     monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)
     monkeypatch.setattr(Checkpoint, "is_here", True)
@@ -123,18 +127,12 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
 
 
 @pytest.mark.parametrize(("name", "scale"), RECIPES)
-def test_a_recipe_runs_at_a_tiny_width(name: str, scale: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_in_miniature(name: str, scale: str) -> None:
     experiment = find(name)
-    config = experiment.recipes[scale]()
-    setup = experiment.setup(experiment.miniature(config))
-    json.dumps(setup.about)
-    jobs = [job for job in setup.plan.first if job != Job("base")]
-    of_part = {job.arm.split()[0]: job for job in jobs} if name == "bias_comparison" else {"": jobs[0]}
-    assert of_part
-    for job in of_part.values():
-        folder = tmp_path / job.name
-        folder.mkdir()
-        assert json.loads(json.dumps(setup.run(job, folder, lambda *_: None)))
+    config, arms = experiment.recipes[scale](), []
+    if name == "bias_comparison":  # of whose parts each has arms, tasks and data of its own
+        arms = [f"{part.name} {part.arms[0]}" for part in experiment.miniature(config).parts]
+    assert dry_run(experiment, config, arms).endswith("ran; nothing was kept")
 
 
 def test_published_data_are_streamed_by_name(tmp_path: Path, tokenizer: Any) -> None:
@@ -165,6 +163,38 @@ def test_a_short_data_set_has_the_rows_it_has(tmp_path: Path, tokenizer: Any, mo
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"content": "alpha"}])
     with pytest.raises(ValueError, match='rows without text under "text"; they have content'):
         stream_rows("other", tokenizer, 4, 2, tmp_path)
+
+
+FEWER = {  # arms, where a miniature has more than a test needs
+    "bias_comparison": lambda config: replace(
+        config,
+        parts=tuple(replace(part, arms=ARMS[part.name]) for part in config.parts if part.name in ARMS),
+    ),
+    "geometry_init": lambda config: replace(config, masked=("default", "scaled"), causal=("default", "scaled")),
+}
+ARMS = {
+    "text": ("plain", "dense", "key", "guidance"),
+    "tuned": ("lora", "guidance"),
+    "recall": ("plain", "guidance"),
+    "sums": ("plain", "alibi", "guidance"),
+    "knobs": ("width 64", "width 128", "every layer", "He init"),
+    "changes": ("same text", "new text"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_a_study_in_miniature_is_summarised_and_judged(name: str, tmp_path: Path) -> None:
+    experiment = find(name)
+    config = FEWER.get(name, lambda config: config)(experiment.miniature(experiment.recipes["tiny"]()))
+    assert run_miniature(experiment, tmp_path, config)
+    results = tmp_path / "results"
+    assert json.loads((results / "results.json").read_text())
+    assert len((results / "results.csv").read_text().splitlines()) > 1
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in results.glob("*.png"))
+    own = {one.number for one in claims() if isinstance(one.by, Measured) and one.by.experiment == name}
+    if name != "daa_evaluation":  # whose miniature leaves out a benchmark that its rule needs
+        assert {one.claim for one in experiment.judge(results)} <= own
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,0 +1,351 @@
+"""Verdicts follow from figures by the rules that were written before the runs; figures are paired right."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.daa_cost.recipe import judge as judge_cost
+from experiments.daa_cost.summary import costs
+from experiments.daa_evaluation.recipe import judge as judge_evaluation
+from experiments.daa_evaluation.summary import values_of
+from experiments.editing.summary import outcomes, table
+from experiments.evaluation import command
+from experiments.evaluation.measure import Score
+from experiments.facts import summary as facts
+from experiments.facts.world import GROUPS
+from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
+from experiments.geometry_corpus.recipe import judge as judge_corpus
+from experiments.knowledge_ablation.recipe import EXPERIMENT as ABLATION
+from experiments.knowledge_answers.recipe import judge as judge_answers
+from experiments.knowledge_answers.study import SUPERVISED
+from experiments.knowledge_scaling.recipe import judge as judge_scaling
+from experiments.knowledge_scaling.summary import gains, name
+from experiments.knowledge_twins.recipe import judge as judge_twins
+from experiments.knowledge_twins.summary import KINDS, Curve
+from experiments.runner.files import write
+from experiments.runner.jobs import Record
+from experiments.runner.study import read_study
+
+
+def test_costs_are_those_of_table_5() -> None:
+    seconds = {"base": {"training": 1.0, "decoding": 2.0}, "arm": {"training": 1.25, "decoding": 2.5}}
+    rounds = [{"seconds": seconds}, {"seconds": {**seconds, "base": {"training": 2.0, "decoding": 4.0}}}]
+    rounds[1]["seconds"]["arm"] = {"training": 2.5, "decoding": 5.0}
+    assert costs(rounds, "arm", "training") == pytest.approx([0.2, 0.2, 0.2])
+    assert costs(rounds, "arm", "decoding") == pytest.approx([0.25, 0.25, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("training", "decoding", "verdict"),
+    [
+        ((0.08, 0.07, 0.10), (0.12, 0.11, 0.13), "confirmed"),
+        ((0.02, 0.01, 0.03), (0.03, 0.02, 0.04), "corrected"),
+        ((0.02, 0.01, 0.03), (0.12, 0.11, 0.13), "not confirmed"),
+        ((0.02, 0.01, 0.03), (0.30, 0.25, 0.35), "refuted"),
+    ],
+)
+def test_the_rule_of_costs(
+    training: tuple[float, float, float], decoding: tuple[float, float, float], verdict: str, tmp_path: Path
+) -> None:
+    arm = "guidance, every other"
+    shape = {"operations of the base": 100, "operations of g in a layer": {"concatenated": 16, "separated": 1}}
+    content = {
+        "shape": "LLaMA-2-7B",
+        "device": "cuda",
+        "length": 2048,
+        "cost": {arm: {"training": training, "decoding": decoding}},
+        "shapes": {"LLaMA-2-7B": {**shape, "arms": {arm: {"layers": 16}}}},
+    }
+    write(tmp_path / "results.json", content)
+    (found,) = judge_cost(tmp_path)
+    assert found.verdict == verdict
+    assert "256 % as algorithm 1 prints it and 16.0 % separated" in found.sentence
+    write(tmp_path / "results.json", {**content, "device": "cpu"})
+    assert judge_cost(tmp_path)[0].verdict == "not testable here"
+
+
+def scored(name: str, values: list[float], total: int = 100) -> dict[str, Any]:
+    score = Score(name, "accuracy", tuple(values), total)
+    return json.loads(json.dumps(command.plain(score)))
+
+
+def judged(tmp_path: Any, runs: dict[str, dict[str, list[float]]], **more: Any) -> dict[str, Any]:
+    rows = values_of(
+        [
+            {"job": {"arm": arm, "seed": 0}, "scores": {name: scored(name, values) for name, values in scores.items()}}
+            for arm, scores in runs.items()
+        ]
+    )
+    (tmp_path / "results.json").write_text(json.dumps({"rows": rows, "not_run": {"quality": "no data"}, **more}))
+    return {one.claim: one for one in judge_evaluation(tmp_path)}
+
+
+def some(right: int, items: int = 50) -> list[float]:
+    return [1.0] * right + [0.0] * (items - right)
+
+
+@pytest.mark.parametrize(
+    ("base", "guidance", "verdict"),
+    [
+        (0, 4, "not testable here"),
+        (2, 20, "confirmed"),
+        (20, 2, "refuted"),
+        (10, 11, "not confirmed"),
+        (10, 10, "not confirmed"),
+    ],
+)
+def test_claims_are_judged_by_the_paired_interval(tmp_path, base, guidance, verdict):
+    runs = {
+        name: {"humaneval": some(right), "gsm8k zero-shot": some(right)}
+        for name, right in (("base", base), ("guidance", guidance))
+    }
+    found = judged(tmp_path, runs)
+    assert found["D8"].verdict == found["D9"].verdict == verdict
+    assert found["D10"].verdict == "not testable here"
+    assert "no data" in found["D10"].sentence
+
+
+@pytest.mark.parametrize(
+    ("own", "thought", "consistent", "verdict"),
+    [(40, 10, 1, "confirmed"), (10, 40, 1, "refuted"), (20, 20, 2, "not confirmed"), (1, 1, 0, "not testable here")],
+)
+def test_prompting_is_beaten_or_not(tmp_path, own, thought, consistent, verdict):
+    """Self-consistency has a tenth of the items, which are some of the others."""
+    zero = {"humaneval": some(0), "gsm8k zero-shot": some(0)}
+    prompted = {"gsm8k chain of thought": some(thought), "gsm8k self-consistency": some(consistent, 5)}
+    found = judged(tmp_path, {"base": {**zero, **prompted}, "guidance": {**zero, "gsm8k zero-shot": some(own)}})
+    assert found["D11"].verdict == verdict
+
+
+def test_nothing_is_judged_before_the_arm_has_run(tmp_path):
+    assert judged(tmp_path, {"base": {"humaneval": some(9)}}) == {}
+
+
+def test_gains_are_paired_by_seed() -> None:
+    losses = {(32, 8): (3.0, 3.2, 9.0), (32, 24): (2.5, 2.6), (64, 8): (2.4, 2.5), (64, 24): (2.2, 2.4)}
+    curves: dict[str, Curve] = {}
+    for place, ends in losses.items():
+        runs: dict[int, Record] = {seed: {} for seed in range(len(ends))}
+        curves[name(*place)] = Curve(name(*place), 1e-3, runs, (0, 1), np.array([[9.0, end] for end in ends]))
+    found = {one["name"]: one["each"] for one in gains(curves, (32, 64), (8, 24))}
+    assert list(found) == [
+        "24 entries for 8, width 32", "24 entries for 8, width 64", "width 64 for 32, 8 entries",
+        "width 64 for 32, 24 entries", "interaction", "width 32 with 24 less width 64 with 8",
+    ]  # fmt: skip
+    assert found["24 entries for 8, width 32"] == pytest.approx([0.5, 0.6])
+    assert found["width 64 for 32, 8 entries"] == pytest.approx([0.6, 0.7])
+    assert found["interaction"] == pytest.approx([0.3, 0.5])
+    assert found["width 32 with 24 less width 64 with 8"] == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("stores", "both", "verdict"),
+    [
+        (0.1, 0.0, "confirmed"),
+        (0.0, 0.0, "refuted"),
+        (0.1, 0.1, "refuted"),
+        (0.1, -0.1, "refuted"),
+        (0.02, 0.0, "not confirmed"),
+        (0.1, 0.02, "not confirmed"),
+    ],
+)
+def test_the_rule_of_scaling(stores: float, both: float, verdict: str, tmp_path: Path) -> None:
+    found = {f"24 entries for 8, width {width}": stores for width in (32, 64)} | {"interaction": both}
+    rows = [{"name": key, "nats": [value, value - 0.01, value + 0.01]} for key, value in found.items()]
+    write(tmp_path / "results.json", {"widths": [32, 64], "entries": [8, 24], "gains": rows})
+    assert judge_scaling(tmp_path)[0].verdict == verdict
+    write(tmp_path / "results.json", {"widths": [32, 64], "entries": [8, 24], "gains": rows[:2]})
+    assert judge_scaling(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("soft", "best", "verdict"),
+    [
+        ((0.95, 0.92, 0.97), (0.1, 0.0, 0.2), "confirmed"),
+        ((0.3, 0.2, 0.4), (0.1, 0.0, 0.2), "refuted"),
+        ((0.8, 0.7, 0.95), (0.1, 0.0, 0.2), "not confirmed"),
+    ],
+)
+def test_the_rule_of_answers_alone(
+    soft: tuple[float, ...], best: tuple[float, ...], verdict: str, tmp_path: Path
+) -> None:
+    arms = [
+        {"arm": name, "sizes": {"64": {"right": value}}}
+        for name, value in {"softmax grown": soft, "best grown": best, SUPERVISED: (0.5, 0.4, 0.6)}.items()
+    ]
+    write(tmp_path / "results.json", {"pool": 64, "arms": arms})
+    (found,) = judge_answers(tmp_path)
+    assert (found.claim, found.verdict) == ("K14", verdict)
+    assert "with supervised reading 50%" in found.sentence
+    write(tmp_path / "results.json", {"pool": 64, "arms": arms[:1]})
+    assert judge_answers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), "confirmed"),
+        ((0.1, 0.1, 0.0, 0.0), "refuted"),
+        ((0.0, 0.0, -0.1, 0.1), "refuted"),
+        ((0.0, 0.1, 0.0, 0.1), "not confirmed"),
+    ],
+)
+def test_the_rule_of_twins(losses: tuple[float, ...], verdict: str, tmp_path: Path) -> None:
+    assert judge_of(tmp_path, losses, 0.01) == verdict
+    if verdict != "refuted":
+        assert judge_of(tmp_path, losses, math.inf) == "not confirmed"
+    write(tmp_path / "results.json", {"differences": [], "arms": []})
+    assert judge_twins(tmp_path) == []
+
+
+@pytest.mark.parametrize(("shares", "verdict"), [([0.4, 0.1], "corrected"), ([0.4, 0.5], "refuted")])
+def test_half_of_the_entries_are_no_selection(tmp_path: Path, shares: list[float], verdict: str) -> None:
+    arms = [{"arm": "shared", "active": shares}, {"arm": "gated shared", "active": [0.5, 0.5]}]
+    judge_of(tmp_path, (0.0, 0.0, 0.0, 0.0), 0.01, arms)
+    assert [(one.claim, one.verdict) for one in judge_twins(tmp_path)][1:] == [("K6", verdict)]
+
+
+def judge_of(folder: Path, losses: tuple[float, ...], half: float, arms: Sequence[object] = ()) -> str:
+    names = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
+    found = [{"name": name, "loss": [x, x - half, x + half]} for name, x in zip(names, losses, strict=True)]
+    write(folder / "results.json", {"differences": found, "arms": arms})
+    return judge_twins(folder)[0].verdict
+
+
+@pytest.mark.parametrize(
+    ("encoders", "decoders", "verdict"),
+    [((0.5, 0.4), (0.1, 0.2), "confirmed"), ((0.5, 0.1), (0.2,), "not confirmed"), ((0.1,), (0.2, 0.3), "refuted")],
+)
+def test_the_rule_of_checkpoints(
+    encoders: tuple[float, ...], decoders: tuple[float, ...], verdict: str, tmp_path: Path
+) -> None:
+    rows = [
+        {"model": "m", "modality": "audio", "side": side, "symmetry": value, "directionality": value}
+        for side, values in {"encoder": encoders, "decoder": decoders}.items()
+        for value in values
+    ]
+    write(tmp_path / "results.json", {"parts": rows})
+    found = judge_checkpoints(tmp_path)
+    assert [one.verdict for one in found[:2]] == [verdict] * 2
+    assert found[2].verdict == ("not testable here" if verdict == "confirmed" else "not confirmed")
+    assert "No model of vision." in found[2].sentence
+
+
+def model(**changes: float) -> dict[str, object]:
+    row = {"negative weights": 0, "largest error of a sum": 1e-6, "largest error of a head": 1e-6}
+    means = {"order, the model's own scores": 1.0, "order, form of a head": 1.0, "within the hull of tokens": 1.0}
+    means["distance to the hull of tokens"] = 0.0
+    return {"model": "m", **row, **{name: [changes.get(name, value)] * 3 for name, value in means.items()}}
+
+
+def text(objective: str, cut: str, apart: int, above: int = 50) -> dict[str, object]:
+    exact = 0.0 if objective == "causal" else None
+    row = {"objective": objective, "cut": cut, "tokens": 100, "apart": apart, "above": above}
+    return {**row, "from the formula": exact}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "confirmed"),
+        ({"order, form of a head": 0.8}, "corrected"),
+        ({"within the hull of tokens": 0.5}, "corrected"),
+        ({"order, the model's own scores": 0.9}, "refuted"),
+    ],
+)
+def x_of_combinations(changes: dict[str, float], verdict: str, tmp_path: Path) -> None:
+    write(tmp_path / "results.json", {"models": [model(), model(**changes)], "texts": []})
+    assert judge_corpus(tmp_path)[0].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("packed", "above", "beginnings", "masked", "verdict"),
+    [
+        (40, 70, 90, 5, "confirmed"),
+        (40, 50, 90, 5, "corrected"),
+        (5, 70, 90, 5, "corrected"),
+        (5, 50, 30, 5, "refuted"),
+        (40, 70, 90, 20, "refuted"),
+    ],
+)
+def x_of_counts(packed: int, above: int, beginnings: int, masked: int, verdict: str, tmp_path: Path) -> None:
+    rows = [text("causal", "packed", packed, above), text("causal", "beginnings", beginnings)]
+    rows += [text("causal", "shuffled", 5), text("masked", "packed", masked)]
+    write(tmp_path / "results.json", {"models": [], "texts": rows})
+    assert judge_corpus(tmp_path)[1].verdict == verdict
+
+
+def edited(subject, before, after, kept):
+    common = {"other_facts_kept": kept, "other_facts_leaked": [False], "text": 3.0}
+    return {
+        "fact": {"relation": "capital", "subject": subject},
+        "held_out": True,
+        "before": {"is_answer": before, "is_other": [False] * 3, **common, "other_facts_kept": [True]},
+        "arms": {"least change": {"is_answer": [False] * 3, "is_other": after, **common, "relative_change": 0.1}},
+    }
+
+
+def test_shares_are_of_prompts_and_of_those_that_the_model_understood():
+    runs = [
+        edited("Norway", [True, True, False], [True, True, False], [True]),
+        edited("Sweden", [True, False, False], [True, False, True], [False]),
+    ]
+    before, after = outcomes(runs)
+    assert (before.arm, after.arm, after.count) == ("before", "least change", 2)
+    means = {name: value.mean for name, value in after.quantities.items()}
+    # Sweden has no paraphrase that the model understood: the mean is of Norway alone.
+    assert means["paraphrases understood"] == 1
+    assert (means["fact"], means["paraphrases"], means["understood"], means["kept"]) == (1, 0.5, 0.25, 0.5)
+    assert "25 %" in table([before, after])
+    nothing = outcomes([edited("Sweden", [True, False, False], [True, False, True], [False])])
+    assert "paraphrases understood" not in nothing[1].quantities
+    assert "-" in table(nothing)
+
+
+def write_run(folder: Path, seed: int, said: str) -> None:
+    names = ("entries", "best entries", "context", "context, 1 fact", "context or unknown", "shuffled entries")
+    told = [
+        {"size": size, "way": way, "phase": phase, "group": group, "wording": wording, "said": said}
+        for size in (64, 256)
+        for way in names
+        for phase in ("before", "after")
+        for group in GROUPS
+        for wording in ("trained", "paraphrased")
+    ]
+    times = {"recall": {"trained": {"1": 0.5 + seed / 2}}, "milliseconds": dict.fromkeys(names, 2.0 + seed)}
+    run = {"arm": "main", "seed": seed, "told": told, "sizes": [{"size": size, **times} for size in (64, 256)]}
+    (folder / "runs").mkdir(exist_ok=True)
+    (folder / "study.json").write_text("{}", encoding="utf-8")
+    (folder / "runs" / f"main-{seed}.json").write_text(json.dumps(run), encoding="utf-8")
+
+
+def test_shares_are_over_seeds_and_questions(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, "rrrr")
+    write_run(tmp_path, 1, "roux")
+    runs = read_study(tmp_path)[1]
+    share = facts.shares(runs)[0]
+    assert (share.seeds, share.questions) == (2, 4)
+    assert share.right.mean == 0.625
+    assert share.right.low < 0.625 < share.right.high
+    assert share.right_by_seed == [1.0, 0.25]
+    assert (share.old, share.unknown, share.other) == (0.125, 0.125, 0.125)
+    spent = facts.costs(runs)["main"][64]
+    assert spent["recall"]["trained"]["1"] == 0.75
+    assert spent["milliseconds"]["entries"] == 2.5
+
+
+def test_committed_results_are_those_of_the_committed_runs(tmp_path):
+    committed = ABLATION.results("tiny")
+    ABLATION.summarise(committed, tmp_path)
+    for file in ("results.csv", "results.json"):
+        assert (tmp_path / file).read_text() == (committed / file).read_text()
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_DRAWS", 20)
