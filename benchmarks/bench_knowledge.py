@@ -121,8 +121,6 @@ def folded_top_k(found: Scene) -> Callable[[Tensor], Tensor]:
 def approximate(found: Scene) -> Callable[[Tensor], Tensor]:
     found.reader.retrieval = Retrieval(k=found.k, search="approximate")
     source = IndexedEntries(found.entries, found.reader.threshold_columns(found.entries), search="approximate")
-    queries = found.reader.attention.project_query(torch.randn(256, WIDTH))[0, :, 0]
-    source.index.calibrate(queries, found.k, 0)
     return lambda hidden: found.reader(hidden, source)
 
 

@@ -7,7 +7,7 @@ from attnflow.knowledge import Retrieval
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
 from attnflow.knowledge.layered import readers
-from attnflow.knowledge.monitor.activity import activity
+from attnflow.knowledge.usage import activity
 from tests.models import tiny, tokens
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_entries": 24}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval
 from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.duplication import duplicates
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
-from attnflow.knowledge.monitor.activity import Activity, active
-from attnflow.knowledge.monitor.duplication import duplicates
+from attnflow.knowledge.usage import Activity, active
 
 
 def reading(fires, layer=0, ids=None):
@@ -160,7 +160,7 @@ def test_duplicates_are_those_of_all_pairs(seed, threshold, count):
     rows = rows + 0.2 * torch.randn(count, 4, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
     rows[torch.rand(count, generator=generator) < 0.05] = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnflow.knowledge.monitor.pairs._ROWS", 7)
+        patch.setattr("attnflow.knowledge.duplication._ROWS", 7)
         found = duplicates(rows, threshold)
     pairs, groups = by_hand(rows, threshold)
     assert (found.pairs, set(found.groups)) == (pairs, groups)

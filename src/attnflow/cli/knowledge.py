@@ -1,9 +1,8 @@
-"""`attnflow knowledge ...` on a store: build, search, insert, delete, stats, reembed."""
+"""`attnflow knowledge ...` on a store: build, search, insert, delete, stats."""
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from attnflow.cli import _models
 from attnflow.cli._models import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, working
 
@@ -38,7 +36,7 @@ Mode = StrEnum("Mode", {"auto": "auto", "exact": "exact", "approximate": "approx
 
 @app.command("build")
 def build(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, milvus:FILE.db or milvus:http://HOST.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, or s3://BUCKET/PATH.")],
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A text file, or .jsonl with text, or key and value; source.")
     ] = None,
@@ -60,8 +58,8 @@ def build(
     if (file is None) == (from_model is None):
         raise BadUsage("give a FILE or --from-model, one of them")
     require(encoder if from_model is None else from_model)
-    from attnflow.knowledge import texts
-    from attnflow.knowledge.store.backends import check_uri
+    from attnflow.knowledge.hf import texts
+    from attnflow.knowledge.store.table import check_uri
 
     _refuse_memory(store)
     check_uri(store)
@@ -93,7 +91,7 @@ def search(
     Embeds the text by the encoder that made the entries, and lists those with the highest scores: ids, scores, texts,
     sources, and whether the search was exact.
     """
-    from attnflow.knowledge import texts
+    from attnflow.knowledge.hf import texts
 
     with working(f"opening {store}"), opened(store, search=mode.value) as held:
         matches = texts.search(held, query, k, above=above, encoder=encoder)
@@ -101,7 +99,7 @@ def search(
     if matches.other_encoders:
         print(
             f"attnflow: {matches.other_encoders:,} of {matches.total:,} entries were made by another encoder, and "
-            f"their scores do not compare: `attnflow knowledge reembed {store}`",
+            f"their scores do not compare: build a store of all texts by one encoder",
             file=sys.stderr,
         )
 
@@ -133,7 +131,7 @@ def insert(
     New ones get ids that were never used before, or those of --new-id; with --id, the entry keeps its id and gets the
     next version.
     """
-    from attnflow.knowledge import texts
+    from attnflow.knowledge.hf import texts
     from attnflow.knowledge.records import read_records, readable, records
 
     if (file is None) == (not text):
@@ -181,70 +179,21 @@ def delete(
 def stats(
     store: _StoreArgument,
     duplicates: Annotated[bool, typer.Option("--duplicates", help="Look for entries that say the same.")] = False,
-    contradictions: Annotated[
-        bool, typer.Option("--contradictions", help="Look for keys that are near with values that disagree.")
-    ] = False,
-    ask: Annotated[
-        str | None, typer.Option("--ask", metavar="MODEL", help="A language model that tells such entries apart.")
-    ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option("--threshold", metavar="X", help="The cosine of duplicates (0.95), or of near keys (0.9)."),
-    ] = None,
-    drift: Annotated[bool, typer.Option("--drift", help="Embed a sample again, and compare.")] = False,
-    sample: Annotated[
-        int, typer.Option("--sample", metavar="N", min=1, help="Entries of each encoder version to compare.")
-    ] = 256,
-    encoder: _EncoderOption = None,
+    threshold: Annotated[float, typer.Option("--threshold", metavar="X", help="The cosine of duplicates.")] = 0.95,
     json_output: JsonFlag = False,
 ) -> None:
     """Show a store in numbers.
 
-    How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates, contradictions or drift
-    and found some.
+    How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates and found some.
     """
-    if ask is not None and not contradictions:
-        raise BadUsage("--ask MODEL is about --contradictions: give both")
-    if ask is not None:
-        _models.require(ask)
-    from attnflow.knowledge import texts
+    from attnflow.knowledge.hf import texts
 
-    with working(f"opening {store}") as spinner, opened(store) as held, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
+    with working(f"opening {store}") as spinner, opened(store) as held:
         inspection = texts.inspect(
-            held,
-            threshold=(0.95 if threshold is None else threshold) if duplicates else None,
-            near=(0.9 if threshold is None else threshold) if contradictions else None,
-            model=None if ask is None else _models.load(ask),
-            sample=sample if drift else None,
-            encoder=encoder,
-            progress=_shown(spinner, "comparing"),
+            held, threshold=threshold if duplicates else None, progress=_shown(spinner, "comparing")
         )
     _show(inspection, json_output)
     raise typer.Exit(0 if inspection.ok else 1)
-
-
-@app.command("reembed")
-def reembed(
-    store: _TextsArgument,
-    encoder: Annotated[
-        str | None, typer.Option("--encoder", metavar="MODEL", help="Default: the one that made the entries, as it is.")
-    ] = None,
-    json_output: JsonFlag = False,
-) -> None:
-    """Embed entries anew.
-
-    Those that another encoder version made, from their texts, batch by batch. If it is interrupted, the same command
-    goes on where it was.
-    """
-    from attnflow import knowledge
-
-    opening = opened(store, read_only=False, search="exact")
-    with working(f"opening {store}") as spinner, opening as held, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # texts that are too long were reported when they were written
-        now = knowledge.TextEncoder.of(held, encoder, current=True)
-        done = knowledge.reembed(held, now, progress=_shown(spinner, "embedding"))
-    _show(done, json_output, f"{store}: {done}")
 
 
 @contextmanager
@@ -257,8 +206,8 @@ def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> 
     from attnflow.knowledge.store import Store
 
     _refuse_memory(uri)
-    path = Path(uri.removeprefix("milvus:"))
-    if not uri.startswith("milvus:http") and not path.is_file() and not (path.is_dir() and any(path.iterdir())):
+    path = Path(uri)
+    if "://" not in uri and not (path.is_dir() and any(path.iterdir())):
         raise BadUsage(f"there is no store at {uri}: `attnflow knowledge build {uri} FILE` makes one")
     try:
         with Store.open(uri, read_only=read_only, search=search) as store:

@@ -2,8 +2,8 @@
 
 The function itself is in `attention`, its entries are in `base`, `layered` has the layers that read them, `conditions`
 says when feed-forward layers are of this form; `memory_layer/` is what a model reads and by which search, `index/`
-searches, `certificate` says what that promises, `store/` keeps entries; `provenance` holds what fired, `monitor/` says
-how a base ages. What needs a transformers model is in `hf/`, and reachable from here.
+searches, `certificate` says what that promises, `store/` keeps entries; `provenance` holds what fired, `usage` and
+`duplication` say how a base is used. What needs a transformers model is in `hf/`, and reachable from here.
 """
 
 from typing import TYPE_CHECKING
@@ -14,9 +14,10 @@ from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.provenance import Trace
-from attnflow.knowledge.store import Store, StoreError
+from attnflow.knowledge.store import Store
 
 if TYPE_CHECKING:
+    from attnflow.knowledge.duplication import duplicates
     from attnflow.knowledge.hf import texts
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
@@ -26,11 +27,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
-    from attnflow.knowledge.monitor.activity import activity
-    from attnflow.knowledge.monitor.contradiction import contradictions
-    from attnflow.knowledge.monitor.duplication import duplicates
-    from attnflow.knowledge.monitor.reembedding import drift, reembed
-    from attnflow.knowledge.monitor.sparse import sparsity
+    from attnflow.knowledge.usage import activity
 
 __all__ = [
     "GeneralizedCrossAttention",
@@ -39,21 +36,16 @@ __all__ = [
     "ModularForCausalLM",
     "Retrieval",
     "Store",
-    "StoreError",
     "TextEncoder",
     "Trace",
     "activity",
     "attach",
     "conditions",
-    "contradictions",
-    "drift",
     "duplicates",
     "edit",
     "fit_reader",
     "from_ffn",
-    "reembed",
     "save_entries",
-    "sparsity",
     "texts",
     "to_ffn",
     "trace",
@@ -61,8 +53,10 @@ __all__ = [
 
 
 def _home(name: str) -> object:
-    if name in ("activity", "contradictions", "drift", "duplicates", "reembed", "sparsity"):  # with SciPy
-        from attnflow.knowledge import monitor as home
+    if name == "activity":
+        from attnflow.knowledge import usage as home
+    elif name == "duplicates":  # with SciPy
+        from attnflow.knowledge import duplication as home
     else:
         from attnflow.knowledge import hf as home
     return home

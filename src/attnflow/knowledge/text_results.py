@@ -10,9 +10,7 @@ from attnflow._core.checks import preview
 from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.results import Result
 from attnflow.knowledge.certificate import Neighbours
-from attnflow.knowledge.monitor.contradiction import Contradictions
-from attnflow.knowledge.monitor.duplication import Duplicates
-from attnflow.knowledge.monitor.reembedding import Drift
+from attnflow.knowledge.duplication import Duplicates
 from attnflow.knowledge.records import readable
 from attnflow.knowledge.store import Store, StoreStats
 
@@ -23,7 +21,7 @@ class Written(Result):
 
     Attributes:
         store: where it is.
-        backend: "lancedb", "memory" or "milvus".
+        backend: "lancedb", or "memory".
         entries: that it holds now.
         dim: width of an embedding.
         ids: of the entries that were written; fewer than it holds where a build went on after an interruption.
@@ -120,29 +118,21 @@ class Inspection(Result):
         store: the numbers.
         duplicates: groups of entries that say the same, or None.
         texts: of the first entry of each of the first groups.
-        drift: or None.
-        contradictions: entries with near keys and values that disagree, or None.
     """
 
     store: StoreStats
     duplicates: Duplicates | None
     texts: tuple[str | None, ...]
-    drift: Drift | None
-    contradictions: Contradictions | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether no entries say the same or contradict each other and none have drifted, where that was asked for."""
-        return all(one is None or one.ok for one in (self.duplicates, self.contradictions, self.drift))
+        """Whether no entries say the same, where that was asked for."""
+        return self.duplicates is None or self.duplicates.ok
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """One row: the numbers of the store, entries that could go, pairs that disagree, versions that have drifted."""
-        more = {
-            "surplus": None if self.duplicates is None else self.duplicates.surplus,
-            "contradictions": None if self.contradictions is None else self.contradictions.pairs,
-            "drifted": None if self.drift is None else not self.drift.ok,
-        }
-        return [{**row, **more} for row in self.store.rows()]
+        """One row: the numbers of the store, and how many entries could go."""
+        surplus = None if self.duplicates is None else self.duplicates.surplus
+        return [{**row, "surplus": surplus} for row in self.store.rows()]
 
     def __str__(self) -> str:
         said = [str(self.store)]
@@ -155,10 +145,6 @@ class Inspection(Result):
             more = len(self.duplicates.groups) - len(rows)
             said += [aligned([["entries", "ids", "text of the first"], *rows], left=[1, 2])] if rows else []
             said += [f"and {plural(more, 'more group')}"] if more else []
-        if self.contradictions is not None:
-            said += ["", f"contradictions {self.contradictions}"]
-        if self.drift is not None:
-            said += ["", f"drift {self.drift}"]
         return "\n".join(said)
 
 

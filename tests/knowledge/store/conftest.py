@@ -1,4 +1,4 @@
-"""The backends that every test of a store's semantics runs on."""
+"""The places that every test of a store's semantics runs on."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from attnflow.knowledge.store import Store
 
-BACKENDS = ["memory", "lancedb", "milvus"]
+BACKENDS = ["memory", "lancedb"]
 
 
 def place_of(backend, directory):
     """Where a store of this backend goes."""
-    return {"memory": "memory", "lancedb": str(directory / "store"), "milvus": f"milvus:{directory}/store.db"}[backend]
+    return {"memory": "memory", "lancedb": str(directory / "store")}[backend]
 
 
 @pytest.fixture(params=BACKENDS)

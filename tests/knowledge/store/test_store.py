@@ -208,16 +208,7 @@ def test_stats_count(store):
     assert stats.encoders == {"one": 3, "two": 2}
     assert stats.mode == "exact"
     assert stats.reason
-    assert (stats.bytes_on_disk == 0) == (store.backend == "memory")
-
-
-def test_recall_calibration_and_reindexing(store):
-    store.insert(embeddings=torch.randn(50, 4))
-    expected = store.search(torch.ones(4), 5).ids
-    assert store.recall(torch.randn(8, 4), k=5) == 1.0
-    store.calibrate(torch.randn(8, 4), k=5)
-    store.reindex()
-    assert store.search(torch.ones(4), 5).ids.tolist() == expected.tolist()
+    assert (stats.bytes_on_disk is None) == (store.backend == "memory")
 
 
 def test_vectors_may_be_of_any_real_kind(store):
@@ -310,7 +301,7 @@ def test_what_is_not_there_is_not_in_a_store(store, key):
         "1" in store  # noqa: B015
 
 
-@pytest.mark.parametrize("uri", ["", "postgres://somewhere/store", "http://somewhere:19530", "s3://bucket/store"])
+@pytest.mark.parametrize("uri", ["", "postgres://somewhere/store", "http://somewhere:19530"])
 def test_a_place_that_is_none_is_refused_and_nothing_is_made(uri, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="uri must be a directory"):

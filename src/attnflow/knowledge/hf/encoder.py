@@ -147,7 +147,7 @@ class TextEncoder:
         if not current and name is None:
             raise ValueError(
                 f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
-                f" `attnflow knowledge reembed {store.uri}` embeds them anew; --encoder {chosen} searches all the same"
+                f" build the store anew, or name the encoder to search all the same (--encoder {chosen})"
             )
         return encoder
 

@@ -39,7 +39,7 @@ def encoder_of(store: Store) -> str:
     if len(encoders) > 1:
         raise ValueError(
             f"the entries of {store.uri} were made by {len(encoders)} encoders ({preview(encoders)}), and their scores "
-            f"do not compare: `attnflow knowledge reembed {store.uri}`"
+            f"do not compare: build a store of their texts by one encoder"
         )
     return next(iter(encoders), "")
 
@@ -52,7 +52,7 @@ def check_store(store: Store, entry_dim: int, encoder: str) -> None:
     if here != encoder:
         raise ValueError(
             f"the reader was made for entries by {encoder or 'an encoder without a name'}, those of {store.uri} are by "
-            f"{here or 'an encoder without a name'}: `attnflow knowledge reembed` makes them anew"
+            f"{here or 'an encoder without a name'}: build a store of the same texts by the first"
         )
 
 

@@ -24,8 +24,7 @@ from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
 from attnflow.knowledge.questions import NEAR, READ
-from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.errors import StoreError
+from attnflow.knowledge.store import Store, StoreError
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal
 from attnflow.models.inputs import ordinary_tokens, sparing
 from attnflow.models.interception import AttentionCall, Output, Proceed, intercept

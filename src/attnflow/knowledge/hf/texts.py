@@ -13,18 +13,15 @@ import numpy as np
 from attnflow._core.checks import Indices, preview
 from attnflow._core.markup import plural
 from attnflow._core.progress import Progress
+from attnflow.knowledge.duplication import duplicates
 from attnflow.knowledge.hf.asking import ask as ask
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.sync import MADE_BY, save_entries
 from attnflow.knowledge.index import Mode
-from attnflow.knowledge.monitor.contradiction import contradictions
-from attnflow.knowledge.monitor.duplication import duplicates
-from attnflow.knowledge.monitor.reembedding import drift
 from attnflow.knowledge.records import SEPARATOR, Record, Split, read_records
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.text_results import Inspection, Match, Matches, Written
-from attnflow.models.loaded import Loaded
 from attnflow.models.loader import load_model
 
 _WINDOW: Final = 1024  # entries of one write
@@ -179,33 +176,21 @@ def inspect(
     store: Store,
     *,
     threshold: float | None = None,
-    near: float | None = None,
-    model: Loaded | None = None,
-    sample: int | None = None,
-    encoder: str | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """A store in numbers; where asked for with entries that say the same or contradict each other, and with drift.
+    """A store in numbers; where asked for with entries that say the same.
 
     Args:
         store: any.
         threshold: the cosine from which two entries are duplicates; None: do not look for them.
-        near: the cosine from which two keys are near, so that their values must agree; None: do not compare them.
-        model: asked whether it keeps such entries apart, see `contradictions`.
-        sample: entries of each encoder version to embed again; None: do not look for drift.
-        encoder: its name; by default the one that made the entries.
         progress: called as progress(done, total, what).
 
     Raises:
-        ValueError: as `duplicates`, `contradictions`, `drift` and `TextEncoder.of`.
+        ValueError: as `duplicates`.
     """
     same = None if threshold is None else duplicates(store, threshold, progress=progress)
-    against = None
-    if near is not None:
-        against = contradictions(store, TextEncoder.of(store, encoder), near, model=model, progress=progress)
-    moved = None if sample is None else drift(store, TextEncoder.of(store, encoder, current=True), sample)
     texts = tuple(entry.text for entry in store.get([group[0] for group in same.groups[:_GROUPS]])) if same else ()
-    return Inspection(store.stats(), same, texts, moved, against)
+    return Inspection(store.stats(), same, texts)
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""The rows of an index, and exact search: all scores, block by block; the best are kept, the active ones counted.
+"""Exact search: all scores, block by block; the best are kept, the active ones counted.
 
 Products are NumPy's: its matrix-vector product ran at 15 to 22 GB/s on one core where PyTorch's ran at 8.
 """
@@ -11,59 +11,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Int, Shaped
 from torch import Tensor
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 _SCORES: Final = 1 << 21  # scores held at once: 8 MB
 _QUERIES: Final = 256
 _ROWS: Final = 1 << 16
-_GROWTH: Final = 1.5
-
-
-class GrowingMatrix:
-    """Rows 0 to n - 1 of one width; adding one costs O(width) on average."""
-
-    def __init__(self, width: int, kind: torch.dtype = torch.float32) -> None:
-        self._room = torch.empty(0, width, dtype=kind)
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def used(self) -> Shaped[Tensor, "n width"]:
-        """The rows that are there, a view."""
-        return self._room[: self._count]
-
-    def set(self, rows: Shaped[Tensor, "n width"]) -> None:
-        """These rows instead, a copy without spare room."""
-        self._room = rows.clone(memory_format=torch.contiguous_format)
-        self._count = len(rows)
-
-    def add(self, rows: Shaped[Tensor, "new width"]) -> Int[Tensor, " new"]:
-        """Append; returns their numbers."""
-        first, needed = self._count, self._count + len(rows)
-        if needed > len(self._room):
-            grown = self._room.new_empty(max(needed, int(needed * _GROWTH)), self._room.shape[1])
-            grown[:first] = self.used
-            self._room = grown
-        self._room[first:needed] = rows
-        self._count = needed
-        return torch.arange(first, needed)
-
-    def remove(self, slots: Int[Tensor, " slots"]) -> Int[Tensor, "moves 2"]:
-        """Drop rows; the last ones move into the holes. Returns (from, to) of each that moved."""
-        left = self._count - len(slots)
-        stays = torch.ones(self._count - left, dtype=torch.bool)
-        stays[slots[slots >= left] - left] = False
-        moves = torch.stack([stays.nonzero()[:, 0] + left, slots[slots < left]], dim=1)
-        self._room[moves[:, 1]] = self._room[moves[:, 0]]
-        self._count = left
-        return moves
 
 
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,72 +1,130 @@
-"""Rows in faiss's inverted lists (IVF, flat), which take single rows in and out; each query says which it reads."""
+"""Approximate search: entries in lists of near ones (faiss), of which a query reads those that promise most."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from attnflow._core.checks import IntArray
 from attnflow._core.errors import MissingExtra
-from attnflow.knowledge.index.exact import Flags, Floats, Ints
+from attnflow.knowledge.index.exact import Floats, best, of_column
+
+RECALL: Final = 0.99  # of the ten best, which the number of lists that are read is chosen for
+_K: Final = 10
+_SAMPLE: Final = 256  # entries whose neighbours are looked for to measure it
+_POINTS: Final = 64  # entries per list that centroids are computed from
+_LEAST: Final = 8  # lists that a query reads
 
 
 class InvertedLists:
-    """Up to `count` lists of rows of one width. Without faiss, raises `MissingExtra`."""
+    """Rows [entry | thresholds] by their ids, in about 2 sqrt(n) lists around centroids.
 
-    def __init__(self, width: int, count: int) -> None:
-        self._faiss = faiss()
-        self._quantizer = self._faiss.IndexFlatIP(width)  # never asked; faiss wants one
-        self._lists: Any = self._faiss.IndexIVFFlat(self._quantizer, width, count, self._faiss.METRIC_INNER_PRODUCT)
-        self._lists.is_trained = True
-        self._lists.set_direct_map_type(self._faiss.DirectMap.Hashtable)
+    Lists are made by Euclidean distance and read in the order of query . centroid. Thresholds count no more in the
+    distance than an entry's length, so that a penalty of -1e9 does not hide where the entry lies.
 
-    def add(self, rows: Floats, slots: Ints, homes: Ints) -> None:
-        """Rows with numbers that no row has, into lists."""
-        held = [np.ascontiguousarray(values) for values in (rows, slots, homes)]  # alive while faiss reads them
-        self._lists.add_core(len(rows), *map(self._faiss.swig_ptr, held))
+    Attributes:
+        recall: share of the ten best that searches found when the lists were made, with stored entries as queries.
+        probes: lists that a query reads, as few as reach `RECALL`.
+    """
 
-    def remove(self, slots: Ints) -> None:
-        """Take rows out."""
-        if len(slots):
-            self._lists.remove_ids(slots)
+    def __init__(self, ids: IntArray, rows: Floats, dim: int) -> None:
+        self._faiss, self._dim = faiss(), dim
+        draw = np.random.default_rng(0)
+        norms = np.linalg.norm(rows[draw.integers(len(rows), size=min(len(rows), 4096)), :dim], axis=1)
+        self._cut = np.float32(norms.mean())
+        count = max(1, min(round(2 * len(rows) ** 0.5), len(rows) // 32))
+        sample = np.sort(draw.choice(len(rows), size=min(len(rows), count * _POINTS), replace=False))
+        width = rows.shape[1]
+        means = self._faiss.Kmeans(width, count, niter=10, seed=0, min_points_per_centroid=1)
+        means.train(self._points(rows[sample]))
+        self._centroids: Floats = means.centroids
+        self._nearest = self._faiss.IndexFlatL2(width)
+        self._nearest.add(self._centroids)
+        quantizer = self._faiss.IndexFlatIP(width)
+        quantizer.add(self._centroids)
+        self._index = self._faiss.IndexIVFFlat(quantizer, width, count, self._faiss.METRIC_INNER_PRODUCT)
+        self._index.set_direct_map_type(self._faiss.DirectMap.Hashtable)
+        self.put(ids, rows)
+        self.probes, self.recall = self._calibrated(rows, draw)
 
-    def best(self, queries: Floats, lists: Ints, k: int) -> tuple[Floats, Ints]:
-        """The k best rows of lists [queries, lists] (-1: none): scores and slots, -inf and -1 where there are fewer."""
-        lists, nothing = np.ascontiguousarray(lists), np.zeros(lists.shape, dtype=np.float32)
-        scores, slots = np.empty((len(queries), k), dtype=np.float32), np.empty((len(queries), k), dtype=np.int64)
-        asked, *others = map(self._faiss.swig_ptr, (queries, lists, nothing, scores, slots))
-        self._lists.search_preassigned_c(len(queries), asked, k, *others, False, self._parameters(lists))
-        return np.where(slots < 0, np.float32(-np.inf), scores), slots
+    @property
+    def num_lists(self) -> int:
+        """How many there are."""
+        return len(self._centroids)
 
-    def above(self, queries: Floats, may: Flags, bound: float) -> tuple[Floats, Ints, Ints]:
-        """All rows above a score of the lists of a mask [queries, lists]: scores, slots and their queries, in order."""
-        query, which = np.nonzero(may)
-        counts = np.bincount(query, minlength=len(may))
-        lists = np.full((len(may), counts.max()), -1)
-        lists[query, np.arange(len(query)) - (counts.cumsum() - counts)[query]] = which
-        result = self._faiss.RangeSearchResult(len(queries))
-        nothing = np.zeros(lists.shape, dtype=np.float32)
-        asked, keys, distances = map(self._faiss.swig_ptr, (queries, lists, nothing))
-        self._lists.range_search_preassigned_c(
-            len(queries), asked, bound, keys, distances, result, False, self._parameters(lists)
-        )
-        ends = self._faiss.rev_swig_ptr(result.lims, len(queries) + 1).astype(np.int64)
-        scores, slots = (
-            self._faiss.rev_swig_ptr(part, int(ends[-1])).copy() for part in (result.distances, result.labels)
-        )
-        return scores, slots, np.repeat(np.arange(len(queries)), np.diff(ends))
+    def put(self, ids: IntArray, rows: Floats) -> None:
+        """Add rows whose ids are not there."""
+        for start in range(0, len(ids), 1 << 16):
+            block, keys = np.ascontiguousarray(rows[start : start + (1 << 16)]), ids[start : start + (1 << 16)].copy()
+            homes = self._nearest.search(self._points(block), 1)[1][:, 0].copy()
+            pointers = (self._faiss.swig_ptr(values) for values in (block, keys, homes))
+            self._index.add_core(len(keys), *pointers)
 
-    def _parameters(self, lists: Ints) -> Any:
-        """How many lists a query reads: not kept in the index, which threads share."""
-        parameters = self._faiss.SearchParametersIVF()
-        parameters.nprobe = lists.shape[1]
-        return parameters
+    def drop(self, ids: IntArray) -> None:
+        """Remove rows that are there."""
+        self._index.remove_ids(self._faiss.IDSelectorArray(np.ascontiguousarray(ids)))
+
+    def best(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, IntArray]:
+        """The k best that are found for each query: scores in falling order and ids; -inf and -1 where there are fewer.
+
+        The arguments are those of `exact.best`, with a column of thresholds in place of the thresholds.
+        """
+        asked = self._asked(queries, column)
+        scores, ids = self._index.search_preassigned(asked, k, *self._probed(asked))
+        return np.where(ids < 0, np.float32(-np.inf), scores), ids
+
+    def above(self, queries: Floats, column: int | None, bound: float) -> tuple[Floats, IntArray, IntArray]:
+        """All scores above a bound that are found, their ids and their queries, in the order of queries."""
+        asked = self._asked(queries, column)
+        limits, scores, ids = self._index.range_search_preassigned(asked, bound, *self._probed(asked))
+        return scores, ids, np.repeat(np.arange(len(queries)), np.diff(limits.astype(np.int64)))
+
+    def _calibrated(self, rows: Floats, draw: np.random.Generator) -> tuple[int, float]:
+        """How many lists a query has to read, and the recall that this gives."""
+        places = draw.choice(len(rows), size=min(len(rows), _SAMPLE), replace=False)
+        columns = rows.shape[1] - self._dim
+        column, k = (int(draw.integers(columns)) if columns else None), min(_K, len(rows))
+        queries = np.ascontiguousarray(rows[places, : self._dim])
+        truth = best(queries, *of_column(rows, self._dim, column), k)[0].numpy()
+        self.probes = min(_LEAST, self.num_lists)
+        while True:
+            recall = recall_of(self.best(queries, column, k)[0], truth)
+            if recall >= RECALL or self.probes == self.num_lists:
+                return self.probes, recall
+            self.probes = min(2 * self.probes, self.num_lists)
+
+    def _probed(self, asked: Floats) -> tuple[IntArray, Floats]:
+        """The lists that each query reads, and what their centroids score."""
+        self._index.nprobe = self.probes
+        scores, lists = self._index.quantizer.search(asked, self.probes)
+        return lists, scores
+
+    def _asked(self, queries: Floats, column: int | None) -> Floats:
+        """[query | onehot(column)]: its product with a row is score + threshold."""
+        asked = np.zeros((len(queries), self._centroids.shape[1]), dtype=np.float32)
+        asked[:, : self._dim] = queries
+        if column is not None:
+            asked[:, self._dim + column] = 1
+        return asked
+
+    def _points(self, rows: Floats) -> Floats:
+        points = np.array(rows, order="C")
+        np.clip(points[:, self._dim :], -self._cut, self._cut, out=points[:, self._dim :])
+        return points
+
+
+def recall_of(found: Floats, truth: Floats) -> float:
+    """The share of the true best scores [queries, k] that were found; equal scores count as equal."""
+    tolerance = 1e-5 * np.maximum(np.abs(truth[:, -1:]), 1e-3)
+    reached = (found >= truth[:, -1:] - tolerance).sum(axis=1)
+    return float((reached / max(truth.shape[1], 1)).mean()) if len(truth) else 1.0
 
 
 def faiss() -> Any:
-    """The module, imported on first use."""
+    """The package, imported on use."""
     try:
-        import faiss
+        import faiss as package
     except ImportError as error:
-        raise MissingExtra("faiss", "knowledge", "an approximate search") from error
-    return faiss
+        raise MissingExtra("faiss", "knowledge", "approximate search") from error
+    return package

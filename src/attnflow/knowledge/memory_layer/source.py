@@ -14,8 +14,7 @@ from attnflow._core.checks import Indices
 from attnflow.knowledge.index import EntryIndex, Neighbours, SearchMode
 from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.errors import StoreError
+from attnflow.knowledge.store import Store, StoreError
 
 _BLOCK: Final = 1 << 15  # entries whose thresholds are computed at once
 _TRIES: Final = 100
@@ -25,7 +24,7 @@ class IndexedEntries:
     """A matrix of entries with one index for all layers: rows [E | thresholds of every layer, part and head].
 
     It holds a copy: after a change of E or of what computes thresholds, make it anew (or use a store, which follows
-    single edits). Thresholds have a column for each use; `search` and `target_recall` are those of `EntryIndex`.
+    single edits). Thresholds have a column for each use; `search` is that of `EntryIndex`.
     """
 
     def __init__(
@@ -33,9 +32,8 @@ class IndexedEntries:
         entries: Float[Tensor, "entries entry_dim"],
         thresholds: Float[Tensor, "entries columns"],
         search: SearchMode = "auto",
-        target_recall: float = 0.99,
     ) -> None:
-        self.index = EntryIndex(entries.shape[1], thresholds.shape[1], search=search, target_recall=target_recall)
+        self.index = EntryIndex(entries.shape[1], thresholds.shape[1], search=search)
         self.index.build(torch.cat([entries.detach(), thresholds.detach()], dim=1).float())
 
     @property

@@ -1,28 +1,24 @@
-"""Entries one by one, as a store gives them back, and column by column, as backends keep them; a store in numbers."""
+"""What a store gives, entries and itself in numbers; and what callers give to it, checked before it is written."""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, cast
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from attnflow._core.checks import IntArray
+from attnflow._core.checks import Indices, IntArray, index_array, preview
 from attnflow._core.markup import plural, shorten
 from attnflow._core.results import Result
 
-Floats = npt.NDArray[np.float32]
-Flags = npt.NDArray[np.bool_]
-Strings = npt.NDArray[Any]  # dtype object: str or None
+LARGEST_ID: Final = 2**63 - 1
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_NUMBERS: Final = ("id", "version", "created", "updated")
-_TEXTS: Final = ("text", "source", "encoder")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +59,13 @@ class StoreStats(Result):
 
     Attributes:
         uri: where it is.
-        backend: "lancedb", "memory" or "milvus".
+        backend: "lancedb", or "memory".
         count: number of entries.
         dim: width of an embedding.
         num_thresholds: threshold columns.
-        bytes_on_disk: of its files with snapshots and old versions; None where they are on a server.
+        bytes_on_disk: of the files of a directory, with snapshots and old versions; None elsewhere.
         mode: how it is searched: "exact" or "approximate".
-        reason: why; where searches are approximate, with the recall that they have now, on queries like all entries,
-            like the latest, and unlike them.
+        reason: why; where searches are approximate, with the recall that was measured.
         versions: number of entries by version.
         encoders: number of entries by encoder; "" where none is recorded.
         snapshots: their names, oldest first.
@@ -104,91 +99,89 @@ class StoreStats(Result):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Whole entries, column by column; times are microseconds since 1970, UTC.
-
-    Attributes:
-        id: int64 [n], no two alike.
-        text: object [n], str or None.
-        source: likewise.
-        encoder: likewise.
-        version: int64 [n].
-        created: int64 [n].
-        updated: int64 [n]; an id and its `updated` name one content.
-        vector: [embedding | thresholds], float32 [n, dim + num_thresholds].
-    """
-
-    id: IntArray
-    text: Strings
-    source: Strings
-    encoder: Strings
-    version: IntArray
-    created: IntArray
-    updated: IntArray
-    vector: Floats
-
-    def __len__(self) -> int:
-        return len(self.id)
-
-    @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], width: int) -> Rows:
-        """From one mapping for each entry."""
-        columns = {name: column(records, name) for name in _NUMBERS}
-        columns |= {name: column(records, name, object) for name in _TEXTS}
-        return cls(**columns, vector=column(records, "vector", np.float32).reshape(-1, width))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """One after the other; at least one part."""
-        return cls(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
-
-    def take(self, places: Sequence[int]) -> Rows:
-        """Some of them, in this order."""
-        return Rows(**{name: values[places] for name, values in vars(self).items()})
-
-    def records(self) -> list[dict[str, Any]]:
-        """One dictionary for each entry; vectors are views."""
-        columns = {name: getattr(self, name).tolist() for name in (*_NUMBERS, *_TEXTS)} | {"vector": list(self.vector)}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-    def entries(self, dim: int) -> list[Entry]:
-        """One `Entry` for each row."""
-        records = self.records()
-        for record in records:
-            vector = torch.from_numpy(record.pop("vector"))
-            record |= {"embedding": vector[:dim].clone(), "thresholds": vector[dim:].clone()}
-            record |= {name: _EPOCH + timedelta(microseconds=record[name]) for name in ("created", "updated")}
-        return [Entry(**record) for record in records]
-
-    def after(self, old: Rows) -> Rows:
-        """These rows, new ones, over `old`, those that exist: they keep what is not given, and get a version more."""
-        _, new, place = np.intersect1d(self.id, old.id, assume_unique=True, return_indices=True)
-        version, created, text, source = (one.copy() for one in (self.version, self.created, self.text, self.source))
-        version[new], created[new] = old.version[place] + 1, old.created[place]
-        for column, before in ((text, old.text), (source, old.source)):
-            absent = np.array([value is None for value in column[new]], dtype=np.bool_)
-            column[new[absent]] = before[place[absent]]
-        return replace(self, version=version, created=created, text=text, source=source)
+def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray:
+    """`values` as int64 [n] in [0, 2**63), no two alike; with `rows`, n must be that."""
+    ids = index_array(name, values)
+    if rows is not None and len(ids) != rows:
+        raise ValueError(f"{name} must hold {rows} ids, one for each row, got {len(ids)}")
+    if len(ids) and ids.min() < 0:
+        hint = "; where a search found fewer entries, found[i].ids leaves -1 out" if ids.min() == -1 else ""
+        raise ValueError(f"{name} must hold integers from 0 to 2**63 - 1, got {int(ids.min())}{hint}")
+    unique, counts = np.unique(ids, return_counts=True)
+    if len(unique) < len(ids):
+        raise ValueError(f"{name} holds some ids more than once: {preview(unique[counts > 1])}")
+    return ids
 
 
-class Stamped(NamedTuple):
-    """The part of rows that a search needs: ids, updated and checks int64 [n], vectors float32 [n, width]."""
-
-    ids: IntArray
-    updated: IntArray
-    vectors: Floats
-    checks: IntArray
+def next_ids(highest: int, count: int) -> IntArray:
+    """As many ids above the highest."""
+    if highest + count > LARGEST_ID:
+        raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
+    return np.arange(highest + 1, highest + 1 + count, dtype=np.int64)
 
 
-class Summary(NamedTuple):
-    """Counts of rows by version and by encoder, and bytes on disk (None: on a server)."""
+def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[str | None]:
+    """`values` as a list of str or None; all None where not given."""
+    if values is None:
+        return [None] * rows
+    if isinstance(values, str):
+        raise TypeError(f"{name} must be a sequence of {rows} strings, got one string")
+    if not isinstance(cast(object, values), Sequence | np.ndarray):
+        raise TypeError(f"{name} must be a sequence of {rows} strings, got {type(values).__name__}: make it a list")
+    if len(values) != rows:
+        raise ValueError(f"{name} must hold {rows} strings, one for each row, got {len(values)}")
+    return [string(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
-    versions: Mapping[int, int]
-    encoders: Mapping[str | None, int]
-    bytes_on_disk: int | None
+
+def string(name: str, value: object) -> str | None:
+    """A string that can be stored, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string or None, got {value!r} of type {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error.reason} at position {error.start}") from None
+    return value
 
 
-def column(records: Sequence[Mapping[str, Any]], name: str, kind: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
-    """One field of all records."""
-    return np.array([record[name] for record in records], dtype=kind)
+def dated(keys: IntArray, values: Mapping[str, list[Any]], old: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The other columns of rows: versions and times, and texts of entries that exist where none is given."""
+    now = time.time_ns() // 1000
+    before = [old.get(key) for key in keys.tolist()]
+    created = [now if one is None else _microseconds(one["created"]) for one in before]
+    last = max((_microseconds(one["updated"]) for one in old.values()), default=0)
+    return {
+        "id": keys,
+        "version": [1 if one is None else one["version"] + 1 for one in before],
+        "created": created,
+        "updated": [max(now, last + 1)] * len(keys),  # later than before, whatever the clock says
+        **{
+            name: [
+                one[name] if value is None and one is not None else value
+                for value, one in zip(values[name], before, strict=True)
+            ]
+            for name in ("text", "source")
+        },
+    }
+
+
+def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
+    """A name that no snapshot has; the next free number where none is given."""
+    if name is None:
+        number = len(taken) + 1
+        while f"snapshot-{number}" in taken:
+            number += 1
+        return f"snapshot-{number}"
+    if not isinstance(cast(object, name), str) or not _NAME.fullmatch(name):
+        raise ValueError(f"a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+    if name.lower() in (other.lower() for other in taken):  # on some disks "A" and "a" are one file
+        raise ValueError(
+            f"there is a snapshot {name!r} already (case does not count): choose another name, or drop it first"
+        )
+    return name
+
+
+def _microseconds(moment: Any) -> int:
+    return round(moment.timestamp() * 1_000_000)

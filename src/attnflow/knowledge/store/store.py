@@ -1,41 +1,50 @@
-"""What users call: it checks arguments, numbers and dates rows, and hands them to a backend; `stored.py` reads."""
+"""A store of entries: what is written to LanceDB, and an index of all vectors in memory that searches them."""
 
 from __future__ import annotations
 
+import logging
 import os
-import time
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from datetime import timedelta
+from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from attnflow._core.checks import Indices, IntArray, preview
-from attnflow.knowledge.index import SearchMode
-from attnflow.knowledge.index.arguments import Vectors, matrix
-from attnflow.knowledge.store import arguments
-from attnflow.knowledge.store.backends import Backend, open_backend
-from attnflow.knowledge.store.check import StoreCheck
-from attnflow.knowledge.store.errors import ReadOnly
-from attnflow.knowledge.store.metadata import Wanted
-from attnflow.knowledge.store.rescue import rescue
-from attnflow.knowledge.store.stored import StoredEntries
+from attnflow._core.checks import Indices, IntArray, integer, preview
+from attnflow.knowledge.index import EntryIndex, Mode, Neighbours, SearchMode
+from attnflow.knowledge.index.arguments import Vectors, matrix, queries
+from attnflow.knowledge.store.entry import (
+    Entry,
+    StoreStats,
+    dated,
+    identifiers,
+    next_ids,
+    snapshot_name,
+    string,
+    strings,
+)
+from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check_uri
+
+_LOG = logging.getLogger(__name__)
+_COMPACT: Final = 100  # commits after which files are written together
+_KEPT: Final = timedelta(minutes=10)  # that readers of an old version have before its files may go
 
 
-class Store(StoredEntries):
+class Store:
     """Entries that are kept, searched and edited while a model runs; open one with `Store.open`.
 
-    A call that writes returns when the write is on the disk (`fsync`), so that neither a crash of the process nor one
-    of the machine undoes it, and visible to the next search. It happens as a whole or not at all. One `Store` writes
-    at a time; its methods may be called from many threads, and other processes may read (`read_only=True`, then
-    `refresh`).
+    Every write is one commit of LanceDB: it happens as a whole or not at all, and a write that has returned survives
+    the end of the process, however it ends. One `Store` writes to a place at a time, and any number may read it
+    (`read_only=True`, then `refresh`). The methods may be called from many threads.
 
     Attributes:
         uri: where it is.
-        backend: "lancedb", "memory" or "milvus".
+        backend: "lancedb", or "memory".
         read_only: whether it refuses to write.
         dim: width of an embedding.
         num_thresholds: threshold columns of an entry.
@@ -48,6 +57,19 @@ class Store(StoredEntries):
     'north'
     """
 
+    def __init__(self, table: EntryTable, read_only: bool, search: SearchMode) -> None:
+        self.uri, self.backend = table.uri, MEMORY if table.uri == MEMORY else "lancedb"
+        self.dim, self.num_thresholds = table.dim, table.num_thresholds
+        self.read_only = read_only
+        self.revision = 0
+        self._table, self._index = table, EntryIndex(table.dim, table.num_thresholds, search)
+        self._lock = threading.RLock()  # of the table
+        self._process = os.getpid()
+        self._closed = False
+        self._version = -1  # of the table that the index shows; -1: look again
+        self._commits, self._retired = 0, -1  # since files were written together; the highest id that went
+        self._current()
+
     @classmethod
     def open(
         cls,
@@ -57,59 +79,115 @@ class Store(StoredEntries):
         num_thresholds: int | None = None,
         read_only: bool = False,
         search: SearchMode = "auto",
-        target_recall: float = 0.99,
+        storage_options: Mapping[str, str] | None = None,
     ) -> Store:
         """Open a store, or make one where there is none.
 
         Args:
-            uri: a directory (LanceDB), "memory", "milvus:FILE.db" or "milvus:http://HOST:19530".
+            uri: a directory, "memory", or object storage: "s3://bucket/path".
             dim: width of an embedding; needed for a new store, compared with an existing one.
             num_thresholds: threshold columns; 0 for a new store by default, compared with an existing one.
-            read_only: do not write; the directory may be written by another process meanwhile.
-            search: how searches are made unless they say otherwise: "exact", "approximate", or what pays ("auto").
-            target_recall: that an approximate search is calibrated to.
+            read_only: do not write; another process may write there meanwhile.
+            search: how searches are made unless they say otherwise: "exact", "approximate", or exact up to 1,000,000
+                entries ("auto").
+            storage_options: of object storage, as LanceDB takes them: "endpoint", "region", "aws_access_key_id", ...
 
         Raises:
-            NotAStore: the place holds something else, or nothing and the store cannot be made.
-            StoreLocked: another `Store` writes there.
-            ReadOnly: the place cannot be written.
-            NewerFormat: a later version of this package wrote it.
-            Damaged: entries are not as they were written; `rescue` copies the others into a new store.
-            ValueError: dim or num_thresholds are not the store's.
-            MissingExtra: the backend's package is not installed.
+            StoreError: the place holds something else, cannot be written, or is being written by another `Store`; or
+                there is nothing, and the store cannot be made.
+            ValueError: dim or num_thresholds are not the store's, or a uri that names no store.
+            MissingExtra: LanceDB is not installed.
 
-        Cost: all vectors are read into memory (not for Milvus) and compared with their checksums: about 1.5 s for
-            1,000,000 entries of width 128, a third of it for the checksums, and the building of the index where the
-            search is approximate.
+        Cost: all vectors are read into memory.
         """
-        place, wanted = os.fspath(uri), Wanted(dim, num_thresholds, read_only, search, target_recall)
-        store = cls(place, *open_backend(place, wanted), read_only)
+        place = os.fspath(uri)
+        check_uri(place)
+        width = None if dim is None else integer("dim", dim, minimum=1)
+        columns = None if num_thresholds is None else integer("num_thresholds", num_thresholds)
+        if search not in ("auto", "exact", "approximate"):
+            raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
+        options = None if storage_options is None else dict(storage_options)
+        table = EntryTable(place, width, columns, read_only, options)
         try:
-            store._open()
+            return cls(table, read_only, search)
         except BaseException:
-            store.close()
+            table.close()
             raise
-        return store
 
-    @staticmethod
-    def rescue(uri: str | os.PathLike[str], to: str | os.PathLike[str]) -> StoreCheck:
-        """Make a new store of what is whole of a damaged one, in a directory: entries with their versions and times.
+    def __len__(self) -> int:
+        return len(self._current())
 
-        The damaged store is only read. Its snapshots are not copied.
+    def __contains__(self, key: object) -> bool:
+        try:
+            number = integer("id", key)
+        except ValueError:  # negative, or beyond what an id may be
+            return False
+        return number < 2**63 and bool(self._current().places(np.array([number]))[0] >= 0)
+
+    def get(self, ids: Indices) -> list[Entry]:
+        """Entries in the order of `ids`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        with self._lock:
+            keys, vectors = identifiers("ids", ids), self.rows(ids)
+            held = self._table.records(keys)
+        dim = self.dim
+        return [
+            Entry(**held[key], embedding=vector[:dim].clone(), thresholds=vector[dim:].clone())
+            for key, vector in zip(keys.tolist(), vectors, strict=True)
+        ]
+
+    def ids(self) -> Int64[Tensor, " n"]:
+        """The ids of all entries, ascending."""
+        return torch.from_numpy(self._current().ids.copy())
+
+    def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
+        """The embeddings of `rows`."""
+        return self.rows(ids)[:, : self.dim]
+
+    def thresholds(self, ids: Indices | None = None) -> Float32[Tensor, "n num_thresholds"]:
+        """The thresholds of `rows`."""
+        return self.rows(ids)[:, self.dim :]
+
+    def rows(self, ids: Indices | None = None) -> Float32[Tensor, "n width"]:
+        """[embedding | thresholds] of one moment, in the order of `ids`; by default of all entries, as in `ids()`.
+
+        Raises:
+            KeyError: an id is unknown.
+        """
+        index = self._current()
+        return index.rows.clone() if ids is None else index.take(_known(index, ids))
+
+    def search(
+        self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
+    ) -> Neighbours:
+        """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
 
         Args:
-            uri: the damaged store.
-            to: a folder that is not there yet, or is empty.
+            query: [n, dim], or [dim] for a single one.
+            k: how many.
+            threshold_column: which threshold is added; none by default.
+            mode: "exact" or "approximate" for this search alone.
 
         Returns:
-            How many entries were copied, ids of those that are damaged, and what else was lost.
-
-        Raises:
-            NotAStore: there is no table of entries in the directory.
-            StoreLocked: somebody writes to it: close it there first.
-            StoreError: `to` holds something, or nothing can be rescued.
+            Ids and scores, [n, k] or [k], on the CPU.
         """
-        return rescue(Path(uri).absolute(), Path(to).absolute())
+        return self._current().search(queries(query, self.dim), k, threshold_column, mode)
+
+    def range(
+        self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
+    ) -> Neighbours:
+        """All entries that score above a threshold, as `search` gives them; the answer is as wide as the longest."""
+        return self._current().range(queries(query, self.dim), threshold, threshold_column, mode)
+
+    def recall(self, sample: Vectors, k: int = 10, *, threshold_column: int | None = None) -> float:
+        """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
+        asked = queries(sample, self.dim)
+        if not asked.numel():
+            raise ValueError("recall is measured on at least one query, got none")
+        return self._current().recall(asked, integer("k", k, minimum=1), threshold_column)
 
     def insert(
         self,
@@ -138,8 +216,7 @@ class Store(StoredEntries):
             ValueError: wrong shapes, NaN or infinity, repeated ids, ids that exist.
             StoreError: the write failed.
 
-        Cost: less than a millisecond and one `fsync` for a call of few entries; one commit, some ten milliseconds, for
-            one of more than 1 MB.
+        Cost: one commit, some ten milliseconds, for any number of entries: insert many in one call.
         """
         return torch.from_numpy(self._put(ids, embeddings, thresholds, texts, sources, encoder, replaces=False))
 
@@ -166,18 +243,21 @@ class Store(StoredEntries):
         Raises:
             KeyError: an id is unknown; nothing is deleted.
         """
-        with self._writer() as backend:
-            keys = self._known(backend, ids)
-            if len(keys):
-                with self._following():
-                    backend.delete(keys)
+        with self._writing() as index:
+            keys = _known(index, ids)
+            if not len(keys):
+                return
+            if keys.max() == index.ids[-1]:
+                self._retire()
+            version = self._table.delete(keys)
+            index.drop(keys)
+            self._committed(version)
 
     def snapshot(self, name: str | None = None) -> str:
         """Keep the present entries under a name, "snapshot-1" and so on by default; `restore` brings them back."""
-        with self._writer() as backend:
-            chosen = arguments.snapshot_name(name, backend.snapshots())
-            with self._following(edits=False):
-                backend.snapshot(chosen)
+        with self._writing():
+            chosen = snapshot_name(name, self._table.snapshots())
+            self._table.snapshot(chosen)
         return chosen
 
     def restore(self, name: str) -> None:
@@ -186,8 +266,12 @@ class Store(StoredEntries):
         Raises:
             KeyError: there is no such snapshot.
         """
-        with self._writer(name) as backend, self._following():
-            backend.restore(name)
+        with self._writing():
+            self._taken(name)
+            self._retire()
+            self._table.restore(name)
+            self._version = -1
+            self._current()
 
     def drop_snapshot(self, name: str) -> None:
         """Forget a snapshot, so that its space can be used.
@@ -195,19 +279,59 @@ class Store(StoredEntries):
         Raises:
             KeyError: there is no such snapshot.
         """
-        with self._writer(name) as backend, self._following(edits=False):
-            backend.drop_snapshot(name)
+        with self._writing():
+            self._taken(name)
+            self._table.drop_snapshot(name)
+
+    def snapshots(self) -> list[str]:
+        """Names of snapshots, oldest first."""
+        with self._lock:
+            self._current()
+            return self._table.snapshots()
 
     def compact(self) -> None:
-        """Write the files of a store in a directory anew, as few and as small as they can be.
+        """Write the files anew, as few as they can be; those of old versions go, unless a snapshot needs them.
 
-        That happens by itself, too, while writing and at `close`, as far as it pays, and then leaves the files that
-        other processes may have been reading for ten minutes; this leaves none, so that those have to `refresh`.
-
-        Cost: all entries are written once.
+        It happens by itself after 100 writes, and then leaves what was read within the last ten minutes. This leaves
+        nothing, so that other processes that read the store have to `refresh`.
         """
-        with self._writer() as backend, self._following(edits=False):
-            backend.compact()
+        with self._writing():
+            self._compact(timedelta(0))
+
+    def stats(self) -> StoreStats:
+        """The store in numbers."""
+        with self._lock:
+            index = self._current()
+            encoders = {name or "": count for name, count in self._table.counts("encoder").items()}
+            return StoreStats(
+                uri=self.uri,
+                backend=self.backend,
+                count=len(index),
+                dim=self.dim,
+                num_thresholds=self.num_thresholds,
+                bytes_on_disk=self._table.bytes_on_disk(),
+                mode=index.mode,
+                reason=index.reason,
+                versions=self._table.counts("version"),
+                encoders=encoders,
+                snapshots=tuple(self._table.snapshots()),
+            )
+
+    def refresh(self) -> None:
+        """See what another process has written since this store was opened or refreshed."""
+        with self._lock:
+            self._current()
+            self._table.refresh()
+            if self._table.version != self._version:
+                self._version = -1
+                self._current()
+
+    def close(self) -> None:
+        """Let go of files and of the right to write; nothing is lost without it."""
+        if not self._closed:
+            self._closed = True
+            if os.getpid() == self._process:
+                self._table.close()
 
     def __enter__(self) -> Store:
         return self
@@ -219,27 +343,65 @@ class Store(StoredEntries):
         """The same store: a copy of a model that reads it reads it, too."""
         return self
 
-    @contextmanager
-    def _writer(self, snapshot: str | None = None) -> Generator[Backend]:
-        """The backend, which nobody else writes meanwhile, and has this snapshot."""
-        if self.read_only:
-            raise ReadOnly(f"the store {self.uri} was opened with read_only=True")
-        with self._write_lock:
-            backend = self._open()
-            if snapshot is not None and snapshot not in (taken := backend.snapshots()):
-                raise KeyError(f"no snapshot {snapshot!r}; there are {taken}")
-            yield backend
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
+
+    def _current(self) -> EntryIndex:
+        """The index, which shows what the table keeps."""
+        if self._closed:
+            raise StoreError(f"the store {self.uri} is closed: open it again")
+        if os.getpid() != self._process:
+            raise StoreError(f"the store {self.uri} was opened by another process before a fork: open it here again")
+        if self._version < 0:
+            with self._lock:
+                if self._version < 0:
+                    self._table.refresh()
+                    version, self._retired = self._table.version, self._table.retired()
+                    ids, rows = self._table.load()
+                    self._index.build(torch.from_numpy(rows), ids)
+                    self._version = version
+                    self.revision += 1
+        return self._index
 
     @contextmanager
-    def _following(self, edits: bool = True) -> Generator[None]:
-        """Around a step of the backend: cut short, the next call compares what is searched with what is kept."""
-        try:
-            yield
-        except BaseException:
-            self._behind = True
-            raise
-        finally:
-            self.revision += edits
+    def _writing(self) -> Generator[EntryIndex]:
+        """The index, while nobody else changes the store through this object."""
+        if self.read_only:
+            raise StoreError(f"the store {self.uri} was opened with read_only=True")
+        with self._lock:
+            yield self._current()
+
+    def _committed(self, version: int) -> None:
+        """Follow a commit that the index shows already, unless somebody else has committed in between."""
+        self._version = version if version == self._version + 1 else -1
+        self.revision += 1
+        self._commits += 1
+        if self._commits >= _COMPACT:
+            try:
+                self._compact(_KEPT)
+            except StoreError as error:  # the write has happened
+                _LOG.warning("%s; it is tried again after %d writes", error, _COMPACT)
+                self._commits = 0
+
+    def _compact(self, keep: timedelta) -> None:
+        self._table.compact(keep)
+        self._version, self._commits = self._table.version, 0
+
+    def _highest(self) -> int:
+        """The highest id that was ever given out, -1 at the beginning."""
+        ids = self._index.ids
+        return max(int(ids[-1]) if len(ids) else -1, self._retired)
+
+    def _retire(self) -> None:
+        """Remember the highest id before its entry goes."""
+        highest = self._highest()
+        if highest > self._retired:
+            self._table.retire(highest)
+            self._retired = highest
+
+    def _taken(self, name: str) -> None:
+        if name not in (taken := self._table.snapshots()):
+            raise KeyError(f"no snapshot {name!r}; there are {taken}")
 
     def _put(
         self,
@@ -252,27 +414,40 @@ class Store(StoredEntries):
         replaces: bool,
     ) -> IntArray:
         """One commit; returns the ids."""
-        with self._writer() as backend:
+        with self._writing() as index:
             vectors = matrix("embeddings", embeddings, self.dim)
             count, columns = len(vectors), self.num_thresholds
             added = np.zeros((count, columns), dtype=np.float32)
             if thresholds is not None:
                 added = matrix("thresholds", thresholds, columns, count)
-            if ids is None:
-                keys, present = arguments.next_ids(backend.next_id, count), np.zeros(count, dtype=np.bool_)
-            else:
-                keys = arguments.identifiers("ids", ids, count)
-                present = backend.holds(keys)
-            if present.any() and not replaces:
-                raise ValueError(f"ids exist already: {preview(keys[present])}; use upsert to change entries")
-            if present.any() and thresholds is None:
-                added[present] = backend.vectors(keys[present])[:, self.dim :]
-            now = max(time.time_ns() // 1000, backend.clock + 1)  # later than any before, whatever the clock says
-            rows = arguments.rows(keys, texts, sources, encoder, now, np.concatenate([vectors, added], axis=1))
+            keys = next_ids(self._highest(), count) if ids is None else identifiers("ids", ids, count)
+            held = np.flatnonzero(index.places(keys) >= 0)
+            if len(held) and not replaces:
+                raise ValueError(f"ids exist already: {preview(keys[held])}; use upsert to change entries")
+            if len(held) and thresholds is None:
+                added[held] = index.take(keys[held])[:, self.dim :].numpy()
+            values: dict[str, list[Any]] = {
+                "text": strings("texts", texts, count),
+                "source": strings("sources", sources, count),
+                "encoder": [string("encoder", encoder)] * count,
+            }
             if not count:
                 return keys
-            if present.any():
-                rows = rows.after(backend.read(keys[present]))
-            with self._following():
-                backend.write(rows)
+            values |= dated(keys, values, self._table.records(keys[held]))
+            rows = np.concatenate([vectors, added], axis=1)
+            try:
+                version = self._table.put(values, rows)
+                index.put(keys, rows)
+            except BaseException:
+                self._version = -1  # it may have been committed all the same
+                raise
+            self._committed(version)
         return keys
+
+
+def _known(index: EntryIndex, ids: Indices) -> IntArray:
+    keys = identifiers("ids", ids)
+    unknown = keys[index.places(keys) < 0]
+    if len(unknown):
+        raise KeyError(f"the store has no entries with ids {preview(unknown)}")
+    return keys

@@ -1,227 +1,295 @@
-"""One table of entries in a directory, in the format of LanceDB: a write is one commit.
-
-Rows are read with their checksums: those that do not match are never handed out, but by `pieces`, which says so.
-"""
+"""The LanceDB table of a store: where it is, how rows look in it, and one writer at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from attnflow._core.checks import IntArray
-from attnflow._core.errors import MissingExtra
-from attnflow.knowledge.store import checksums
-from attnflow.knowledge.store.entry import Flags, Rows, Stamped
-from attnflow.knowledge.store.errors import changed_rows, failures, of_engine, reason
+from attnflow._core.errors import AttnflowError, MissingExtra
+from attnflow.knowledge.index.exact import Floats
 
-ENTRIES: Final = "entries"
-SNAPSHOT: Final = "snapshot-"
-
-# Bytes of lists of files and the like; LanceDB's own limits are 1 GB and more, and every commit adds to what is held.
-_CACHE: Final = 4 << 20
-_PIECE: Final = 8192  # rows
-_HELP: Final = (
-    "if another process writes there, refresh(); if not, its files are damaged: Store.rescue copies what is whole"
-)
+MEMORY: Final = "memory"
+_TABLE: Final = "entries"
+_RETIRED: Final = "retired"  # a second table: ids that were the highest when their entries went
+_FORMAT: Final = b"attnflow.store"
+_SCHEMES: Final = ("s3://", "gs://", "az://")
+_FILES: Final = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
+_LOCK: Final = "writer.lock"
+_FEW: Final = 1000  # ids that are looked up one by one; for more, the columns are read whole
+_TEXTS: Final = ("text", "source", "encoder")
 
 
-class Piece(NamedTuple):
-    """Some rows of a table in their order: those that are there, which of them are whole, and what cannot be read."""
-
-    rows: Rows
-    checks: IntArray  # of the rows as they are
-    whole: Flags
-    problem: str = ""
+class StoreError(AttnflowError):
+    """A store cannot do what was asked: another process writes there, it was closed, or its place is not a store."""
 
 
-class Database:
-    """The tables of a directory."""
+def check_uri(uri: str) -> None:
+    """Refuse what cannot name a store, before anything is read or made.
 
-    def __init__(self, directory: Path, dim: int, num_thresholds: int) -> None:
-        lancedb, self.arrow = packages()
-        self.directory, self.dim, self.num_thresholds = directory, dim, num_thresholds
-        limits = lancedb.Session(index_cache_size_bytes=_CACHE, metadata_cache_size_bytes=_CACHE)
-        self.connection: Any = lancedb.connect(directory, session=limits)
+    Raises:
+        ValueError: an unknown scheme, or a folder that is named like a file of texts.
+    """
+    if not uri or ("://" in uri and not uri.startswith(_SCHEMES)):
+        raise ValueError(f'uri must be a directory, "memory" or "s3://bucket/path", got {uri!r}')
+    if is_directory(uri) and Path(uri).suffix.lower() in _FILES and not Path(uri).is_dir():
+        raise ValueError(
+            f"a store is a folder, and {uri} is named like a file: name a folder (of a file of texts, the folder comes "
+            "first and the file second)"
+        )
 
-    def create(self, name: str, batches: Any = None) -> None:
-        """A table, empty or of these batches."""
-        schema = self.arrow.schema(self.dim, self.num_thresholds)
-        self.connection.create_table(name, batches, schema=schema)
 
-    def open(self, name: str = ENTRIES) -> EntryTable:
-        """A table that is there."""
-        return EntryTable(self, self.connection.open_table(name))
+def is_directory(uri: str) -> bool:
+    """Whether a uri names a place on the disk."""
+    return uri != MEMORY and "://" not in uri
 
 
 class EntryTable:
-    """A table at one of its versions, until `checkout_latest`."""
+    """The rows of a store, in the newest version of the table that was read: every change is one commit of LanceDB.
 
-    def __init__(self, database: Database, table: Any) -> None:
-        self.raw, self._arrow = table, database.arrow
-        self.widths = database.dim, database.num_thresholds
-        self._place = str(database.directory)
-        self._unreadable = f"{self._place} cannot be read"
-        self.checked = self._arrow.CHECK in table.schema.names  # not so in format 1
-        self._nothing = Rows.of([], sum(self.widths))
+    A row has the columns of an `Entry`, and a `vector` [embedding | thresholds]. The widths are in the table's schema.
 
-    def read(self, ids: IntArray) -> Rows:
-        """Whole rows of those of these ids that there are, by a scan of the column of ids."""
-        if not len(ids):
-            return self._nothing
-        with failures(self._unreadable, _HELP):
-            table = self.raw.search().where(_among(ids)).to_arrow()
-            rows, checks = self._arrow.to_rows(table, *self.widths), self._checks(table)
-        if self.checked:
-            self._refuse(rows.id, checksums.checksums(rows) == checks)
-        return rows
+    Attributes:
+        version: of the table, which every commit raises.
 
-    def stamps(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Ids, times of update and checksums."""
-        names = ["id", "updated"] + [self._arrow.CHECK] * self.checked
-        with failures(self._unreadable, _HELP):
-            table = self.raw.search().select(names).to_arrow()
-            return table["id"].to_numpy(), self._arrow.times(table["updated"]), self._checks(table)
+    Args:
+        uri: see `Store.open`.
+        dim: for a new table, compared with that of an existing one.
+        num_thresholds: likewise.
+        read_only: neither make a table nor lock it.
+        storage_options: of the object storage.
 
-    def load(self, ids: IntArray | None = None) -> Stamped:
-        """What a search needs of all rows, or of those of these ids that there are, batch by batch into one matrix."""
-        names = ["id", "updated"] + [self._arrow.CHECK] * self.checked
-        names += ["embedding"] + ["thresholds"] * (self.widths[1] > 0)
-        with failures(self._unreadable, _HELP):
-            query = self.raw.search().select(names)
-            if ids is not None:
-                query = query.where(_among(ids)) if len(ids) else query.where("false")
-            count = self.raw.count_rows() if ids is None else len(ids)
-            loaded = self._arrow.to_stamped(query.to_batches(), count, *self.widths)
-        if self.checked:
-            self._refuse(loaded.ids, checksums.vectors_hold(loaded.checks, *loaded[:3]))
-        return loaded
+    Raises:
+        StoreError: there is no store, or another process writes to it.
+        ValueError: widths that are not those of the table.
+    """
 
-    def columns(self, *names: str) -> Any:
-        """Some columns, as an Arrow table."""
-        with failures(self._unreadable, _HELP):
-            return self.raw.search().select(list(names)).to_arrow()
-
-    def present(self, ids: IntArray) -> IntArray:
-        """Which of these ids there are."""
-        with failures(self._unreadable, _HELP):
-            return self.raw.search().where(_among(ids)).select(["id"]).to_arrow()["id"].to_numpy()
-
-    def encode(self, rows: Rows, checks: IntArray) -> bytes:
-        """Rows as bytes, without a schema."""
-        return self._arrow.to_bytes(self._arrow.to_table(rows, checks, *self.widths))
-
-    def decode(self, data: bytes) -> tuple[Rows, IntArray]:
-        """Rows of such bytes, and their checksums."""
-        table = self._arrow.from_bytes(data, self._arrow.schema(*self.widths))
-        return self._arrow.to_rows(table, *self.widths), table[self._arrow.CHECK].to_numpy()
-
-    def append(self, rows: Rows, checks: IntArray) -> None:
-        """Rows of ids that are not there; one commit."""
-        self.raw.add(self._arrow.to_table(rows, checks, *self.widths))
-
-    def merge(self, rows: Rows, checks: IntArray) -> None:
-        """Rows in place of those of the same ids, if there are any; one commit."""
-        merge = self.raw.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
-        merge.execute(self._arrow.to_table(rows, checks, *self.widths))
-
-    def delete(self, ids: IntArray) -> None:
-        """Rows no longer; one commit."""
-        self.raw.delete(_among(ids))
-
-    def replace(self, pieces: Iterator[Piece]) -> None:
-        """These rows in place of all; one commit, in the format of today."""
-        tables = (self._arrow.to_table(piece.rows, piece.checks, *self.widths) for piece in pieces)
-        schema = self._arrow.schema(*self.widths)
-        batches = (batch for table in tables for batch in table.to_batches())
-        self.raw.add(self._arrow.reader(schema, batches), mode="overwrite")
-        self.checked = True
-
-    def whole_rows(self) -> Iterator[Piece]:
-        """All rows, piece by piece.
-
-        Raises:
-            Damaged: some are not as they were written.
-        """
-        with failures(self._unreadable, _HELP):
-            for batch in self.raw.search().to_batches():
-                piece = self._piece(batch)
-                self._refuse(piece.rows.id, piece.whole)
-                yield piece
-
-    def pieces(self) -> Iterator[Piece]:
-        """All rows, piece by piece, with what is wrong with them; parts that cannot be read are named and left out."""
-        done = 0
+    def __init__(
+        self, uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, storage_options: Any = None
+    ) -> None:
+        lancedb, self._arrow = _packages()
+        self.uri = uri
+        self._close: Callable[[], object] = lambda: None
+        here = Path(uri).absolute() if is_directory(uri) else None
+        if here is not None and not read_only:
+            self._close = weakref.finalize(self, _locked(here, dim))
         try:
-            for batch in self.raw.search().to_batches():
-                yield self._piece(batch)
+            with failures(f"the store {uri} cannot be opened"):
+                place = "memory://" if uri == MEMORY else uri if here is None else str(here)
+                self._database = lancedb.connect(place, storage_options=storage_options)
+                names = self._names() if here is None or here.is_dir() else set[str]()
+                if _TABLE not in names:
+                    self._create(here, dim, num_thresholds, read_only)
+                self._table: Any = self._database.open_table(_TABLE)
+            self._describe(dim, num_thresholds)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """See above."""
+        return self._table.version
+
+    def refresh(self) -> None:
+        """Look at the newest version that anybody has committed."""
+        with failures(f"the store {self.uri} cannot be read"):
+            self._table.checkout_latest()
+
+    def load(self) -> tuple[IntArray, Floats]:
+        """The ids of all rows in rising order, and their vectors."""
+        with failures(f"the store {self.uri} cannot be read"):
+            count, done = self._table.count_rows(), 0
+            ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
+            for batch in self._table.search().select(["id", "vector"]).to_batches():
+                place = slice(done, done + len(batch))
+                ids[place] = batch["id"].to_numpy()
+                vectors[place] = batch["vector"].flatten().to_numpy().reshape(len(batch), -1)
                 done += len(batch)
-        except BaseException as error:
-            if not of_engine(error):
-                raise
-            total = self.raw.count_rows()
-            for start in range(done, total, _PIECE):
-                yield from self._halves(start, min(start + _PIECE, total))
+        order = np.argsort(ids)
+        return (ids, vectors) if (np.diff(ids) > 0).all() else (ids[order], vectors[order])
 
-    def _halves(self, start: int, stop: int) -> Iterator[Piece]:
-        """Rows from `start` to `stop`, in ever smaller parts where they cannot be read together."""
-        try:
-            table = self.raw.search().offset(start).limit(stop - start).to_arrow()
-            yield self._piece(table)
-        except BaseException as error:
-            if not of_engine(error):
-                raise
-            if stop - start > 1:
-                middle = (start + stop) // 2
-                yield from self._halves(start, middle)
-                yield from self._halves(middle, stop)
+    def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
+        """All columns but the vector of those of these ids that there are, by id."""
+        names = [field.name for field in self._table.schema if field.name != "vector"]
+        with failures(f"the store {self.uri} cannot be read"):
+            query = self._table.search().select(names)
+            rows = (query.where(_among(ids)) if len(ids) <= _FEW else query).to_arrow()
+        if len(ids) > _FEW:
+            rows = rows.filter(self._arrow.compute.is_in(rows["id"], value_set=self._arrow.array(ids)))
+        return {row["id"]: row for row in rows.to_pylist()} if len(ids) else {}
+
+    def counts(self, name: str) -> dict[Any, int]:
+        """How many rows have each value of a column."""
+        with failures(f"the store {self.uri} cannot be read"):
+            values = self._table.search().select([name]).to_arrow()[name]
+        return {one["values"]: one["counts"] for one in values.value_counts().to_pylist()}
+
+    def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> int:
+        """Rows in place of those of the same ids, or beside the others; returns the new version."""
+        arrow, schema = self._arrow, self._table.schema
+        vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
+        kinds = {field.name: field.type if field.name in _TEXTS else arrow.int64() for field in schema}
+        arrays = [
+            vector if field.name == "vector" else arrow.array(columns[field.name], kinds[field.name]).cast(field.type)
+            for field in schema
+        ]
+        merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+        with failures(f"nothing was written to the store {self.uri}"):
+            return merge.execute(arrow.table(arrays, schema=schema)).version
+
+    def delete(self, ids: IntArray) -> int:
+        """Rows no longer; returns the new version."""
+        with failures(f"nothing was deleted from the store {self.uri}"):
+            return self._table.delete(_among(ids)).version
+
+    def retire(self, highest: int) -> None:
+        """Remember that ids up to this one have been given out, before their entries go."""
+        with failures(f"nothing was changed in the store {self.uri}"):
+            row = self._arrow.table({"id": [highest]})
+            if _RETIRED in self._names():
+                self._database.open_table(_RETIRED).add(row)
             else:
-                said = f"{self._named(start)} cannot be read: {reason(error)}"
-                yield Piece(self._nothing, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), said)
+                self._database.create_table(_RETIRED, row)
 
-    def _named(self, place: int) -> str:
-        """The id of a row that cannot be read otherwise, if that can."""
-        try:
-            table = self.raw.search().select(["id"]).offset(place).limit(1).to_arrow()
-            return f"entry {table['id'][0].as_py()}"
-        except BaseException as error:
-            if not of_engine(error):
-                raise
-            return f"row {place}"
+    def retired(self) -> int:
+        """The highest id that was retired, or -1."""
+        with failures(f"the store {self.uri} cannot be read"):
+            if _RETIRED not in self._names():
+                return -1
+            return max(self._database.open_table(_RETIRED).to_arrow()["id"].to_pylist())
 
-    def _piece(self, part: Any) -> Piece:
-        table = self._arrow.as_table(part)
-        rows = self._arrow.to_rows(table, *self.widths)
-        checks = checksums.checksums(rows)
-        return Piece(
-            rows, checks, checks == self._checks(table) if self.checked else np.ones(len(rows), dtype=np.bool_)
-        )
+    def snapshots(self) -> list[str]:
+        """Names, oldest first."""
+        with failures(f"the snapshots of {self.uri} cannot be read"):
+            tags = self._table.tags.list()
+        return sorted(tags, key=lambda name: (tags[name]["version"], name))
 
-    def _checks(self, table: Any) -> IntArray:
-        return table[self._arrow.CHECK].to_numpy() if self.checked else np.zeros(len(table), dtype=np.int64)
+    def snapshot(self, name: str) -> None:
+        """Give the present version a name, which keeps its files."""
+        with failures(f"no snapshot of {self.uri} was taken"):
+            self._table.tags.create(name, self._table.version)
 
-    def _refuse(self, ids: IntArray, whole: Flags) -> None:
-        if not whole.all():
-            raise changed_rows(self._place, ids[~whole].tolist())
+    def drop_snapshot(self, name: str) -> None:
+        """Forget a name."""
+        with failures(f"the snapshot {name!r} of {self.uri} was not dropped"):
+            self._table.tags.delete(name)
+
+    def restore(self, name: str) -> None:
+        """A new version with the rows of a snapshot."""
+        with failures(f"the snapshot {name!r} of {self.uri} was not restored"):
+            self._table.restore(name)
+
+    def compact(self, keep: timedelta) -> None:
+        """Few files in place of many; versions older than this go, but no snapshot nor what came after one."""
+        with failures(f"the files of {self.uri} were not compacted"):
+            tagged = {tag["version"] for tag in self._table.tags.list().values()}
+            dates = [one["timestamp"] for one in self._table.list_versions() if one["version"] in tagged]
+            ages = [datetime.now(date.tzinfo) - date + timedelta(minutes=1) for date in dates]
+            self._table.optimize(cleanup_older_than=max([keep, *ages]))
+
+    def bytes_on_disk(self) -> int | None:
+        """Of all files of a directory; None elsewhere."""
+        if not is_directory(self.uri):
+            return None
+        return sum(path.stat().st_size for path in Path(self.uri).rglob("*") if path.is_file())
+
+    def close(self) -> None:
+        """Let others write."""
+        self._close()
+
+    def _names(self) -> set[str]:
+        return set(self._database.list_tables().tables)
+
+    def _create(self, here: Path | None, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
+        if here is not None and here.exists() and any(path.name != _LOCK for path in here.iterdir()):
+            raise StoreError(f"{here} is not a store of attnflow: it holds other files")
+        if read_only or dim is None:
+            how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
+            raise StoreError(f"there is no store at {self.uri}: {how}")
+        a, columns = self._arrow, num_thresholds or 0
+        time = a.timestamp("us", tz="UTC")
+        fields = [("id", a.int64()), *((name, a.string()) for name in _TEXTS), ("version", a.int64())]
+        fields += [("created", time), ("updated", time), ("vector", a.list_(a.float32(), dim + columns))]
+        said = {_FORMAT: b"1", b"num_thresholds": str(columns).encode()}
+        self._database.create_table(_TABLE, schema=a.schema(fields, metadata=said))
+
+    def _describe(self, dim: int | None, num_thresholds: int | None) -> None:
+        schema = self._table.schema
+        said = schema.metadata or {}
+        if said.get(_FORMAT) != b"1":
+            raise StoreError(f"{self.uri} is not a store of attnflow of format 1, but another database of LanceDB")
+        self.num_thresholds = int(said[b"num_thresholds"])
+        self.dim = schema.field("vector").type.list_size - self.num_thresholds
+        for name, asked in (("dim", dim), ("num_thresholds", num_thresholds)):
+            if asked not in (None, getattr(self, name)):
+                raise ValueError(
+                    f"the store at {self.uri} has {name}={getattr(self, name)}, got {name}={asked}: leave it out, or "
+                    "open another"
+                )
 
 
-def snapshot_table(name: str) -> str:
-    """What the table of a snapshot is called."""
-    return f"{SNAPSHOT}{name}"
+@contextmanager
+def failures(what: str) -> Generator[None]:
+    """Whatever LanceDB raises, which is of many kinds, as a `StoreError` that says what did not happen."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise StoreError(f"{what}: {reason}") from error
 
 
-def packages() -> tuple[Any, Any]:
-    """(lancedb, our module of Arrow tables): imported on use."""
+def _locked(directory: Path, dim: int | None) -> Callable[[], None]:
+    """Be the one who writes to a directory, which is made for a new store; returns what ends it.
+
+    The kernel holds the lock, so that nothing is left to clean up after a crash.
+    """
+    if not directory.exists() and dim is None:
+        raise StoreError(f"there is no store at {directory}: give dim, the width of an embedding, to make one")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be written ({error.strerror}): open it with read_only=True, or name another folder"
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise StoreError(
+            f"{directory} is being written by another Store, and one may write at a time: open it with "
+            "read_only=True, or close the other one first"
+        ) from None
+    owner = os.getpid()
+
+    def release() -> None:
+        if os.getpid() == owner:  # a forked child shares the lock, which is not its own to end
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+    return release
+
+
+def _packages() -> tuple[Any, Any]:
     try:
         import lancedb
-
-        from attnflow.knowledge.store import arrow
+        import pyarrow
+        import pyarrow.compute
     except ImportError as error:
-        raise MissingExtra("lancedb", "knowledge", "a store in a directory") from error
-    return lancedb, arrow
+        raise MissingExtra("lancedb", "knowledge", "a store of entries") from error
+    return lancedb, pyarrow
 
 
 def _among(ids: IntArray) -> str:
-    return f"id IN ({','.join(map(str, ids.tolist()))})"
+    return f"id IN ({','.join(map(str, ids.tolist()))})" if len(ids) else "false"

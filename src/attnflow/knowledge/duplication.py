@@ -1,9 +1,10 @@
-"""Entries that say the same: pairs with a high cosine, as groups."""
+"""Entries that say the same: pairs with a high cosine, found block by block or by an approximate index, as groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,8 +19,14 @@ from attnflow._core.markup import aligned
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.base import KnowledgeBase, LayeredKnowledge
-from attnflow.knowledge.monitor.pairs import Search, is_approximate, near_pairs
+from attnflow.knowledge.index import EntryIndex, SearchMode
 from attnflow.knowledge.store import Store
+
+_Pairs = tuple[int, Tensor, Tensor]  # (rows compared so far, first, second)
+
+_ROWS: Final = 512  # that are compared at once
+_COLUMNS: Final = 1 << 13  # with so many others
+_MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto" asks an index (minutes on 2 cores)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def duplicates(
     entries: Float[Tensor, "entries entry_dim"] | KnowledgeBase | Store,
     threshold: float = 0.95,
     *,
-    search: Search = "auto",
+    search: SearchMode = "auto",
     progress: Progress | None = None,
 ) -> Duplicates:
     """Pairs of entries with a cosine of at least `threshold`, as groups.
@@ -96,10 +103,10 @@ def duplicates(
     length = rows.norm(dim=1)
     ids, zeros = ids[(length > 0).numpy()], int((length == 0).sum())
     unit, place = functional.normalize(rows[length > 0], dim=1).unique(dim=0, return_inverse=True)
-    approximate = is_approximate(search, *unit.shape)
+    approximate = _is_approximate(search, *unit.shape)
     copies = torch.bincount(place, minlength=len(unit))
     labels, pairs = np.arange(len(unit)), int((copies * (copies - 1) // 2).sum())
-    for done, first, second in near_pairs(unit, threshold, approximate):
+    for done, first, second in _near_pairs(unit, threshold, approximate):
         pairs += int((copies[first] * copies[second]).sum())
         if len(first):
             ends = labels[first.numpy()], labels[second.numpy()]
@@ -126,3 +133,40 @@ def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:
     ends = np.flatnonzero(np.diff(labels[order])) + 1
     groups = [tuple(group.tolist()) for group in np.split(ids[order], ends) if len(group) > 1]
     return tuple(sorted(groups, key=lambda group: (-len(group), group)))
+
+
+def _is_approximate(search: SearchMode, rows: int, width: int) -> bool:
+    """Whether a search of all pairs asks an index; a ValueError for one that does not exist."""
+    if search not in ("auto", "exact", "approximate"):
+        raise ValueError(f"search must be 'auto', 'exact' or 'approximate', got {search!r}")
+    return search == "approximate" or (search == "auto" and float(rows) ** 2 * width > _MOST_WORK)
+
+
+def _near_pairs(unit: Float[Tensor, "rows dim"], threshold: float, approximate: bool) -> Iterator[_Pairs]:
+    """Pairs first < second of rows of length 1 with a cosine of at least `threshold`, rounding allowed for.
+
+    Cost: rows^2 * dim / 2 multiplications, memory of one block; by an index, its own.
+    """
+    least = threshold - torch.finfo(unit.dtype).eps * unit.shape[1] ** 0.5  # rounding must not part equals
+    return (_by_index if approximate else _by_blocks)(unit, least)
+
+
+def _by_blocks(unit: Tensor, least: float) -> Iterator[_Pairs]:
+    for start in range(0, len(unit), _ROWS):
+        block = unit[start : start + _ROWS]
+        for other in range(start, len(unit), _COLUMNS):
+            near = block @ unit[other : other + _COLUMNS].T >= least
+            first, second = near.triu(diagonal=1 + start - other).nonzero().unbind(dim=1)
+            yield start + len(block), first + start, second + other
+
+
+def _by_index(unit: Tensor, least: float) -> Iterator[_Pairs]:
+    index = EntryIndex(unit.shape[1], search="approximate")
+    index.build(unit)
+    for start in range(0, len(unit), _ROWS):
+        block = unit[start : start + _ROWS]
+        neighbours = index.range(block, least, mode="approximate")
+        first = torch.arange(len(block)).repeat_interleave(torch.tensor([len(one.ids) for one in neighbours])) + start
+        second = torch.cat([one.ids for one in neighbours])
+        once = second > first  # an index finds most pairs from both sides
+        yield start + len(block), first[once], second[once]
