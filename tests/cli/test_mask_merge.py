@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.tasks import Derivation, derivation
+from attnflow.tasks import derivation
+from attnflow.tasks.derivation import Derivation
 
 
 @pytest.mark.parametrize(

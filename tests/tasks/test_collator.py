@@ -10,7 +10,6 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Collator, Label, Task, Token
-from attnflow.tasks.losses import label_tensors
 from tests.refused import refused
 
 DOUBLE = torch.float64
@@ -24,7 +23,7 @@ def pack_labels(targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = label_tensors(labels)
+    tensors = Collator.label_tensors(labels)
     assert tensors.advantages is tensors.old_logprobs is None
     return tensors.targets, tensors.weights
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import derivation
 from attnflow.tasks.derivation import Derivation, derive, named_families
@@ -76,4 +75,3 @@ def test_bad_names_and_parameters(family, parameters, message):
 def test_a_saved_derivation_names_its_kind():
     with pytest.raises(ValueError, match="expected a saved Derivation, got 'LeakReport'"):
         Derivation.from_json(tasks.check(tasks.merge(tasks.causal_lm([5, 6]))).to_json())
-    assert af.tasks.derive is derive

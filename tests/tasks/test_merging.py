@@ -7,6 +7,7 @@ import torch
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Task, Token
+from attnflow.tasks.merging import embedding
 
 
 def numbers(n: int) -> list[int]:
@@ -106,7 +107,7 @@ def test_theorem_3_7_fails_for_two_equal_roots_under_one_node():
     assert merged.task.mask == task.mask
     assert merged.position_of[0] == merged.position_of[1]  # identified across the tasks, not within one
     quotient = Task([root, top], [], relation((1, 0), n=2))
-    assert [node.positions for node in tasks.embedded(quotient, [task]).missing] == [(2,)]
+    assert [node.positions for node in embedding(quotient, [task]).missing] == [(2,)]
 
 
 def test_multiplicity_is_the_largest_that_one_down_set_needs():
@@ -129,7 +130,7 @@ def test_largest_numbers_alone_do_not_suffice():
     together = Task([a, u, u, Token(4, 0)], [], relation((1, 0), (2, 0), (3, 0), (3, 1), (3, 2), n=4))
     merged = tasks.merge([apart, together])
     assert (len(merged.nodes), merged.lower_bound, merged.is_minimal) == (7, 6, True)
-    assert tasks.embedded(merged.task, [apart, together]).ok
+    assert embedding(merged.task, [apart, together]).ok
 
 
 def test_equal_tokens_within_a_node_stay():
@@ -173,9 +174,9 @@ def test_merging_is_independent_of_the_order_of_the_family():
 def test_the_printed_eq_58_loses_all_centres_but_the_last(n):
     family = tasks.butterfly(numbers(n))
     merged = tasks.merge(family).task
-    assert tasks.embedded(merged, family).ok
+    assert embedding(merged, family).ok
     printed = Task(merged.inputs, merged.labels, tasks.families.butterfly_as_printed(n))
-    found = tasks.embedded(printed, family)
+    found = embedding(printed, family)
     assert [(node.task, node.positions) for node in found.missing] == [(k, (k,)) for k in range(n - 1)]
     assert found.num_nodes == n * n
     assert str(found).startswith(f"{n - 1} of {n * n} nodes of the family are not embedded:\n  task 0: positions [0]")
@@ -199,10 +200,10 @@ def test_embedded_takes_sparse_realisations_and_longer_layouts():
     family = tasks.block_two_stream(numbers(8), 2)
     merged = tasks.merge(family).task
     sparse = merged.flow.sparsify().mask
-    assert tasks.embedded(Task(merged.inputs, [], sparse), family).ok
+    assert embedding(Task(merged.inputs, [], sparse), family).ok
     twice = Task(merged.inputs * 2, [], af.masks.document([12, 12], "full") & _twice(merged.mask))
-    assert tasks.embedded(twice, family).ok
-    missing = [(node.task, node.positions) for node in tasks.embedded(family[0], family).missing]
+    assert embedding(twice, family).ok
+    missing = [(node.task, node.positions) for node in embedding(family[0], family).missing]
     assert missing == [(1, (2, 3)), (1, (4, 5)), (2, (2, 3)), (2, (4, 5)), (2, (6, 7))]
 
 
@@ -210,7 +211,7 @@ def _twice(mask: af.masks.Mask) -> af.masks.Mask:
     return af.masks.from_dense(mask.dense().repeat(2, 2))
 
 
-@pytest.mark.parametrize("function", [tasks.merge, lambda family: tasks.embedded(tasks.causal_lm([1, 2])[0], family)])
+@pytest.mark.parametrize("function", [tasks.merge, lambda family: embedding(tasks.causal_lm([1, 2])[0], family)])
 def test_bad_families(function):
     tokens = [Token(i, i) for i in range(3)]
     sparse = Task(tokens, [], af.masks.sliding_window(3, 2))
@@ -232,7 +233,7 @@ def test_empty_tasks_merge_to_an_empty_task():
     assert (merged.task.size, merged.nodes, merged.position_of) == (0, (), ((), ()))
     assert tasks.merge([empty, *tasks.causal_lm([1, 2])]).task.size == 1
     assert tasks.check(merged.task).ok
-    assert tasks.embedded(merged.task, [empty]).ok
+    assert embedding(merged.task, [empty]).ok
 
 
 def test_large_families_merge_in_the_compact_form():
@@ -258,5 +259,5 @@ def test_many_equal_tokens_do_not_hang():
         allow[9] = True
         family.append(Task(inputs, [], af.masks.from_dense(torch.from_numpy(allow))).densified())
     merged = tasks.merge(family)
-    assert tasks.embedded(merged.task, family).ok
+    assert embedding(merged.task, family).ok
     assert merged.lower_bound <= len(merged.nodes) <= 40

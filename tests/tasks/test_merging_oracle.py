@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Task, Token
+from attnflow.tasks.merging import embedding
 from attnflow.testing import classes, closure
 
 Node = tuple[int, tuple[int, ...]]  # task, positions
@@ -218,7 +219,7 @@ def test_embedded_against_the_definition(single, spec):
     """Any task, not only a merged one."""
     other, family = build(single), build(spec)
     for task in (*other, *family[:1]):
-        found = tasks.embedded(task, family)
+        found = embedding(task, family)
         assert sorted((node.task, node.positions) for node in found.missing) == sorted(missing_nodes(task, family))
         assert found.num_nodes == len(all_down_sets(family))
         assert found.ok == (not found.missing)
@@ -239,5 +240,5 @@ def test_a_broken_merge_is_noticed(spec, data):
         q, k = k, q
     allow[q, k] = ~allow[q, k]
     broken = Task(merged.inputs, (), af.masks.from_dense(allow)).densified()
-    found = {(node.task, node.positions) for node in tasks.embedded(broken, family).missing}
+    found = {(node.task, node.positions) for node in embedding(broken, family).missing}
     assert found == set(missing_nodes(broken, family))

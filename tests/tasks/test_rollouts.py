@@ -15,6 +15,7 @@ import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
+from attnflow.tasks.merging import embedding
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -99,7 +100,7 @@ def test_any_group_is_its_tree_depth_first(group):
     }
     assert merged.task.size == len(beginnings)
     assert merged.is_minimal
-    assert tasks.embedded(merged.task, family).ok
+    assert embedding(merged.task, family).ok
     allow = merged.task.mask.dense().numpy()
     for position in range(merged.task.size):
         readers = np.flatnonzero(allow[:, position])
@@ -135,7 +136,7 @@ def test_a_clipped_ratio_is_the_one_of_stock_rollouts(learner):
     parts = [{name: values[part] for name, values in sample.items()} for part in (slice(0, 2), slice(2, 4))]
     for samples in ([sample], parts):
         batch = Collator(tasks.rollouts, dtype=DOUBLE)(samples)
-        labels = tasks.label_tensors(batch)
+        labels = tasks.Collator.label_tensors(batch)
         logprobs = -tasks.loss(learner(**inputs(batch)), batch, reduction="none")
         assert logprobs.shape == labels.targets.shape
         assert labels.advantages is not None
@@ -165,7 +166,7 @@ def test_losses_of_labels_add_up():
     )
     outputs = learner(**inputs(batch))
     each = tasks.loss(outputs, batch, reduction="none")
-    labels = tasks.label_tensors(batch)
+    labels = tasks.Collator.label_tensors(batch)
     assert (labels.advantages, labels.old_logprobs) == (None, None)
     torch.testing.assert_close(each.sum(), tasks.loss(outputs, batch, reduction="sum"))
     torch.testing.assert_close(each.sum() / 5, tasks.loss(outputs, batch))
@@ -182,12 +183,12 @@ def test_labels_with_advantages_are_not_summed_without_them():
     with pytest.raises(ValueError, match="carry advantages"):
         tasks.loss(torch.zeros(1, 2, 8), batch, reduction="sum")
     mixed = Collator(tasks.rollouts)([sample, {"prompts": [1], "responses": [[2, 3]]}])
-    advantages = tasks.label_tensors(mixed).advantages
+    advantages = tasks.Collator.label_tensors(mixed).advantages
     assert advantages is not None
     assert advantages[0].tolist() == [[1.0], [1.0]]
     assert advantages[1].isnan().all()
     only_old = Collator(tasks.rollouts)([{"prompts": [1], "responses": [[2, 3]], "old_logprobs": [[-1.0, -2.0]]}])
-    labels = tasks.label_tensors(only_old)
+    labels = tasks.Collator.label_tensors(only_old)
     assert labels.advantages is None
     assert labels.old_logprobs is not None
     assert labels.old_logprobs.tolist() == [[[-1.0], [-2.0]]]

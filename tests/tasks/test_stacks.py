@@ -1,6 +1,5 @@
-"""Tasks with a mask per layer, and sparse forms of merged tasks: proofs, merging and values against brute force."""
+"""Tasks with a mask per layer, and sparse forms of merged tasks: proofs and values against brute force."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -105,93 +104,26 @@ def test_a_stack_proves_what_a_closure_cannot():
     assert leak.route == "layer 1: 0 -> 1, layer 2: 1 -> 2"
 
 
-def values(task):
-    """What every position computes, layer by layer, spelt out: its own value and the sorted values that it reads."""
-    current = [repr(token) for token in task.inputs]
-    for mask in task.masks:
-        table = mask.dense().tolist()
-        current = [
-            f"<{own}|{','.join(sorted(value for value, read in zip(current, row, strict=True) if read))}>"
-            for own, row in zip(current, table, strict=True)
-        ]
-    return current
-
-
-@settings(max_examples=200)
-@given(st.lists(stacks(4, layers=2, ids=1), min_size=1, max_size=3))
-def test_merged_positions_compute_what_the_tasks_compute(drawn):
-    family = [build(stack) for stack in drawn]
-    merged = af.tasks.merge(family)
-    whole = values(merged.task)
-    for task, places in zip(family, merged.position_of, strict=True):
-        assert [whole[place] for place in places] == values(task)
-        assert len(set(places)) == task.size
-        assert [merged.task.inputs[place] for place in places] == list(task.inputs)
-    most = {}
-    for task in family:
-        own = values(task)
-        for value in own:
-            most[value] = max(most.get(value, 0), own.count(value))
-    assert merged.task.size == sum(most.values())
-    assert len(merged.task.labels) == sum(len(task.labels) for task in family)
-    labelled = {values(task)[label.position] for task in family for label in task.labels}
-    assert merged.lower_bound == len(labelled) <= merged.task.size
-
-
-@settings(max_examples=100)
-@given(st.lists(stacks(4, layers=2, ids=1), min_size=1, max_size=3))
-def test_merging_neither_makes_nor_hides_leaks(drawn):
-    family = [build(stack) for stack in drawn]
-    merged = af.tasks.check(af.tasks.merge(family))
-    alone = sum(len({leak.label for leak in af.tasks.check(task).leaks}) > 0 for task in family)
-    assert len({leak.label.task for leak in merged.leaks}) == alone
-
-
-def rollouts(lengths=((6, 4), (6, 3))):
-    """Causal sequences with a common prompt, under a window in one layer and a dilated window in another."""
-    tasks = []
-    for branch, (prompt, rest) in enumerate(lengths):
-        n = prompt + rest
-        ids = [*range(prompt), *(20 + 10 * branch + i for i in range(rest + 1))]
-        data = [*range(prompt), *(100 * (branch + 1) + i for i in range(rest + 1))]
-        tokens = [Token(id, place, (index,)) for place, (id, index) in enumerate(zip(ids, data, strict=True))]
-        labels = [Label(i, target=Token(tokens[i + 1].id, 0, (data[i + 1],))) for i in range(prompt - 1, n)]
-        stack = [masks.sliding_window(n, 3), masks.dilated_window(n, 2, 3), masks.causal(n)]
-        tasks.append(Task(tokens[:n], labels, stack))
-    return tasks
-
-
-def test_verified_on_a_model():
-    family = rollouts()
-    merged = af.tasks.merge(family)
-    assert merged.task.size == 6 + 4 + 3
-    assert "in 3 layers, with a mask for each" in str(merged)
-    assert af.tasks.check(merged).ok
-    model = tiny_llama()
-    assert af.tasks.verify(family, merged, model).ok
-    wrong = replace(merged, task=Task(merged.task.inputs, merged.task.labels, merged.task.masks[::-1]))
-    assert not af.tasks.verify(family, wrong, model).ok
-    with pytest.raises(ValueError, match="one mask per attention module, 2, got 3"):
-        af.tasks.verify(family, merged, tiny_llama(2))
+def layered():
+    """A causal sequence under a window in one layer and a dilated window in another."""
+    tokens = [Token(id, place) for place, id in enumerate(range(20, 31))]
+    layers = [masks.sliding_window(10, 3), masks.dilated_window(10, 2, 3), masks.causal(10)]
+    return Task(tokens[:10], [Label(i, target=tokens[i + 1]) for i in range(10)], layers)
 
 
 def test_refusals():
-    stack = rollouts()[0]
-    single = Task(stack.inputs, stack.labels, masks.causal(stack.size))
-    with pytest.raises(
-        ValueError, match=r"merge only with tasks for as many layers, got one mask for all layers, 3 layers"
-    ):
-        af.tasks.merge([stack, single])
-    with pytest.raises(ValueError, match=r"for as many layers, got 2 layers, 3 layers: give every task a list"):
-        af.tasks.merge([stack, Task(stack.inputs, stack.labels, stack.masks[:2])])
+    stack = layered()
+    with pytest.raises(ValueError, match=r"task 0 has a mask per layer \(3\), .* merge tasks with one mask"):
+        af.tasks.merge([stack])
     with pytest.raises(ValueError, match=r"a mask per layer \(3\), not one for all: use task.masks"):
         _ = stack.mask
     with pytest.raises(ValueError, match="has no dense form"):
         stack.densified()
     with pytest.raises(ValueError, match="is sparse as its masks are"):
         stack.sparsified()
+    causal = af.tasks.merge(af.tasks.causal_lm(range(11)))
     with pytest.raises(ValueError, match="task 0 has a mask per layer"):
-        af.tasks.embedded(single, [stack])
+        causal.embeds([stack])
     with pytest.raises(ValueError, match="at least one mask per layer, got an empty sequence"):
         Task(stack.inputs, stack.labels, [])
     with pytest.raises(ValueError, match=r"as long as the inputs \(10\), got shape \(3, 3\)"):
@@ -199,7 +131,7 @@ def test_refusals():
 
 
 def test_as_plain_data():
-    stack = rollouts()[0]
+    stack = layered()
     again = Task.from_dict(stack.to_dict())
     assert again == stack
     assert hash(again) == hash(stack)
@@ -216,21 +148,21 @@ def test_as_plain_data():
 @pytest.mark.parametrize(("window", "anchors"), [(None, None), (3, None), (2, 2)])
 def test_sparse_forms_keep_the_order(family, window, anchors):
     merged = af.tasks.merge(family(range(10)))
-    sparse = merged.sparsified(window=window, anchors=anchors)
+    sparse = merged.task.sparsified(window=window, anchors=anchors)
     assert np.array_equal(testing.closure(sparse.mask.dense()), testing.closure(merged.task.mask.dense()))
     assert sparse.depth == testing.depth(sparse.mask.dense())
     assert af.tasks.check(sparse, sparse.depth).ok
     assert (sparse.inputs, sparse.labels) == (merged.task.inputs, merged.task.labels)
-    assert merged.sparsified(window, anchors, layers=sparse.depth) == sparse
+    assert merged.task.sparsified(window, anchors, layers=sparse.depth) == sparse
     if sparse.depth > 1:
         with pytest.raises(
             ValueError, match=rf"needs {sparse.depth} layers .* the model has {sparse.depth - 1}: allow"
         ):
-            merged.sparsified(window, anchors, layers=sparse.depth - 1)
+            merged.task.sparsified(window, anchors, layers=sparse.depth - 1)
 
 
 def sparse_family(tokens):
-    return af.tasks.merge(af.tasks.causal_lm(tokens)).sparsified(window=4, layers=LAYERS)
+    return af.tasks.merge(af.tasks.causal_lm(tokens)).task.sparsified(window=4, layers=LAYERS)
 
 
 def test_sparse_forms_are_collated_and_trained():
@@ -257,16 +189,14 @@ def test_sparse_forms_are_collated_and_trained():
     assert difference[8] > 0  # two windows of four, and a third layer: all of it has arrived
 
 
-def stacked_family(tokens):
-    """Two tasks of windowed layers that share their beginning, and another kind of task at their ends."""
+def stacked(tokens):
+    """A causal sequence with another mask in each layer, and a last position that guesses in place of a token."""
     n = len(tokens) - 1
     data = [Token(id, place) for place, id in enumerate(tokens)]
+    guess = Token(63, n, provenance=())
     layers = [masks.sliding_window(n, 3), masks.global_tokens(n, [0]) & masks.causal(n), masks.sliding_window(n, 3)]
-    first = Task(data[:-1], [Label(i, target=data[i + 1]) for i in range(n)], layers)
-    guess = Token(63, n, provenance=())  # in place of the last token, read by nothing
-    bigger = [mask & masks.causal(n) for mask in layers]
-    second = Task([*data[: n - 1], guess], [Label(n - 1, target=data[n], weight=0.5)], bigger)
-    return [first, second]
+    labels = [Label(i, target=data[i + 1]) for i in range(n - 1)] + [Label(n - 1, target=data[n], weight=0.5)]
+    return Task([*data[: n - 1], guess], labels, layers)
 
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -275,7 +205,7 @@ STACKED = [list(range(10)), list(range(3, 10)), [7, 5, 6, 1, 2]]
 
 def alone(model, tokens, backend=None):
     """(summed loss, logits) of a sample by itself, under a mask for each layer."""
-    task = af.tasks.merge(stacked_family(tokens)).task
+    task = stacked(tokens)
     ids = torch.tensor([[token.ids[0] for token in task.inputs]])
     with masks.attach(model, per_layer=task.masks, backend=backend):
         logits = model(ids, position_ids=task.position_ids[None], use_cache=False).logits[0]
@@ -296,7 +226,7 @@ def gradients_of(model, total):
 def test_stacks_are_collated(form, by_length, backend):
     """A padded batch computes what each sample computes under its own stack: losses, logits, gradients."""
     model = tiny_llama()
-    collate = af.tasks.Collator(stacked_family, by_length, torch.float64, pad_to_multiple_of=8, masks=form)
+    collate = af.tasks.Collator(stacked, by_length, torch.float64, pad_to_multiple_of=8, masks=form)
     batch = collate(STACKED)
     shapes = {"dense": (3, 1, LAYERS * 16, 16), "intervals": (3, LAYERS, 4, 16)}
     assert batch["attention_mask"].shape == shapes[form]
@@ -317,7 +247,7 @@ def test_stacks_are_collated(form, by_length, backend):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, at compilation
 def test_stacks_run_under_flex_attention_and_compiled():
     torch._dynamo.reset()
-    model, collate = tiny_llama().float(), af.tasks.Collator(stacked_family, masks="intervals")
+    model, collate = tiny_llama().float(), af.tasks.Collator(stacked, masks="intervals")
     inputs = {name: value for name, value in collate(STACKED).items() if name != "labels"}
     with torch.no_grad():
         with masks.attach(model, "batch"):
@@ -329,7 +259,7 @@ def test_stacks_run_under_flex_attention_and_compiled():
 
 
 def test_flex_attention_takes_no_dense_stacks():
-    model, batch = tiny_llama().float(), af.tasks.Collator(stacked_family)(STACKED)
+    model, batch = tiny_llama().float(), af.tasks.Collator(stacked)(STACKED)
     refused = pytest.raises(ValueError, match=r"takes no dense masks: make the batches .*masks=\"intervals\"")
     with masks.attach(model, "batch", backend="flex_attention"), torch.no_grad(), refused:
         model(batch["input_ids"], batch["attention_mask"], batch["position_ids"])
@@ -338,7 +268,7 @@ def test_flex_attention_takes_no_dense_stacks():
 def test_a_task_with_one_mask_may_stand_beside_stacks():
     model = tiny_llama()
     window = af.tasks.merge(af.tasks.causal_lm([4, 5, 6, 7])).task
-    samples = {3: window, 10: af.tasks.merge(stacked_family(list(range(10)))).task}
+    samples = {3: window, 10: stacked(list(range(10)))}
     batch = af.tasks.Collator(lambda tokens: samples[len(tokens)], masks="intervals")([[0] * 3, [0] * 10])
     with masks.attach(model, "batch"), torch.no_grad():
         row = model(batch["input_ids"], batch["attention_mask"], batch["position_ids"], use_cache=False).logits[0]
@@ -355,7 +285,7 @@ def sparse_alone(model, tokens):
 
 
 @pytest.mark.parametrize("form", ["dense", "intervals"])
-@pytest.mark.parametrize(("family", "stock_run"), [(stacked_family, alone), (sparse_family, sparse_alone)])
+@pytest.mark.parametrize(("family", "stock_run"), [(stacked, alone), (sparse_family, sparse_alone)])
 def test_trainer_trains_what_a_loop_trains(form, family, stock_run, tmp_path):
     """Three steps of `Trainer` are three steps of a loop over the samples one by one."""
     samples = [{"input_ids": tokens} for tokens in [*STACKED, [1, 2, 3, 9, 8, 7], list(range(1, 10)), [2, 4, 6, 8]]]
@@ -387,7 +317,7 @@ def test_trainer_trains_what_a_loop_trains(form, family, stock_run, tmp_path):
 
 
 def test_stacks_of_a_batch_are_never_another_number():
-    batch = {form: af.tasks.Collator(stacked_family, masks=form)(STACKED) for form in ("dense", "intervals")}
+    batch = {form: af.tasks.Collator(stacked, masks=form)(STACKED) for form in ("dense", "intervals")}
     inputs = {form: {name: value for name, value in each.items() if name != "labels"} for form, each in batch.items()}
     for form in inputs:
         for backend in ("sdpa", "eager"):
@@ -399,7 +329,7 @@ def test_stacks_of_a_batch_are_never_another_number():
             refused = pytest.raises(ValueError, match="masks for 3 layers, one each, but the model has 2 attention")
             with masks.attach(fewer, "batch", backend=backend), refused:
                 fewer(**inputs[form])
-    one = af.tasks.merge(stacked_family(list(range(6)))).task
+    one = stacked(list(range(6)))
     single = Task(one.sequence, one.targets, one.masks[:1])
     with pytest.raises(ValueError, match="a list of one mask is for models of one layer"):
         af.tasks.Collator(lambda tokens: single)([[1]])
@@ -417,13 +347,11 @@ def test_stacks_of_a_batch_are_never_another_number():
 def test_a_batch_of_stacks_is_audited_layer_by_layer():
     model = tiny_llama().float()
     for form in ("dense", "intervals"):
-        batch = af.tasks.Collator(stacked_family, masks=form)([list(range(10))])
+        batch = af.tasks.Collator(stacked, masks=form)([list(range(10))])
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with masks.attach(model, "batch"):
             assert af.audit.check(model, inputs, order="mask").ok
-            more = [
-                mask & masks.causal(mask.num_queries) for mask in af.tasks.merge(stacked_family(range(10))).task.masks
-            ]
+            more = [mask & masks.causal(mask.num_queries) for mask in stacked(range(10)).masks]
             narrow = [*more[:2], masks.sliding_window(more[0].num_queries, 1)]
             assert not af.audit.check(model, inputs, order=narrow).ok
         assert af.audit.check_batch(batch).ok

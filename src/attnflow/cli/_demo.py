@@ -19,7 +19,7 @@ from attnflow.models.evaluation import precision
 from attnflow.order.hasse import label
 from attnflow.tasks import Task, Verification
 from attnflow.tasks.families import butterfly_as_printed
-from attnflow.tasks.merging import MergedTask
+from attnflow.tasks.merging import MergedTask, embedding
 
 # Largest relative difference, in float64, at which a merged task counts as equal to its subtasks: rounding of a
 # 30-layer model gives about 1e-12, one dropped pair of a mask 1e-3 and more.
@@ -189,7 +189,7 @@ def _disprove(butterfly: Objective) -> Outcome:
     n, right = len(butterfly.family), butterfly.closed_form
     printed = butterfly_as_printed(n)
     missing = right.difference(printed, limit=right.num_queries * right.num_keys)
-    lost = sorted({node.task for node in tasks.embedded(butterfly.under(printed), butterfly.family).missing})
+    lost = sorted({node.task for node in embedding(butterfly.under(printed), butterfly.family).missing})
     pairs = preview([f"{query}->{key}" for query, key in missing], 3)
     lines = [
         f"wrong: {plural(len(missing), 'pair')} (query->key) are missing: {pairs}",

@@ -132,8 +132,7 @@ def mask_merge(
     with its closed form, and proves that no label leaks (otherwise exits with 1). -o writes .svg, .png or .html.
     """
     from attnflow._core.parameters import find
-    from attnflow.tasks import derive
-    from attnflow.tasks.derivation import named_families
+    from attnflow.tasks.derivation import derive, named_families
 
     target = None if output is None else output_path(output, _SUFFIXES)
     texts = settings_from([*(settings or []), *([] if block is None else [f"block={block}"])])

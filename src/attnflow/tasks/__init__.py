@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.tasks.collator import Collator
-from attnflow.tasks.derivation import Derivation, derive
 from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.families import (
     block_diffusion,
@@ -16,10 +15,9 @@ from attnflow.tasks.families import (
     permutation_lm,
 )
 from attnflow.tasks.leaks import LeakReport, check
-from attnflow.tasks.losses import label_tensors, loss
-from attnflow.tasks.merging import embedded, merge
+from attnflow.tasks.losses import loss
+from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import rollouts
-from attnflow.tasks.scores import log_probs
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import Verification, verify
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collator",
-    "Derivation",
     "Label",
     "LeakReport",
     "Task",
@@ -40,12 +37,8 @@ __all__ = [
     "butterfly",
     "causal_lm",
     "check",
-    "derive",
-    "embedded",
     "generate_blocks",
     "infill",
-    "label_tensors",
-    "log_probs",
     "loss",
     "masked_lm",
     "merge",

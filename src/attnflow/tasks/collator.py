@@ -18,7 +18,7 @@ from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone, unbound
 from attnflow.tasks.labels import Labels
-from attnflow.tasks.losses import batched, packed
+from attnflow.tasks.losses import LabelTensors, batched, packed
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import group, rollouts
 from attnflow.tasks.task import Task
@@ -164,6 +164,23 @@ class Collator:
                 raise type(error)(f"sample {number} of the batch: {error}") from error
             samples.append((template, *template.filled(torch.tensor([*tokens, 0]))))
         return self._padded(samples)
+
+    @staticmethod
+    def label_tensors(batch: object) -> LabelTensors:
+        """The labels of a batch as tensors, for a loss of your own; beside `loss(..., reduction="none")`.
+
+        Args:
+            batch: a batch of a `Collator`, or its "labels".
+
+        Raises:
+            ValueError: not the labels of a `Collator`.
+
+        >>> import attnflow as af
+        >>> batch = af.tasks.Collator(af.tasks.causal_lm)([[5, 6, 7]])
+        >>> af.tasks.Collator.label_tensors(batch).targets.tolist()
+        [[[6], [7]]]
+        """
+        return LabelTensors.of(batch)
 
     def tasks_of(self, feature: object) -> Tasks:
         """What `family_fn` gives for a sample."""

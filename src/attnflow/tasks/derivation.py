@@ -1,4 +1,7 @@
-"""`derive`: a family of tasks by name, merged, compared with its closed form, and proved free of leaks."""
+"""A family of tasks by name: merged, compared with its closed form, and proved free of leaks.
+
+What `attnflow mask merge` and the studio show. In code it is `merge`, `check` and a comparison of masks.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,6 @@ class Derivation(Result):
         family: its name.
         num_tokens: tokens of the sample, all distinct.
         parameters: what else the family was called with.
-        num_subtasks: tasks of the family.
-        subtask_positions: positions of all subtasks together, what training them one by one would compute.
         merged: the one task that trains them all.
         report: the leak proof of the merged task.
         closed_form: the known formula of the mask, in words; None if there is none.
@@ -48,8 +49,6 @@ class Derivation(Result):
     family: str
     num_tokens: int
     parameters: Mapping[str, object]
-    num_subtasks: int
-    subtask_positions: int
     merged: MergedTask
     report: LeakReport
     closed_form: str | None
@@ -59,6 +58,11 @@ class Derivation(Result):
     def ok(self) -> bool:
         """Whether nothing leaks and the mask is the formula's, where there is one."""
         return self.report.ok and self.equals_closed_form is not False
+
+    @property
+    def subtask_positions(self) -> int:
+        """Positions of all subtasks together, what training them one by one would compute."""
+        return sum(map(len, self.merged.positions))
 
     @property
     def call(self) -> str:
@@ -74,7 +78,7 @@ class Derivation(Result):
         if self.closed_form is not None:
             formula = f"{'equal to' if self.equals_closed_form else 'DIFFERENT from'} {self.closed_form}"
         return [
-            ("subtasks", f"{self.num_subtasks:,}, with {self.subtask_positions:,} positions one by one"),
+            ("subtasks", f"{len(merged.positions):,}, with {self.subtask_positions:,} positions one by one"),
             ("merged", f"{plural(merged.task.size, 'position')} in {plural(merged.num_nodes, 'node')}: {least}"),
             ("closed form", formula),
             ("dense", "yes, one layer lets everything flow" if merged.task.is_dense else "no"),
@@ -96,7 +100,7 @@ class Derivation(Result):
             "family": self.family,
             "num_tokens": self.num_tokens,
             "parameters": dict(self.parameters),
-            "num_subtasks": self.num_subtasks,
+            "num_subtasks": len(merged.positions),
             "subtask_positions": self.subtask_positions,
             "merged_positions": merged.task.size,
             "position_ids": merged.position_ids.tolist(),
@@ -136,21 +140,16 @@ def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
     >>> derive("butterfly", 5).ok
     True
     """
-    if not isinstance(family, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"family must be the name of a family, such as 'butterfly', got {family!r}")
     entry = find(family, named_families(), "family")
     values = entry.check(parameters, family)
     num_tokens = integer("num_tokens", num_tokens, 1, _MOST_TOKENS)
-    tasks = entry.function(tokens=list(range(1, num_tokens + 1)), **values)
-    merged = merge(tasks)
+    merged = merge(entry.function(tokens=list(range(1, num_tokens + 1)), **values))
     defaults = {p.name: p.default for p in entry.parameters if not p.required}
     formula, mask = _closed_form(family, num_tokens, {**defaults, **values})
     return Derivation(
         family=family,
         num_tokens=num_tokens,
         parameters=values,
-        num_subtasks=len(tasks),
-        subtask_positions=sum(task.size for task in tasks),
         merged=merged,
         report=check(merged),
         closed_form=formula,

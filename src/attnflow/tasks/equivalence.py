@@ -18,14 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.task import Task
+from attnflow.tasks.tokens import is_prefix
 
 Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-_TOGETHER: Final = 1 << 20
+_TOGETHER: Final = 1 << 20  # intervals and positions that are hashed at a time
+_TRIED: Final = 4  # longer tasks that a task is compared with
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,58 @@ class Classes:
     def size(self) -> int:
         """Number of classes of positions."""
         return len(self.node)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefixes:
+    """Which tasks of a family compute something that no other does: of `causal_lm` on 8,192 tokens one of 8,191.
+
+    A task is a prefix of another if its inputs are the first inputs of that one and its rows the first rows: what
+    its positions compute is then computed there. The others are dense if that one is.
+    """
+
+    longest: list[int]  # tasks that are a prefix of no other (of equals, one)
+    of: list[int]  # for each task the index in `longest` of one that it is a prefix of
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> Prefixes:
+        """Of tasks whose inputs are views of one table; others are compared with none. Cost: O(positions) at most."""
+        chosen: dict[int, int] = {}
+        candidates: dict[tuple[int, int], list[int]] = {}
+        within = np.zeros(len(tasks), dtype=np.int64)
+        for number in sorted(range(len(tasks)), key=lambda number: -tasks[number].size):
+            task = tasks[number]
+            first = int(task.sequence.index[0]) if task.size else -1
+            longer = candidates.setdefault((id(task.sequence.table), first), [])
+            match = next((other for other in longer[:_TRIED] if _is_prefix(tasks[other], task)), None)
+            if match is None:
+                chosen[number] = number
+                longer.append(number)
+            within[number] = number if match is None else match
+        longest = sorted(chosen)
+        return cls(longest, np.searchsorted(longest, within).tolist())
+
+    def labelled(self, tasks: Sequence[Task]) -> list[BoolArray]:
+        """For each task of `longest`, whether each position carries a label, of its own or of a prefix."""
+        flags = [np.zeros(tasks[number].size, dtype=np.bool_) for number in self.longest]
+        for task, longer in zip(tasks, self.of, strict=True):
+            flags[longer][task.targets.column("position")] = True
+        return flags
+
+
+def _is_prefix(long: Task, short: Task) -> bool:
+    """Whether a task begins with another, which is no longer."""
+    (rows, rank), (prefix, other_rank) = long.mask.relabelled(), short.mask.relabelled()
+    n = short.size
+    if rank is not None or other_rank is not None or rows.indptr[n] != prefix.indptr[n]:
+        return False
+    pairs = (
+        (short.sequence.index, long.sequence.index),
+        (prefix.indptr, rows.indptr),
+        (prefix.starts, rows.starts),
+        (prefix.ends, rows.ends),
+    )
+    return all(is_prefix(one, other) for one, other in pairs)
 
 
 def repeats_below(task: Task, inputs: IntArray) -> bool:

@@ -14,7 +14,6 @@ from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.order.flow import analyze
-from attnflow.tasks.density import holds
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
 
@@ -250,7 +249,7 @@ class _Readable:
             owner = np.repeat(part, count)
             place = carrier[np.arange(len(owner)) + np.repeat(first[part] - (np.cumsum(count) - count), count)]
             key = place if self.rank is None else self.rank[place]
-            inside = holds(self.rows, self.row[owner], key, key + 1)
+            inside = self.rows.holds(self.row[owner], key)
             parts.append(np.stack([self.labels[owner[inside]], place[inside]]))
         return np.concatenate(parts, axis=1)
 

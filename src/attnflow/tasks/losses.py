@@ -45,6 +45,25 @@ class LabelTensors:
     advantages: Float[Tensor, "*batch n width"] | None
     old_logprobs: Float[Tensor, "*batch n width"] | None
 
+    @classmethod
+    def of(cls, labels: object) -> LabelTensors:
+        """The "labels" of a `Collator` batch, or of the batch itself; see `Collator.label_tensors`."""
+        tensor = cast(Mapping[str, object], labels).get("labels") if isinstance(labels, Mapping) else labels
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
+        if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
+            raise ValueError(
+                f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
+                f"{tuple(tensor.shape)}: make the batch with af.tasks.Collator(family_fn), which says what each "
+                "position predicts; a plain tensor of token ids does not"
+            )
+        targets = tensor[..., 0, 1:]
+        numbers: list[Tensor | None] = []
+        for row in range(1, _ROWS):
+            values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
+            numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
+        return cls(targets, cast(Tensor, numbers[0]), *numbers[1:])
+
 
 def packed(task: Task) -> Int[Tensor, "n rows width"]:
     """The labels of a task, filled with -100: target ids, and the bits of each number, NaN for one that is missing."""
@@ -69,36 +88,6 @@ def batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows colum
     return table
 
 
-def label_tensors(labels: object) -> LabelTensors:
-    """The labels of a batch as tensors, for a loss of your own; beside `loss(..., reduction="none")`.
-
-    Args:
-        labels: the "labels" of a `Collator` batch, or the batch itself.
-
-    Raises:
-        ValueError: not the labels of a `Collator`.
-
-    >>> import attnflow as af
-    >>> batch = af.tasks.Collator(af.tasks.causal_lm)([[5, 6, 7]])
-    >>> label_tensors(batch).targets.tolist()
-    [[[6], [7]]]
-    """
-    tensor = _labels(labels)
-    if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
-        raise ValueError(
-            f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
-            f"{tuple(tensor.shape)}: "
-            "make the batch with af.tasks.Collator(family_fn), which says what each position predicts; a plain tensor "
-            "of token ids does not"
-        )
-    targets = tensor[..., 0, 1:]
-    numbers: list[Tensor | None] = []
-    for row in range(1, _ROWS):
-        values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
-        numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
-    return LabelTensors(targets, cast(Tensor, numbers[0]), *numbers[1:])
-
-
 def loss(
     outputs: object, labels: object, num_items_in_batch: Tensor | int | None = None, reduction: str = "mean"
 ) -> Float[Tensor, "*rows"]:
@@ -112,8 +101,8 @@ def loss(
         labels: the "labels" of a `Collator` batch, or the batch itself.
         num_items_in_batch: what `Trainer` counts over accumulated batches; it counts each label once for each row.
         reduction: "mean" over labels, "sum", or "none": weight x cross-entropy of each label, [batch, n, width], 0
-            where there is none; `label_tensors` has the rest, in the same places. With weights of 1 it is the negative
-            log-probability of the target.
+            where there is none; `Collator.label_tensors` has the rest, in the same places. With weights of
+            1 it is the negative log-probability of the target.
 
     Returns:
         A scalar; 0 for a batch without labels. With "none" a tensor [batch, n, width].
@@ -123,7 +112,7 @@ def loss(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    logits, tensors = _logits(outputs), label_tensors(labels)
+    logits, tensors = _logits(outputs), LabelTensors.of(labels)
     targets, weights = tensors.targets, tensors.weights
     if logits.shape[:-1] != targets.shape[:-1]:
         raise ValueError(
@@ -133,7 +122,7 @@ def loss(
     if tensors.advantages is not None and reduction != "none":
         raise ValueError(
             'these labels carry advantages, which this loss does not use: take loss(..., reduction="none") and '
-            "af.tasks.label_tensors(batch) for a policy loss of your own, or give them to rollouts as weights="
+            "af.tasks.Collator.label_tensors(batch) for a policy loss of your own, or give them to rollouts as weights="
         )
     places = (targets != NO_ID).nonzero(as_tuple=True)
     chosen = logits[places[:-1]]
@@ -153,10 +142,3 @@ def _logits(outputs: object) -> Tensor:
     if not isinstance(logits, Tensor):
         raise TypeError(f"expected logits or a model output that has them, got {type(outputs).__name__}")
     return logits
-
-
-def _labels(labels: object) -> Tensor:
-    tensor = cast(Mapping[str, object], labels).get("labels") if isinstance(labels, Mapping) else labels
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
-    return tensor

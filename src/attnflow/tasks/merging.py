@@ -1,4 +1,8 @@
-"""`merge`: the one sequence and mask that trains a whole family of tasks; `embedded`: whether a task holds a family."""
+"""`merge`: the one sequence and mask that trains a whole family of tasks, and whether a task holds a family.
+
+Read `merge` first. Which positions become one is decided by hashing (`equivalence`), or by types and a search where
+inputs repeat within a down-set (`posets`); in which order they stand says `layout`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,10 @@ from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
-from attnflow.tasks.beginnings import Beginnings
-from attnflow.tasks.equivalence import repeats_below
-from attnflow.tasks.isomorphism import Work
+from attnflow.tasks.equivalence import Prefixes, repeats_below
 from attnflow.tasks.labels import Labels
 from attnflow.tasks.layout import Layout
-from attnflow.tasks.posets import Poset, amalgamate, isomorphism, typed
-from attnflow.tasks.stacks import merge_stacks
+from attnflow.tasks.posets import Poset, Work, amalgamate, isomorphism, typed
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs, numbered
 
@@ -94,21 +95,28 @@ class MergedTask:
         return (
             f"{plural(len(self.positions), 'task')} with {before} in {self.task.size}: "
             f"{plural(self.num_nodes, 'node')} ({proof}), "
-            f"{plural(sum(mask.nnz for mask in self.task.masks), 'pair')}{self._embedded}"
+            f"{plural(self.task.mask.nnz, 'pair')}; every down-set of every task is embedded (checked)"
             + (f"; {self.note}" if self.note else "")
         )
 
-    @property
-    def _embedded(self) -> str:
-        if self.task.num_layers is not None:
-            return f" in {plural(self.task.num_layers, 'layer')}, with a mask for each"
-        return "; every down-set of every task is embedded (checked)"
+    def embeds(self, family: Sequence[Task], mask: Mask | None = None) -> Embedding:
+        """Which nodes of a family the merged task holds, under a mask of your own if you give one (def. 3.6).
 
-    def sparsified(
-        self, window: int | None = None, anchors: int | Sequence[int] | None = None, layers: int | None = None
-    ) -> Task:
-        """The merged task under a sparser mask of the same order, with the `depth` that it needs: `Task.sparsified`."""
-        return self.task.sparsified(window, anchors, layers)
+        Of a sparse mask the closure counts, which is what its Hasse diagram shows. Nothing is assumed about where the
+        nodes of the family stand.
+
+        Raises:
+            ValueError: the family is empty, or one of its tasks is not dense.
+
+        >>> import attnflow as af
+        >>> family = af.tasks.butterfly([5, 6, 7])
+        >>> merged = af.tasks.merge(family)
+        >>> printed = merged.embeds(family, af.tasks.families.butterfly_as_printed(3))
+        >>> merged.embeds(family).ok, [node.task for node in printed.missing]
+        (True, [0, 1])
+        """
+        own = self.task if mask is None else Task(self.task.sequence, self.task.targets, mask)
+        return embedding(own, family)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class MissingNode:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Which nodes of a family a task holds, made by `embedded`.
+    """Which nodes of a family a task holds, made by `MergedTask.embeds`.
 
     Attributes:
         num_nodes: nodes of the family, all subtasks together.
@@ -166,10 +174,7 @@ def merge(family: Sequence[Task]) -> MergedTask:
     `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)` (eq. 58 corrected).
 
     Args:
-        family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family. Or tasks
-            with a mask per layer, all of as many layers: positions with the same values after every layer are joined,
-            which is exact for models of that many layers and needs no dense masks (`attnflow.tasks.stacks`). Whether
-            fewer positions would do is not known there: `is_minimal` says so only where the lower bound is met.
+        family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
 
     Returns:
         The merged task. Its positions are ordered as `attnflow.tasks.layout` says, its mask is dense. Where tasks
@@ -178,9 +183,8 @@ def merge(family: Sequence[Task]) -> MergedTask:
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
-            (`task.densified()` makes both true); tasks with a mask per layer differ in their
-            number of layers; inputs repeat in so symmetric a pattern that telling nodes apart takes more than a fixed
-            amount of work.
+            (`task.densified()` makes both true); a task has a mask per layer; inputs repeat in so symmetric a pattern
+            that telling nodes apart takes more than a fixed amount of work.
 
     Cost: O(positions + intervals) where inputs do not repeat within a down-set; subtasks that are the beginning of
     another count nothing. A tree of 65,000 positions takes about a second. Otherwise isomorphism and a search, bounded,
@@ -192,34 +196,22 @@ def merge(family: Sequence[Task]) -> MergedTask:
     (True, [0, 1, 1, 2, 0, 1, 2])
     """
     tasks = _family(family)
-    if any(task.num_layers is not None for task in tasks):
-        return _merged_stack(tasks)
-    beginnings = Beginnings.of_family(tasks)
-    by_mask = {id(tasks[number].mask): number for number in reversed(beginnings.longest)}
+    for number, task in enumerate(tasks):
+        _require_one_mask(number, task)
+    prefixes = Prefixes.of(tasks)
+    by_mask = {id(tasks[number].mask): number for number in reversed(prefixes.longest)}
     for number in sorted(by_mask.values()):
         _require_dense(number, tasks[number])
-    longest = [tasks[number] for number in beginnings.longest]
+    longest = [tasks[number] for number in prefixes.longest]
     tokens, inputs = numbered([task.sequence for task in longest])
     repeats = any(repeats_below(task, numbers) for task, numbers in zip(longest, inputs, strict=True))
-    layout = Layout(longest, inputs, beginnings.labelled(tasks), tokens)
+    layout = Layout(longest, inputs, prefixes.labelled(tasks), tokens)
     quotient = _by_search(layout) if repeats else _by_hash(layout)
-    positions = [quotient.position[of][: task.size] for task, of in zip(tasks, beginnings.of, strict=True)]
+    positions = [quotient.position[of][: task.size] for task, of in zip(tasks, prefixes.of, strict=True)]
     [node] = equivalence.renumber([quotient.node])
     merged = Task(Inputs(tokens, quotient.inputs), _labels(tasks, positions), quotient.mask)
     note = "" if repeats or len(longest) == 1 else _note(longest, len(node), sum(task.size for task in tasks))
     return MergedTask(merged, tuple(positions), node, quotient.lower_bound, quotient.is_minimal, note)
-
-
-def _merged_stack(tasks: Sequence[Task]) -> MergedTask:
-    tokens, inputs = numbered([task.sequence for task in tasks])
-    stack = merge_stacks(tasks, inputs)
-    merged = Task(Inputs(tokens, stack.inputs), _labels(tasks, stack.position), stack.masks)
-    size, total = len(stack.inputs), sum(task.size for task in tasks)
-    note = "nothing is shared: one merged pass costs what the tasks cost in one batch" if size == total > 0 else ""
-    note = note if len(tasks) > 1 else ""
-    return MergedTask(
-        merged, tuple(stack.position), np.arange(size), stack.lower_bound, size == stack.lower_bound, note
-    )
 
 
 def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
@@ -252,25 +244,11 @@ def _note(tasks: Sequence[Task], size: int, total: int) -> str:
     return "nothing is shared: one merged pass costs what the tasks cost in one batch" if size == total else ""
 
 
-def embedded(task: Task, family: Sequence[Task]) -> Embedding:
-    """Which nodes of a family have an equivalent in a task: whether the task can stand for the family (def. 3.6).
-
-    `task` may be any task over the same tokens: the result of `merge`, a layout of your own, or a published mask.
-    Of a sparse task the closure counts, which is what its Hasse diagram shows. Nothing is assumed about where the
-    nodes of the family stand in it.
-
-    Raises:
-        ValueError: the family is empty, or one of its tasks is not dense.
-
-    >>> import attnflow as af
-    >>> family = af.tasks.butterfly([5, 6, 7])
-    >>> merged = af.tasks.merge(family).task
-    >>> printed = Task(merged.inputs, merged.labels, af.tasks.families.butterfly_as_printed(3))
-    >>> [node.task for node in af.tasks.embedded(printed, family).missing]
-    [0, 1]
-    """
+def embedding(task: Task, family: Sequence[Task]) -> Embedding:
+    """Which nodes of a family have an equivalent in a task over the same tokens; see `MergedTask.embeds`."""
     tasks = _family(family)
     for number, each in enumerate(tasks):
+        _require_one_mask(number, each)
         _require_dense(number, each)
     every = [*tasks, task.densified()]
     tokens, inputs = numbered([each.sequence for each in every])
@@ -322,17 +300,20 @@ def _family(family: Sequence[Task]) -> list[Task]:
     return tasks
 
 
-def _require_dense(number: int, task: Task) -> None:
+def _require_one_mask(number: int, task: Task) -> None:
     if task.num_layers is not None:
         raise ValueError(
-            f"task {number} has a mask per layer: embedding is a matter of down-sets, which dense tasks have; compare "
-            "with af.tasks.verify"
+            f"task {number} has a mask per layer ({task.num_layers}), but merging compares the down-sets of dense "
+            "tasks: merge tasks with one mask for all layers"
         )
+
+
+def _require_dense(number: int, task: Task) -> None:
     if not task.is_dense:
         raise ValueError(
             f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "
             "mask alone does not fix what a node computes. Merge [task.densified() for task in family] and make "
-            "the merged mask sparser afterwards with merged.task.flow.sparsify(...)"
+            "the merged mask sparser afterwards with merged.task.sparsified(...)"
         )
     if not task.attends_itself:
         raise ValueError(

@@ -3,7 +3,7 @@
 `equivalence` is the fast way where no down-set repeats an input. Here nodes get *types*: two nodes are equivalent
 (hasse, def. 3.5) iff they have one type. A type's signature is the inputs of the node, the types of its covers, and how
 often each type stands below it. Where the down-set holds every type once, the signature decides: the bijection that
-keeps types is the isomorphism. Otherwise `isomorphism` compares the down-sets, within a budget.
+keeps types is the isomorphism. Otherwise `isomorphic` compares the down-sets, within a budget.
 
 Theorem 3.7 of the paper takes one node per equivalence class. That is false when a down-set holds two equivalent
 nodes (two equal roots under c): c would lose one of them and no longer be embedded (order.md). Here every type gets
@@ -14,18 +14,38 @@ whole down-set never repeats anything need one node each, in every smallest pose
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from attnflow._core.checks import IntArray
-from attnflow.tasks.isomorphism import Graph, Work
-from attnflow.tasks.isomorphism import isomorphism as isomorphic
 from attnflow.tasks.task import Task
 
 _Signature = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
-_STEPS: Final = 50_000  # about a second
+_STEPS: Final = 50_000  # of the search for an amalgam: about a second
+LARGEST_WORK: Final = 1 << 22  # neighbours looked at by isomorphism: about ten seconds
 _DEPTH: Final = 400  # recursion; beyond it only the greedy solution is taken
+
+
+@dataclass
+class Work:
+    """Neighbours that may still be looked at, in all that shares this budget."""
+
+    left: int = LARGEST_WORK
+
+    def spend(self, amount: int, size: int) -> None:
+        """Take some of it.
+
+        Raises:
+            ValueError: there is not enough.
+        """
+        self.left -= amount
+        if self.left < 0:
+            raise ValueError(
+                f"whether two down-sets of {size} nodes are isomorphic takes more than {LARGEST_WORK:,} steps to tell: "
+                "inputs repeat below them in a pattern that is too symmetric. Give repeated inputs positions of their "
+                "own, so that each stands once in a down-set"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,3 +256,102 @@ def amalgamate(types: Types) -> Amalgam:
         proved = search.steps <= _STEPS or len(search.best[0]) == bound
     kinds, below = search.best
     return Amalgam(kinds, below, bound, proved)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A directed graph: the colour of each node, and the edges (lower, upper)."""
+
+    colours: Sequence[Hashable]
+    edges: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Quotient:
+    """A graph in which each group of interchangeable nodes is one node."""
+
+    groups: list[list[int]]
+    colours: list[Hashable]
+    lower: list[list[int]]
+    upper: list[list[int]]
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Quotient:
+        below: list[set[int]] = [set() for _ in graph.colours]
+        above: list[set[int]] = [set() for _ in graph.colours]
+        for lower, upper in graph.edges:
+            below[upper].add(lower)
+            above[lower].add(upper)
+        members: dict[Hashable, list[int]] = {}
+        for node, colour in enumerate(graph.colours):
+            members.setdefault((colour, frozenset(below[node]), frozenset(above[node])), []).append(node)
+        groups = list(members.values())
+        number = {node: place for place, group in enumerate(groups) for node in group}
+        return cls(
+            groups,
+            [(graph.colours[group[0]], len(group)) for group in groups],
+            [sorted({number[other] for other in below[group[0]]}) for group in groups],
+            [sorted({number[other] for other in above[group[0]]}) for group in groups],
+        )
+
+    def signatures(self, colours: Sequence[int]) -> list[Hashable]:
+        """The colour of each node with those around it."""
+        return [
+            (colour, *(tuple(sorted(colours[other] for other in side[node])) for side in (self.lower, self.upper)))
+            for node, colour in enumerate(colours)
+        ]
+
+
+def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
+    """A bijection of the nodes that keeps colours and edges; None if there is none.
+
+    Colours are refined: two nodes get different ones as soon as the colours around them differ. Where that does not
+    tell nodes apart (in strongly regular graphs it never does), one of them gets a colour of its own, and each of its
+    counterparts is tried. Nodes with the same neighbours are interchangeable, so each such group counts as one node.
+
+    Raises:
+        ValueError: it takes more than is left of `work`.
+    """
+    if len(one.colours) != len(two.colours) or len(one.edges) != len(two.edges):
+        return None
+    left, right = _Quotient.of(one), _Quotient.of(two)
+    if len(left.groups) != len(right.groups):
+        return None
+    number: dict[Hashable, int] = {}
+    first, second = ([number.setdefault(c, len(number)) for c in graph.colours] for graph in (left, right))
+    stack = [(first, second)]
+    while stack:
+        refined = _refined(left, right, *stack.pop(), work)
+        if refined is None:
+            continue
+        colours, others = refined
+        counts = Counter(colours)
+        cell = min(((count, colour) for colour, count in counts.items() if count > 1), default=None)
+        if cell is None:
+            place = {colour: node for node, colour in enumerate(others)}
+            pairs = [(left.groups[node], right.groups[place[colour]]) for node, colour in enumerate(colours)]
+            return {x: y for group, other in pairs for x, y in zip(group, other, strict=True)}
+        chosen, fresh = colours.index(cell[1]), len(counts)
+        alone = [*colours[:chosen], fresh, *colours[chosen + 1 :]]
+        counterparts = [node for node, colour in enumerate(others) if colour == cell[1]]
+        stack += [(alone, [*others[:y], fresh, *others[y + 1 :]]) for y in reversed(counterparts)]
+    return None
+
+
+def _refined(
+    left: _Quotient, right: _Quotient, colours: list[int], others: list[int], work: Work
+) -> tuple[list[int], list[int]] | None:
+    """Colours that no look around refines further, equally many of each on both sides; None where they are not."""
+    size = len(colours)
+    looks = size + sum(map(len, left.lower)) + sum(map(len, left.upper))
+    while True:
+        work.spend(2 * looks, size)
+        seen, met = left.signatures(colours), right.signatures(others)
+        if Counter(seen) != Counter(met):
+            return None
+        number: dict[Hashable, int] = {}
+        before = len(set(colours))
+        colours = [number.setdefault(signature, len(number)) for signature in seen]
+        others = [number[signature] for signature in met]
+        if len(number) == before:
+            return colours, others

@@ -16,9 +16,9 @@ from attnflow._core.plain import only_keys
 from attnflow.masks.catalogue import causal
 from attnflow.tasks.families import Family, TokenIds, beginning
 from attnflow.tasks.labels import Labels
+from attnflow.tasks.prefixes import Trie
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs, TokenTable
-from attnflow.tasks.trie import Trie
 
 _Array = npt.NDArray[Any] | Tensor
 Several = Sequence[TokenIds] | _Array
@@ -47,8 +47,8 @@ def rollouts(
         weights: of the labels in `af.tasks.loss`, of either sign, 1 by default; with advantages here it is the policy
             gradient of REINFORCE. One number for each response, or one for each of its tokens.
         advantages: how much better than expected each response was, or each of its tokens. They go along with the
-            labels, for a loss of your own (see `af.tasks.label_tensors`); `af.tasks.loss` does not multiply by them,
-            and refuses to sum labels that have them.
+            labels, for a loss of your own (`af.tasks.Collator.label_tensors`); `af.tasks.loss` does not multiply by
+            them, and refuses to sum labels that have them.
         old_logprobs: for each response the log-probability, in nats, that the sampling policy gave to each of its
             tokens. They go along with the labels in the same way.
 

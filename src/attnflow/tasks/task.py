@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -17,7 +18,6 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
-from attnflow.tasks.density import holds_diagonal, is_transitive
 from attnflow.tasks.labels import Label, Labels
 from attnflow.tasks.tokens import Inputs, Token
 
@@ -154,15 +154,13 @@ class Task:
 
         Never of a task with a mask per layer, whose flow is no closure.
         """
-        if self.num_layers is not None:
-            return False
-        quick = is_transitive(self.mask.relabelled()[0])
-        return self.flow.is_dense if quick is None else quick
+        return self.num_layers is None and self.flow.is_dense
 
     @cached_property
     def attends_itself(self) -> bool:
         """Whether every position may attend to itself; the residual connection alone is not attention."""
-        return all(bool(holds_diagonal(mask.relabelled()[0]).all()) for mask in self.masks)
+        own = np.arange(self.size)
+        return all(bool(mask.relabelled()[0].holds(own, own).all()) for mask in self.masks)
 
     def densified(self) -> Task:
         """The same task with the mask R: every position attends to all that can ever reach it, and to itself.

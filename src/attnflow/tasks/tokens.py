@@ -276,8 +276,8 @@ def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[Toke
     return whole.take(np.sort(first)), [of_table[id(inputs.table)][inputs.index] for inputs in sequences]
 
 
-def is_beginning(short: npt.NDArray[Any], long: npt.NDArray[Any]) -> bool:
-    """Whether an array begins with another; views of one array are told by their address."""
+def is_prefix(short: npt.NDArray[Any], long: npt.NDArray[Any]) -> bool:
+    """Whether an array is the beginning of another; views of one array are told by their address."""
     if short.ctypes.data == long.ctypes.data and short.strides == long.strides and len(short) <= len(long):
         return True
     return np.array_equal(short, long[: len(short)])

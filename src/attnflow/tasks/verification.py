@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow import masks
 from attnflow._core.checks import IntArray, boolean
 from attnflow._core.checks import number as finite
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
@@ -105,10 +103,9 @@ def verify(
 ) -> Verification:
     """Run a model on every subtask alone and once on the merged task, and compare.
 
-    Every run gets input embeddings (so that averaged tokens work), explicit position ids and a 4D additive mask; tasks
-    with a mask per layer run under `af.masks.attach(model, per_layer=...)`, in a model of as many layers.
-    The model is put into evaluation mode for the time; its gradients and its mode are left as they were. In a float64
-    model everything runs in float64, also what the model's code would convert to float32.
+    Every run gets input embeddings (so that averaged tokens work), explicit position ids and a 4D additive mask. The
+    model is in evaluation mode for the time; its gradients and its mode are left as they were. In a float64 model
+    everything runs in float64, also what the model's code would convert to float32.
 
     Args:
         family: the subtasks.
@@ -133,7 +130,7 @@ def verify(
     tolerance = None if tolerance is None else finite("tolerance", tolerance, 0.0)
     _require_same_family(tasks, merged)
     for task in (*tasks, merged.task):
-        if task.size and min(int(mask.row_counts().min()) for mask in task.masks) == 0:
+        if task.size and int(task.mask.row_counts().min()) == 0:
             raise ValueError("a position may attend to nothing: its softmax is undefined; allow it to attend to itself")
     if not any(len(task.targets) for task in tasks):
         raise ValueError("verify compares labelled positions, but no task of the family has a label")
@@ -176,21 +173,19 @@ def verify(
 
 
 def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
-    """The logits of a model on a task: embeddings, position ids and a 4D additive mask, or one per layer; no cache."""
+    """The logits of a model on a task: embeddings, position ids and a 4D additive mask; no cache."""
     embedding = _embedding(model)
     weight = next(embedding.parameters())
     vectors = embed(id_table(task).to(weight.device), embedding)
     arguments: dict[str, Any] = {
         "inputs_embeds": vectors[None],
         "position_ids": task.position_ids.to(weight.device)[None],
+        "attention_mask": additive(task.mask.dense(weight.device), vectors.dtype)[None, None],
     }
-    if task.num_layers is None:
-        arguments["attention_mask"] = additive(task.mask.dense(weight.device), vectors.dtype)[None, None]
     # Only where it is known: some models pass unknown arguments on, and fail deep inside.
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
-    with nullcontext() if task.num_layers is None else masks.attach(model, per_layer=task.masks):
-        logits = getattr(model(**arguments), "logits", None)
+    logits = getattr(model(**arguments), "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != task.size:
         raise UnsupportedArchitecture(
             f"{type(model).__name__} gives no logits per position; use a language-model head (ForCausalLM, ForMaskedLM)"
@@ -244,10 +239,15 @@ def _terms(logits: Tensor, task: Task) -> Tensor:
     positions, targets, weights = (
         torch.tensor(task.targets.column(name), device=logits.device) for name in ("position", "target_id", "weight")
     )
-    if int(targets.max()) >= logits.shape[-1]:
-        raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
+    require_targets(targets, logits)
     precise = logits[positions].to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, targets, reduction="none") * weights.to(precise.dtype)
+
+
+def require_targets(targets: Tensor, logits: Tensor) -> None:
+    """Raise `ValueError` unless every target is in the vocabulary of the logits."""
+    if len(targets) and int(targets.max()) >= logits.shape[-1]:
+        raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
 
 
 def _by_position(task: Task, terms: Tensor) -> dict[tuple[int, int], float]:

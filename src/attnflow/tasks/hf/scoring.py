@@ -1,8 +1,9 @@
-"""`score`: continuations of contexts that begin alike, each beginning run once in a pass."""
+"""`score`: log-probabilities of continuations of contexts, or of the labels of a family of tasks, in few passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -12,36 +13,75 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
-from attnflow.tasks.continuations import Scores
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
-from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
-from attnflow.tasks.trie import common
+from attnflow.tasks.merging import MergedTask, merge
+from attnflow.tasks.prefixes import Batch, Cost, Plan, common, plan
+from attnflow.tasks.task import Task
+from attnflow.tasks.verification import require_runnable, require_targets, run
 
 Text = str | Sequence[int] | Tensor
 Request = tuple[list[int], list[int]]
 Dtype = Callable[[torch.dtype], torch.dtype]
 
 
+@dataclass(frozen=True)
+class Scores(Result):
+    """The continuations of requests, or the labels of a family, under a model.
+
+    Attributes:
+        log_probs: for each request, the sum of the log-probabilities of its continuation's tokens, in nats; for each
+            label of a family that of its target, by subtask and within it by position.
+        greedy: whether each of these tokens is the most probable one.
+        tokens_before: tokens of all requests or subtasks, each run by itself.
+        tokens_after: tokens that were run.
+        passes: forward passes.
+    """
+
+    log_probs: tuple[float, ...]
+    greedy: tuple[bool, ...]
+    tokens_before: int
+    tokens_after: int
+    passes: int
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """One row for each request or label."""
+        pairs = enumerate(zip(self.log_probs, self.greedy, strict=True))
+        return [{"request": number, "log_prob": value, "greedy": greedy} for number, (value, greedy) in pairs]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.log_probs):,} requests in {self.passes:,} passes, "
+            f"{self.tokens_before:,} tokens -> {self.tokens_after:,}"
+        )
+
+
 def score(
     model: nn.Module | Loaded,
-    requests: Sequence[tuple[Text, Text]],
+    requests: Sequence[tuple[Text, Text]] | Sequence[Task] | MergedTask,
     *,
     tokenizer: Any = None,
     tokens_per_pass: int = 4096,
 ) -> Scores:
-    """Log-probabilities of continuations after contexts; what requests have in common at their beginning runs once.
+    """Log-probabilities of continuations after contexts, common prefixes run once; or of every label of a family.
 
     Few-shot examples before many questions, a question before its answers: the requests of a pass become prefix trees
     (see `share_prefixes`), and logits are made for the tokens that predict a continuation, once for all that stand
     at one.
 
+    A family runs as its merged task, all subtasks in one pass: log p(label | what its subtask reads). For
+    `butterfly(ids)` that is log p(x_k | all other tokens), and the sum is the pseudo-log-likelihood (Salazar et al.,
+    arXiv:1910.14659), for which masking token by token takes n passes. Weights of labels are left out. The numbers mean
+    something only for what a model was trained for: a causal model has no two-sided scores.
+
     Args:
-        model: a causal language model, or what `load_model` returns.
+        model: a language model, causal for requests, or what `load_model` returns.
         requests: pairs (context, continuation) of texts or token ids, neither empty. Texts are read as lm-eval reads
-            them: spaces at the end of the context belong to the continuation, and both are tokenized together.
+            them: spaces at the end of the context belong to the continuation, and both are tokenized together. Or
+            the subtasks of a family, or its merged task.
         tokenizer: for texts, unless the model came with one.
         tokens_per_pass: tokens that one forward pass runs at most, unless one request alone has more.
 
@@ -50,10 +90,11 @@ def score(
 
     Raises:
         ValueError: an empty context or continuation (which one is said), texts without a tokenizer, a request longer
-            than the model reads.
-        UnsupportedArchitecture: as in `share_prefixes`, or a model without a head.
+            than the model reads, a label outside the vocabulary, or a family that `merge` refuses.
+        UnsupportedArchitecture: as in `share_prefixes`, or a model without a head; for a family a model that takes no
+            embeddings, position ids and 4D mask.
 
-    Cost: the tokens after sharing; logits for those that predict, float32.
+    Cost: the tokens after sharing; logits for those that predict, float32. A family: a pass under a dense mask.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -63,14 +104,33 @@ def score(
     3 requests in 1 passes, 13 tokens -> 6
     """
     inner, own = split(model)
+    if isinstance(requests, MergedTask) or (len(requests) and isinstance(requests[0], Task)):
+        return _family_scores(inner, requests if isinstance(requests, MergedTask) else merge(cast(Any, requests)))
     tokenizer = own if tokenizer is None else tokenizer
     pairs: list[Request] = []
-    for number, (context, continuation) in enumerate(requests):
+    for number, (context, continuation) in enumerate(cast("Sequence[tuple[Text, Text]]", requests)):
         try:
             pairs.append(_encoded(context, continuation, tokenizer))
         except (ValueError, TypeError) as error:
             raise type(error)(f"request {number}: {error}") from error
     return Scorer(inner).score(pairs, integer("tokens_per_pass", tokens_per_pass, 1))
+
+
+@torch.no_grad()
+def _family_scores(model: nn.Module, merged: MergedTask) -> Scores:
+    """The log-probability of every label, from one pass over the merged task."""
+    task = merged.task
+    require_runnable(model)
+    labels = sorted(task.labels, key=lambda label: label.task)  # stable: within a subtask they stand by position
+    with evaluating(model):
+        logits = run(model, task)
+    targets = torch.tensor([label.target_id for label in labels], dtype=torch.int64, device=logits.device)
+    require_targets(targets, logits)
+    rows = logits[[label.position for label in labels]]
+    log_probs = rows.to(_at_least_float32(rows.dtype)).log_softmax(dim=-1)
+    values, greedy = log_probs.gather(-1, targets[:, None])[:, 0], log_probs.argmax(dim=-1) == targets
+    before = sum(map(len, merged.positions))
+    return Scores(tuple(values.tolist()), tuple(greedy.tolist()), before, task.size, 1)
 
 
 class Scorer:
