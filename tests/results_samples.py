@@ -13,7 +13,7 @@ import torch
 
 import attnflow as af
 from attnflow._core.results import Result
-from attnflow.audit.comparison import MeasuredOrder
+from attnflow.audit.measurement import MeasuredOrder
 from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.bias.trained import Trained
 from attnflow.knowledge.conditions import Conditions

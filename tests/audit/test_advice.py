@@ -24,12 +24,6 @@ def test_a_text_without_a_tokenizer():
     assert check(model, [5, 6, 7, 8]).ok
 
 
-def test_a_cache_with_the_wrong_mode():
-    with pytest.raises(ValueError, match="use mode='perturb' with cache"):
-        check(tiny("Llama"), tokens(), mode="vjp", cache=True)
-    assert check(tiny("Llama"), tokens(), mode="perturb", cache=True, passes=2).ok
-
-
 def test_a_model_that_takes_no_cache():
     with pytest.raises(af.UnsupportedArchitecture, match="audit it with cache=False"):
         check(tiny("Bert"), tokens(), cache=True)
@@ -60,8 +54,6 @@ def test_a_model_without_a_table_a_layer_or_a_declaration():
     with pytest.raises(af.UnsupportedArchitecture, match=r"Pass order=, e\.g\. af\.masks\.causal\(n\)"):
         check(model, ids)
     assert check(model, ids, order=af.masks.causal(6)).ok
-    with pytest.raises(af.UnsupportedArchitecture, match="pass inputs_embeds, or use mode='perturb'"):
-        check(model, ids, order=af.masks.causal(6), mode="vjp")
     with pytest.raises(af.UnsupportedArchitecture, match="measure it with by='output'"):
         measure(model, ids)
     assert measure(model, ids, by="output").masks == (af.masks.causal(6),)

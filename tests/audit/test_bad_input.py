@@ -79,7 +79,7 @@ class Blocks(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("mode", ["perturb", "vjp", "quick"])
+@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_any_module_with_an_order(mode):
     ids = torch.randint(30, (2, 7), generator=torch.Generator().manual_seed(0))
     assert check(Blocks(), {"tokens": ids}, order=af.masks.causal(7), mode=mode).ok

@@ -35,17 +35,6 @@ def test_clean_models_raise_no_alarm(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["Llama", "Mistral", "GPT2", "Qwen3", "Gemma2", "Bert", "ModernBert", *SEQUENCE_TO_SEQUENCE, *EXPERTS, *RECURRENT],
-)
-def test_clean_models_raise_no_alarm_by_gradients(name):
-    report = check(tiny(name), inputs(name), mode="vjp")
-    assert not report.violations, str(report)
-    assert report.forward_passes == 2
-    assert report.backward_passes <= 2 + 32
-
-
-@pytest.mark.parametrize(
     "name", ["Llama", "Mistral", "GPT2", "Gemma3", "Llama4", "BertDecoder", "T5", "Mamba2", "Qwen3Next"]
 )
 def test_clean_caches_raise_no_alarm(name):
@@ -175,7 +164,7 @@ def test_a_mask_of_pairs_is_audited_not_believed():
 def test_embeddings_and_flows_are_welcome():
     model, causal = tiny("Llama"), af.masks.causal(LENGTH)
     embeddings = torch.randn(2, LENGTH, 32)
-    for mode in ("perturb", "vjp"):
+    for mode in ("perturb", "quick"):
         assert check(model, {"inputs_embeds": embeddings}, mode=mode).ok
         assert check(model, embeddings, mode=mode).ok
         assert check(model, tokens(), order=af.order.analyze(causal), mode=mode).ok
@@ -200,7 +189,7 @@ def test_smollm2_is_causal():
     assert report.ok, str(report)
     assert report.order == "causal"
     assert len(report.modules) > 300
-    assert check(model, text, mode="vjp", passes=6).ok
+    assert check(model, text, mode="quick", passes=6).ok
     with torch.no_grad():  # the same model, asked to be what it is not
         assert not check(model, text, order=af.masks.sliding_window(11, 4), passes=4, watch="layers").ok
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import attnflow as af
-from attnflow.audit.comparison import MeasuredOrder, load_order, record
+from attnflow.audit.measurement import MeasuredOrder, load_order, record
 from tests.audit.common import inputs, open_attention, tiny, tokens
 from tests.audit.golden.make import LEAKS, measured_order
 from tests.refused import refused

@@ -20,13 +20,6 @@ def test_recurrent_and_hybrid_models_are_chains(name, by):
     assert flow.hasse.levels == list(range(LENGTH))
 
 
-@pytest.mark.parametrize("name", ["Mamba2", "FalconMamba", "Jamba", "Qwen3Next", "MiniMax"])
-def test_exact_support_of_recurrent_layers_is_causal(name):
-    flow = measure(tiny(name), inputs(name), mode="vjp")
-    assert all(mask == af.masks.causal(LENGTH) for mask in flow.masks)
-
-
-@pytest.mark.parametrize("mode", ["perturb", "vjp"])
 @pytest.mark.parametrize(
     ("name", "masks"),
     [
@@ -38,13 +31,12 @@ def test_exact_support_of_recurrent_layers_is_causal(name):
         ("Lfm2", [af.masks.sliding_window(LENGTH, 3), af.masks.causal(LENGTH), af.masks.sliding_window(LENGTH, 3)]),
     ],
 )
-def test_layers_are_measured_as_they_are_masked(name, masks, mode):
-    assert list(measure(tiny(name), inputs(name), mode=mode).masks) == masks
+def test_layers_are_measured_as_they_are_masked(name, masks):
+    assert list(measure(tiny(name), inputs(name)).masks) == masks
 
 
-@pytest.mark.parametrize("mode", ["perturb", "vjp"])
-def test_output_of_a_stack_of_windows_is_their_product(mode):
-    flow = measure(tiny("Mistral"), inputs("Mistral"), mode=mode, by="output")
+def test_output_of_a_stack_of_windows_is_their_product():
+    flow = measure(tiny("Mistral"), inputs("Mistral"), by="output")
     assert flow.num_layers is None
     assert flow.masks[0] == af.masks.sliding_window(LENGTH, 3 * (WINDOW - 1) + 1)
 
@@ -87,14 +79,13 @@ class Recurrent(nn.Module):
         return {"states": self.scan(signal)[0]}
 
 
-@pytest.mark.parametrize("mode", ["perturb", "vjp"])
-def test_any_module(mode):
+def test_any_module():
     signal = torch.randn(9, 6)
-    assert measure(Recurrent(), signal, mode=mode, by="output").hasse.edges == [(i, i + 1) for i in range(8)]
-    assert check(Recurrent(), signal, order=af.masks.causal(9), mode=mode).ok
-    assert not check(Recurrent(reverse=True), signal, order=af.masks.causal(9), mode=mode).ok
+    assert measure(Recurrent(), signal, by="output").hasse.edges == [(i, i + 1) for i in range(8)]
+    assert check(Recurrent(), signal, order=af.masks.causal(9)).ok
+    assert not check(Recurrent(reverse=True), signal, order=af.masks.causal(9)).ok
     with pytest.raises(af.UnsupportedArchitecture, match="by='output'"):
-        measure(Recurrent(), signal, mode=mode)
+        measure(Recurrent(), signal)
 
 
 def test_flow_outside_of_the_layers_is_refused():

@@ -40,7 +40,7 @@ def mixed(document, extra):
 @pytest.mark.parametrize("extra", MIXES)
 @pytest.mark.parametrize(
     ("name", "mode", "stated"),
-    [("Llama", "perturb", True), ("Llama", "perturb", False), ("Qwen3", "vjp", True), ("GPT2", "perturb", False)],
+    [("Llama", "perturb", True), ("Llama", "perturb", False), ("Qwen3", "quick", True), ("GPT2", "perturb", False)],
 )
 def test_packed_documents_mix(name, mode, extra, stated):
     document = af.masks.document(LENGTHS)
@@ -58,7 +58,7 @@ def test_packed_documents_stay_apart_without_a_cache():
     assert check(tiny("Llama"), PACKED | {"use_cache": False}, order=af.masks.document(LENGTHS)).ok
 
 
-@pytest.mark.parametrize(("name", "mode"), [*((name, "perturb") for name in REPAIRED), ("RoFormer", "vjp")])
+@pytest.mark.parametrize(("name", "mode"), [*((name, "perturb") for name in REPAIRED), ("RoFormer", "quick")])
 def test_a_causal_head_under_a_bidirectional_mask(name, mode, monkeypatch):
     """What transformers 5.9 to 5.18 do in these families, whatever the version at hand does."""
     model = tiny(name)

@@ -15,7 +15,7 @@ import torch
 
 import attnflow as af
 from attnflow import masks
-from attnflow.audit.findings import AuditReport, ModuleResult, Violation
+from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.masks.costs import CostModel
 from attnflow.order import analyze
 from attnflow.report import page

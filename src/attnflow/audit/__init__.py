@@ -1,19 +1,18 @@
 """Audits of real models: does an output move when an input changes that the declared order keeps from it?
 
 A leak can come through a scan, a normalisation over the sequence, a cache or a custom kernel that no mask shows, so
-the model itself is asked: inputs are changed (or gradients taken) and every module is watched.
+the model itself is asked: inputs are changed and every module is watched.
 """
 
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.audit.auditor import check
-from attnflow.audit.batch_report import BatchReport
-from attnflow.audit.batches import check_batch
+from attnflow.audit.audit import check
+from attnflow.audit.batches import BatchReport, check_batch
 from attnflow.audit.declared import declared_order
-from attnflow.audit.findings import AuditReport
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
+from attnflow.audit.report import AuditReport
 
 if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback

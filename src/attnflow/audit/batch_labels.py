@@ -1,24 +1,69 @@
-"""What the labels of a batch ask: which token is predicted where, and whether it can be read there."""
+"""What the labels of a batch ask: which token is predicted where, and whether it can be read there; mistakes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from scipy.special import bdtrc
 from torch import Tensor
 
-from attnflow.audit.batch_family import Family
-from attnflow.audit.batch_reading import IGNORED, Reading
-from attnflow.audit.batch_report import Findings
+from attnflow._core.markup import plural
+from attnflow.audit.batch_reading import IGNORED, Family, Reading
 from attnflow.masks.build import from_dense
 from attnflow.order.flow import analyze
+
+Kind = Literal["readable", "shift", "documents", "padding", "unsupervised", "prompt", "mask", "positions", "vocabulary"]
 
 _OPEN: Final = 0.1  # of the labels of a masked language model: BERT's recipe leaves a tenth of their tokens in place
 _CHANCE: Final = 1e-6  # a clean batch is accused at most so often
 _READ: Final = "labels that a position can read"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong with a batch.
+
+    Attributes:
+        kind: "readable" (a label can be read by the position that predicts it), "shift" (labels stand at another place
+            than the loss takes them from), "documents" (a label is predicted from another document, or what says where
+            documents begin disagrees), "padding" (labels on padding), "unsupervised" (an answer without labels),
+            "mask" (the mask lets through what positions or lengths keep apart, or padding), "positions" (positions and
+            mask disagree), "vocabulary" (ids that no vocabulary has).
+        sequence: row of the batch where it is first.
+        position: column there.
+        count: in how many places of the batch.
+        message: what is wrong there, and what to do.
+    """
+
+    kind: Kind
+    sequence: int
+    position: int
+    count: int
+    message: str
+
+    def __str__(self) -> str:
+        more = f" ({plural(self.count, 'place')} in all)" if self.count > 1 else ""
+        return f"{self.kind}: sequence {self.sequence}, position {self.position}: {self.message}{more}"
+
+
+@dataclass
+class Findings:
+    """What the checks of a batch have to say; the parts of a `BatchReport`."""
+
+    mistakes: list[Mistake] = field(default_factory=list[Mistake])
+    checked: list[str] = field(default_factory=list[str])
+    unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    notes: list[str] = field(default_factory=list[str])
+
+    def add(self, kind: Kind, where: Tensor, message: str) -> None:
+        """A mistake at the places of `where`, bool [batch, n]; none if there is no such place."""
+        places = where.nonzero()
+        if len(places):
+            row, column = places[0].tolist()
+            self.mistakes.append(Mistake(kind, row, column, len(places), message))
 
 
 @dataclass

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from attnflow.audit.batch_family import Family, family_of
-from attnflow.audit.batch_labels import read_labels, supervised
-from attnflow.audit.batch_reading import IGNORED, Reading, read_batch
-from attnflow.audit.batch_report import BatchReport, Findings, Mistake
+from attnflow._core.markup import plural
+from attnflow._core.results import Result
+from attnflow.audit.batch_labels import Findings, Mistake, read_labels, supervised
+from attnflow.audit.batch_reading import IGNORED, Family, Reading, family_of, read_batch
 
 
 def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchReport:
@@ -44,6 +45,63 @@ def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchR
         raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
     family = family_of(model_or_config)
     return _Lint(read_batch(batch, family), family).report()
+
+
+@dataclass(frozen=True, repr=False)
+class BatchReport(Result):
+    """Whether labels, documents, masks and positions of one batch fit together.
+
+    Attributes:
+        mistakes: what is wrong.
+        family: how labels are taken, in words, and whether that was read or assumed.
+        order: what may flow in the batch, in words.
+        checked: what was looked at, in words.
+        unchecked: what could not be, each with the reason.
+        notes: remarks that are no mistakes.
+        sequences: rows of the batch.
+        positions: columns of the batch.
+        labels: labels that count.
+        documents: documents in all rows together; as many as rows where nothing is packed.
+    """
+
+    mistakes: tuple[Mistake, ...]
+    family: str
+    order: str
+    checked: tuple[str, ...]
+    unchecked: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    sequences: int
+    positions: int
+    labels: int
+    documents: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was checked and nothing is wrong with it; read `unchecked`, too."""
+        return bool(self.checked) and not self.mistakes
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each mistake."""
+        return [vars(mistake).copy() for mistake in self.mistakes]
+
+    def __repr__(self) -> str:
+        lines = [f"<BatchReport {self._verdict()}; {self.sequences} x {self.positions}", *map(str, self.mistakes[:2])]
+        if len(self.mistakes) > 2:
+            lines.append(f"and {len(self.mistakes) - 2} more; print(report)")
+        return "\n".join(lines) + ">"
+
+    def __str__(self) -> str:
+        size = f"{self.sequences} x {self.positions} positions"
+        packed = f"{plural(self.documents, 'document')}, {plural(self.labels, 'label')}"
+        lines = [f"{self._verdict()}: {size}, {packed}; {self.family}; {self.order}", *map(str, self.mistakes)]
+        lines += [f"checked: {what}" for what in self.checked]
+        lines += [f"not checked: {what}: {why}" for what, why in self.unchecked]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _verdict(self) -> str:
+        if self.mistakes:
+            return f"{len(self.mistakes)} MISTAKE{'S' if len(self.mistakes) > 1 else ''}"
+        return "no mistake" if self.checked else "NOTHING CHECKED"
 
 
 class _Lint(Findings):

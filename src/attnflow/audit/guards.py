@@ -15,10 +15,10 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
-from attnflow.audit.auditor import check
+from attnflow.audit.audit import check
 from attnflow.audit.declared import Order
-from attnflow.audit.findings import AuditReport
 from attnflow.audit.packing import BOUNDARIES
+from attnflow.audit.report import AuditReport
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import REFUSALS

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.loaded import Loaded, special_ids
 
 _ENCODER = ("input_ids", "inputs_embeds")
@@ -372,20 +371,3 @@ def embedding_table(model: nn.Module) -> nn.Embedding | None:
             module = None
         return module if isinstance(module, nn.Embedding) else None
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-
-
-def embedding_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that turn token ids into vectors: several where encoder and decoder share one table.
-
-    Raises:
-        UnsupportedArchitecture: there is none.
-    """
-    getter = getattr(model, "get_input_embeddings", None)
-    module = getter() if callable(getter) else embedding_table(model)
-    if not isinstance(module, nn.Module):
-        raise UnsupportedArchitecture(
-            f"{type(model).__name__} has no embedding table to start from: pass inputs_embeds, or use mode='perturb'"
-        )
-    table = getattr(module, "weight", None)
-    tied = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not module and m.weight is table]
-    return [module, *tied]

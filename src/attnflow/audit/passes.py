@@ -1,42 +1,196 @@
-"""Forward passes under hooks: one full forward, or prefill and decoding with a cache."""
+"""Forward passes of a model with its modules watched: what goes in and out of each, as [batch, positions, features].
+
+`Runner` runs variations of one call; a `Tracer` turns what its `Watch` sees into `Event`s, in order of execution.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Call, Inputs, Slot, accepts, embedding_table, takes_use_cache
+from attnflow.audit.inputs import Call, Inputs, Slot, embedding_table
 from attnflow.audit.packing import real_positions
-from attnflow.audit.survey import Survey, entering, survey
-from attnflow.audit.trace import Event, Frame, Key, Tracer, Watch, layer_names
-from attnflow.models.evaluation import REFUSALS, refusal, seed_all
+from attnflow.models.evaluation import seed_all
+from attnflow.models.watching import Arguments, Watch
+from attnflow.models.watching import Call as ModuleCall
+
+Watched = Literal["modules", "layers"]
+
+
+class Key(NamedTuple):
+    """Names one tensor of one pass: the same in every pass over inputs of the same shape."""
+
+    step: int
+    module: str
+    call: int
+    side: Literal["in", "out"]
+    leaf: str
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a call is run.
+class Event:
+    """A tensor with a sequence axis that enters or leaves a module.
 
     Attributes:
-        path: its name in a report.
-        chunks: lengths of prefill and decoding steps; empty for one full forward.
-        drafts: tokens that are fed and rejected after the prefill: the cache is cropped again.
-        pads: padding put before every sequence.
-        cache: makes the cache that the first step is given; None for the model's own.
+        key: its name.
+        blame: the module to blame if this is the first tensor that moves: the module itself for its output, the
+            caller for its input (the caller computed it).
+        layer: index of the surrounding layer, None outside of layers.
+        depth: number of layers begun so far.
+        offset: joint position of its first row.
+        values: [batch, positions, features]; [1, positions, features] where the module made one for all sequences.
+        raw: the tensor as the module saw it.
     """
 
-    path: str
-    chunks: tuple[int, ...] = ()
-    drafts: int = 0
-    pads: int = 0
-    cache: Callable[[], Any] | None = None
+    key: Key
+    blame: str
+    layer: int | None
+    depth: int
+    offset: int
+    values: Tensor
+    raw: Tensor
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What sequence axes look like: number of sequences, and {length: joint position of the first one}.
+
+    `streams`: whether the layers are called with several streams, [streams, batch, positions, width].
+    """
+
+    batch: int
+    batched: bool
+    segments: Mapping[int, int]
+    streams: bool = False
+
+
+def layer_names(model: nn.Module) -> dict[str, int]:
+    """{dotted name: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
+
+    A list of leaf modules (projections, norms) is not a stack of layers, nor is an `nn.Sequential` of unlike modules.
+    """
+    layers: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
+            continue
+        blocks = list(module)
+        alike = isinstance(module, nn.ModuleList) or (len(blocks) > 1 and len({type(block) for block in blocks}) == 1)
+        if blocks and alike and all(any(True for _ in block.children()) for block in blocks):
+            layers |= {f"{name}.{index}": index for index in range(len(blocks))}
+    return layers
+
+
+def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
+    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it cannot be told.
+
+    Of a tensor whose width is the length of the sequence too, only a layer's or the model's is read, as [batch,
+    positions, width]: inside a layer either axis may be the sequence.
+    """
+    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
+        return None
+    if not frame.batched:
+        tensor = tensor[None]
+    sizes = list(tensor.shape)
+    pairs = [p for p in range(len(sizes) - 1) if sizes[p] == frame.batch and sizes[p + 1] in frame.segments]
+    streams = len(sizes) > 3 and pairs == [1] and (sizes[0] not in (1, frame.batch) or frame.streams)
+    if streams and sizes[0] == frame.batch and not layered:
+        return f"shape {tuple(tensor.shape)} has two axes as long as the batch"
+    if streams:
+        tensor, axes = tensor.movedim(1, 0), [2]
+    elif sizes[0] in (1, frame.batch):
+        axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
+    elif len(sizes) >= 3 and sizes[0] in frame.segments and sizes[1] == frame.batch:
+        tensor, axes = tensor.transpose(0, 1), [1]
+    else:
+        return None
+    if not axes:
+        return None
+    sizes = list(tensor.shape)
+    scores = len(sizes) > 3 and axes == [len(sizes) - 2, len(sizes) - 1]  # [batch, heads, queries, keys]: of queries
+    if len(axes) > 1 and not scores and not (layered and len(sizes) == 3):
+        return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
+    values = tensor.movedim(axes[0], 1)
+    return values.reshape(values.shape[0], values.shape[1], -1), frame.segments[sizes[axes[0]]]
+
+
+class Tracer:
+    """Turns the calls of watched modules into events, over one pass or the steps of a cached run.
+
+    Attributes:
+        layers: {path: index} of the layers that count, those of the stacks whose positions are audited.
+        frame: set anew for every step of a cached run.
+        depth: layers begun in this pass.
+        skipped: {module: reason} of the modules that could not be watched.
+        layer_calls: how often each layer was called in the last pass.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, int], frame: Frame, visit: Callable[[Event], None], watch: Watched
+    ) -> None:
+        self.model = model
+        self.layers = layers
+        self.frame = frame
+        self.visit = visit
+        self.skipped: dict[str, str] = {}
+        watched = {n: m for n, m in model.named_modules() if watch == "modules" or n in layers or not n}
+        self.watch = Watch(watched, self._enter, self._leave)
+        self.begin(0)
+
+    def begin(self, step: int, depth: int = 0) -> None:
+        """Start a pass, or a step of a cached run that does not run the first `depth` layers (the encoder) again."""
+        self.step = step
+        self.depth = depth
+        self.layer_calls: dict[str, int] = {}
+        self._open: list[tuple[ModuleCall, int]] = []  # layers that run, with their index
+        self.watch.restart()
+
+    def _enter(self, call: ModuleCall) -> None:
+        if call.caller is not None:  # the inputs of the model itself are what is perturbed
+            self._emit(call, "in", call.caller.name, (call.args, call.kwargs))
+        if call.name in self.layers:
+            self.depth += 1
+            self.layer_calls[call.name] = self.layer_calls.get(call.name, 0) + 1
+            first = self.layer_calls[call.name] == 1
+            self._open.append((call, self.layers[call.name] if first else self.depth - 1))
+
+    def _leave(self, call: ModuleCall, output: object) -> None:
+        self._emit(call, "out", call.name, output)
+        if call.name in self.layers:
+            while self._open.pop()[0] is not call:
+                pass  # a layer that raised, in a model that goes on
+
+    def _emit(self, call: ModuleCall, side: Literal["in", "out"], blame: str, root: object) -> None:
+        layer = self._open[-1][1] if self._open else None
+        for leaf, tensor in leaves(root):
+            rows = canonical(tensor, self.frame, layered=call.name in self.layers or not call.name)
+            if isinstance(rows, str):
+                self.skipped[call.name] = rows
+            elif rows is not None:
+                key = Key(self.step, call.name, call.number, side, leaf)
+                label = blame or type(self.model).__name__
+                self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
+
+
+def leaves(root: object) -> list[tuple[str, Tensor]]:
+    """All tensors in nested tuples, lists and mappings, each with its path; caches and other objects are left out."""
+    tensors: list[tuple[str, Tensor]] = []
+    left: list[tuple[str, object]] = [("", root)]
+    while left:  # a loop: it runs for every module of every pass
+        path, value = left.pop()
+        if isinstance(value, Tensor):
+            tensors.append((path, value))
+        elif isinstance(value, Mapping):
+            items = cast(Mapping[Any, object], value).items()
+            left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
+        elif isinstance(value, tuple | list):
+            left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -55,7 +209,7 @@ class Runner:
     """Runs the model on variations of one call, counting passes; every pass sees the same random numbers.
 
     Attributes:
-        way: how the model is run: one full forward, or steps.
+        path: how the model is run, by the name in a report.
         passes: forward passes so far (a cached run counts each step).
         layer_calls: layer calls of the last pass.
         skipped: {module: reason} for what could not be watched.
@@ -63,12 +217,13 @@ class Runner:
         dtype: of the model's parameters.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watch, seed: int, way: Way | None = None) -> None:
+    path = "forward"
+
+    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
         self.model = model
         self.inputs = inputs
-        self.watch: Watch = watch
+        self.watch: Watched = watch
         self.seed = seed
-        self.way = way or Way("forward")
         self.passes = 0
         self.layer_calls = 0
         self.skipped: dict[str, str] = {}
@@ -78,17 +233,18 @@ class Runner:
 
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
         """One pass (or one cached run); `visit` sees every event in order of execution."""
-        frame = frame_of(self.inputs)
-        tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch)
         seed_all(self.seed)
-        with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments), tracer.attached():
-            if self.way.chunks:
-                self._cached(tracer, call.kwargs)
-            else:
-                self.model(**call.kwargs)
-                self.passes += 1
+        with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
+            tracer = Tracer(self.model, self.layer_names, frame_of(self.inputs), visit, self.watch)  # sees what moved
+            with tracer.watch:
+                self.feed(tracer, call.kwargs)
         self.layer_calls = tracer.depth
         self.skipped |= tracer.skipped
+
+    def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
+        """Call the model: here with everything at once."""
+        self.model(**kwargs)
+        self.passes += 1
 
     def is_end(self, key: Key) -> bool:
         """Whether a tensor belongs to a layer or to the model itself, not to a module inside a layer."""
@@ -120,83 +276,6 @@ class Runner:
         self.run(call, keep)
         return events, seen
 
-    def _cached(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
-        name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
-        if name is None or not takes_use_cache(self.model):
-            raise UnsupportedArchitecture(
-                f"{type(self.model).__name__}.forward takes no cache: audit it with cache=False"
-            )
-        *encoder, decoder = self.inputs.slots
-        state: dict[str, Any] = {} if self.way.cache is None else {name: self.way.cache()}
-        start = encoded = 0
-        for step, length in enumerate(self.way.chunks):
-            end = start + length
-            tracer.begin(step, encoded)
-            segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
-            tracer.frame = replace(tracer.frame, segments=segments)
-            part = sliced(self.inputs, kwargs, start, end) | state
-            try:
-                output = self.model(**part, use_cache=True)
-            except REFUSALS as error:
-                raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} does not decode in steps of {list(self.way.chunks)} tokens with a "
-                    f"cache ({type(error).__name__}: {refusal(error)}); audit it with cache=False"
-                ) from error
-            self.passes += 1
-            state = {name: _entry(output, name)}
-            if state[name] is None:
-                raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
-                )
-            if encoder:
-                state["encoder_outputs"] = _encoder_output(_entry(output, "encoder_last_hidden_state"))
-                state |= {} if encoder[0].name is None else {encoder[0].name: None}
-                if step == 0:
-                    encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
-            start = end
-            if step == 0 and self.way.drafts:
-                with tracer.paused():
-                    self._reject(kwargs, state, name, start)
-
-    def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
-        """Feed tokens that are none of the sequence's, then crop the cache, as speculative decoding does."""
-        wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).values
-        part = sliced(self.inputs, {**kwargs, **wrong}, start, start + self.way.drafts) | state
-        if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
-            state[name].activate_past_recording()
-        cache = _entry(self.model(**part, use_cache=True), name)
-        self.passes += 1
-        if not hasattr(cache, "crop"):
-            raise UnsupportedArchitecture(f"{type(cache).__name__} cannot be cropped")
-        cache.crop(-self.way.drafts)
-        state[name] = cache
-
-
-class FirstPass(NamedTuple):
-    """What the pass of a survey shows at the layers."""
-
-    events: Recording
-    layer_calls: int
-    skipped: dict[str, str]
-
-
-def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, FirstPass | None]:
-    """A survey, and the recording of its pass, which saves another one.
-
-    None where the layers get other positions than the inputs have, or tensors are changed in place.
-    """
-    every = frozenset(layer_names(model))
-    whole = replace(inputs, slots=tuple(replace(slot, layers=every) for slot in inputs.slots))
-    runner = Runner(model, whole, "layers", seed)
-    passes: list[tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]] = []
-    seen = survey(model, inputs, lambda: passes.append(runner.distinct(inputs.base)))
-    ((events, raw),) = passes
-    watched = frozenset[str]().union(*(slot.layers for slot in seen.inputs.slots))
-    alike = watched == every and frame_of(seen.inputs) == frame_of(whole)
-    if not alike or any(tensor._version != version for tensor, version in raw.values()):
-        return seen, None
-    return seen, FirstPass(Recording(events), runner.layer_calls, runner.skipped)
-
 
 def frame_of(inputs: Inputs) -> Frame:
     """What sequence axes look like in one full forward."""
@@ -218,18 +297,9 @@ def moved(
     """
     entered: dict[int, int] = {}
 
-    def pads(slot: Slot, real: Tensor, module: nn.Module, args: object, output: Any) -> Any:
-        start = segments().get(output.shape[1]) if isinstance(output, Tensor) and output.ndim == 3 else None
-        if start is None or len(output) != inputs.batch:
-            return None
-        rows = slice(start - slot.offset, start - slot.offset + output.shape[1])
-        added = noise[slot.offset][:, rows].masked_fill(real[:, rows, None], 0.0)
-        times = -(-output.shape[2] // added.shape[2])
-        return output + added.repeat(1, 1, times)[..., : output.shape[2]].to(output)
-
-    def hook(slot: Slot, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(slot: Slot, call: ModuleCall) -> Arguments | None:
         assert slot.entry is not None
-        vectors = entering(args, kwargs)
+        vectors = entering(call.args, call.kwargs)
         if vectors is None:
             return None
         axis = slot.entry.axis if slot.entry.positions_first else slot.entry.axis + 1
@@ -240,54 +310,36 @@ def moved(
         rows = noise[slot.offset][:, start - slot.offset : start - slot.offset + vectors.shape[axis]]
         changed = vectors + slot.entry.arranged(rows, vectors.ndim).to(vectors)
         return (
-            tuple(changed if value is vectors else value for value in args),
-            {name: changed if value is vectors else value for name, value in kwargs.items()},
+            tuple(changed if value is vectors else value for value in call.args),
+            {name: changed if value is vectors else value for name, value in call.kwargs.items()},
         )
 
+    def embedded(slot: Slot, real: Tensor, _: ModuleCall, output: Any) -> Tensor | None:
+        start = segments().get(output.shape[1]) if isinstance(output, Tensor) and output.ndim == 3 else None
+        if start is None or len(output) != inputs.batch:
+            return None
+        rows = slice(start - slot.offset, start - slot.offset + output.shape[1])
+        added = noise[slot.offset][:, rows].masked_fill(real[:, rows, None], 0.0)
+        times = -(-output.shape[2] // added.shape[2])
+        return output + added.repeat(1, 1, times)[..., : output.shape[2]].to(output)
+
     table = embedding_table(model)
-    with ExitStack() as hooks:
+    with ExitStack() as watches:
         for slot in inputs.slots:
             if slot.offset not in noise or slot.entry is None:
                 continue
             layer, real = model.get_submodule(slot.entry.layer), real_positions(inputs, slot)
-            hooks.enter_context(layer.register_forward_pre_hook(partial(hook, slot), with_kwargs=True))
+            watches.enter_context(Watch({slot.entry.layer: layer}, partial(enter, slot)))
             if table is not None and not real.all():
                 # padding keeps its token, but what embeds it may mix positions before the first layer
-                hooks.enter_context(table.register_forward_hook(partial(pads, slot, real)))
+                watches.enter_context(Watch({"table": table}, leave=partial(embedded, slot, real)))
         yield
 
 
-def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
-    """The keyword arguments of the step that feeds positions [start, end) to a model that has seen those before."""
-    decoder = inputs.slots[-1]
-    prefix = "decoder_" if (decoder.name or "").startswith("decoder_") else ""
-    part: dict[str, Any] = {}
-    for name, value in kwargs.items():
-        if name in {"labels", "use_cache"}:
-            continue
-        if isinstance(value, Tensor) and name.startswith(prefix):
-            if name == f"{prefix}attention_mask" and value.ndim == 2:
-                value = value[:, :end]
-            elif name == f"{prefix}attention_mask" and value.ndim == 4:
-                value = value[..., start:end, :end]
-            elif name == decoder.name:
-                value = value[:, start:end] if inputs.batched else value[start:end]
-            elif value.ndim in (1, 2) and value.shape[-1] == decoder.length:
-                value = value[..., start:end]
-        part[name] = value
-    return part
-
-
-def _encoder_output(hidden: Any) -> Any:
-    if "transformers" not in sys.modules:
-        return (hidden,)
-    from attnflow.audit.hf.caches import encoder_output
-
-    return encoder_output(hidden)
-
-
-def _entry(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+def entering(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first tensor of vectors that a layer is called with."""
+    values = (*args, *kwargs.values())
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 3), None)
 
 
 def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
-from attnflow.audit.findings import Kind, Violation
 from attnflow.audit.inputs import Call, Draw
-from attnflow.audit.passes import Recording, Runner, refuse_nan
-from attnflow.audit.trace import Event, Key
+from attnflow.audit.passes import Event, Key, Recording, Runner, refuse_nan
+from attnflow.audit.report import Kind, Violation
 from attnflow.models.evaluation import REFUSALS, precision
 
 _NOISE: Final = 4.0  # noise is known from a few runs only
@@ -139,7 +138,7 @@ class Prober:
         change = self._change(ranked[low:], hit, row, target)
         kind: Kind = "order" if source_row == row else "batch"
         return Violation(
-            kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.way.path, hit.confirmed
+            kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed
         )
 
     def state_violation(self) -> Violation:
@@ -147,7 +146,7 @@ class Prober:
         assert self.stateful is not None
         event, (row, target) = self.stateful.event, self.stateful.largest()
         change = float(self.stateful.change.max())
-        return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.way.path)
+        return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.path)
 
     def _differences(self, call: Call) -> list[Moved]:
         everything = torch.ones(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)

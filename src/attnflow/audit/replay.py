@@ -1,66 +1,59 @@
-"""One layer call of a model, run alone: what its output at i takes from its own input at j."""
+"""Layers replayed alone: what the output of one layer call at i takes from its own input at j, and what it misses."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.gradients import Graph
+from attnflow._core.markup import plural
+from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs
-from attnflow.audit.passes import frame_of
-from attnflow.audit.trace import Event, Key, canonical
+from attnflow.audit.packing import real_positions
+from attnflow.audit.passes import canonical, frame_of
+from attnflow.audit.perturb import row_change
+from attnflow.audit.report import Violation
+from attnflow.audit.survey import LayerCall, Survey
+from attnflow.models.evaluation import REFUSALS, precision, refusal
+from attnflow.models.mixing import attends, moves_between_positions
+from attnflow.models.watching import Call, calls_of
 
-_CARRIERS = ("hidden_states", "encoder_hidden_states")
+_CARRIERS: Final = ("hidden_states", "encoder_hidden_states")
+_COLUMNS: Final = 4  # positions that are tried where missing pairs are only noted
+_SAMPLES: Final = 3
 
 
-class Invocation(NamedTuple):
-    """A layer and the arguments it was called with, by the names of forward's parameters."""
-
-    module: nn.Module
-    kwargs: dict[str, Any]
-
-
-def invocations(model: nn.Module, inputs: Inputs) -> list[Invocation]:
+def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
     """The layer calls of one forward, in order of execution."""
-    calls: list[Invocation] = []
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Invocation(module, dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)))
-
-    with ExitStack() as hooks, torch.no_grad():
-        for name in frozenset[str]().union(*(slot.layers for slot in inputs.slots)):
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
-        model(**inputs.kwargs)
-    return calls
+    names = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
+    return calls_of({name: model.get_submodule(name) for name in names}, lambda: model(**inputs.kwargs))
 
 
 class Replay:
     """A layer call with its inputs that carry information: its first tensor and, in a decoder, the encoder's states."""
 
-    def __init__(self, inputs: Inputs, call: Invocation, generator: torch.Generator) -> None:
+    def __init__(self, inputs: Inputs, call: Call, generator: torch.Generator) -> None:
         self.inputs = inputs
-        self.call = call
+        self.module = call.module
+        self.arguments = call.arguments()
         self.generator = generator
         self.frame = frame_of(inputs)
 
     def parts(self) -> Iterator[Part]:
         """One subject for each of these inputs."""
-        names = [name for name in self.call.kwargs if name in (next(iter(self.call.kwargs)), *_CARRIERS)]
-        tensors = {name: self.call.kwargs[name] for name in names if isinstance(self.call.kwargs[name], Tensor)}
+        names = [name for name in self.arguments if name in (next(iter(self.arguments)), *_CARRIERS)]
+        tensors = {name: self.arguments[name] for name in names if isinstance(self.arguments[name], Tensor)}
         carriers = {
             name: t for name, t in tensors.items() if t.ndim == 2 + self.frame.batched and self.rows(t) is not None
         }
         if not carriers:
             raise UnsupportedArchitecture(
-                f"{type(self.call.module).__name__} takes no tensor [batch, n, width]: measure the model with "
-                "by='output'"
+                f"{type(self.module).__name__} takes no tensor [batch, n, width]: measure the model with by='output'"
             )
         return (Part(self, name, tensor) for name, tensor in carriers.items())
 
@@ -71,9 +64,9 @@ class Replay:
 
     def run(self, changed: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Tensor, int]:
         """The layer's output as rows, with some arguments changed."""
-        module = self.call.module
+        module = self.module
         bound = inspect.signature(module.forward).bind_partial()
-        arguments = {name: _isolated(changed.get(name, value), dtype) for name, value in self.call.kwargs.items()}
+        arguments = {name: _isolated(changed.get(name, value), dtype) for name, value in self.arguments.items()}
         bound.arguments.update(arguments)
         output = module.forward(*bound.args, **bound.kwargs)
         first = cast(tuple[Any, ...], output)[0] if isinstance(output, tuple | list) else output
@@ -89,7 +82,7 @@ class Part:
     """A layer call seen from one of its inputs; a `Subject` of `measure`."""
 
     def __init__(self, replay: Replay, name: str, tensor: Tensor) -> None:
-        self.module = replay.call.module
+        self.module = replay.module
         self.dtype = tensor.dtype
         self._replay = replay
         self._name = name
@@ -112,18 +105,6 @@ class Part:
             values, offset = self._replay.run({self._name: moved}, dtype)
         return {offset: values}
 
-    def graph(self) -> Graph:
-        """One run with its autograd graph, from this input to the output."""
-        leaf = self._tensor.clone().requires_grad_()
-        rows = cast(tuple[Tensor, int], self._replay.rows(leaf))[0].detach().requires_grad_()
-        with torch.enable_grad():
-            whole = rows if self._replay.frame.batched else rows[0]
-            if whole.shape != leaf.shape:
-                whole = whole.transpose(0, 1)  # the layer wants its sequence axis first
-            values, offset = self._replay.run({self._name: whole}, None)
-        event = Event(Key(0, "", 0, "out", ""), "", None, 0, offset, values, values)
-        return Graph([event] if values.requires_grad else [], [(self._offset, rows)])
-
 
 def _isolated(value: Any, dtype: torch.dtype | None) -> Any:
     """A layer's argument for one replay: tensors in `dtype`, caches copied so that a replay leaves no trace."""
@@ -132,3 +113,79 @@ def _isolated(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_isolated(item, dtype) for item in cast(list[Any], value))
     return copy.deepcopy(value) if hasattr(value, "update") and not isinstance(value, dict) else value
+
+
+def missing_pairs(
+    model: nn.Module, seen: Survey, relation: Relation, seed: int, thorough: bool
+) -> tuple[list[Violation], list[str]]:
+    """Pairs (target, source) of attention layers that are allowed, and whose source moves the target in no sample.
+
+    Each layer call is replayed alone, from its own input, in float64; a change counts from one unit in the last place
+    of its row.
+
+    Args:
+        model: the model.
+        seen: its survey.
+        relation: what the order allows, layer by layer.
+        seed: of the noise.
+        thorough: all positions and three samples, not a few positions and one.
+
+    Returns:
+        One violation for each layer, and notes: why layers were not asked, and unless `thorough` the first violation.
+    """
+    violations: list[Violation] = []
+    notes: list[str] = []
+    inputs = seen.inputs.without_cache(model)
+    generator = torch.Generator().manual_seed(seed)
+    where = ""
+    try:
+        for number, (call, layer) in enumerate(zip(seen.calls, layer_calls(model, inputs), strict=False)):
+            if not holds_attention(model, call):
+                continue
+            where = f" of {call.name}"
+            allow = relation.layers[0 if relation.repeat else number].expand(inputs.batch, -1, -1)
+            lacking = _lacking(next(iter(Replay(inputs, layer, generator).parts())), allow, thorough)
+            for slot in inputs.slots:
+                real, rows = real_positions(inputs, slot), slice(slot.offset, slot.offset + slot.length)
+                lacking[:, rows] &= real[:, :, None]
+                lacking[:, :, rows] &= real[:, None, :]
+            if lacking.any():
+                row, target, source = lacking.nonzero()[0].tolist()
+                pair = Violation("missing", call.index, call.name, source, target, 0.0, row, row, confirmed=True)
+                violations.append(pair)
+    except (*REFUSALS, UnsupportedArchitecture) as error:  # layers that do not run alone, or not in float64
+        notes.append(f"missing pairs{where} were not looked for: {refusal(error)}")
+    if violations and not thorough:
+        first = violations[0]
+        notes.append(
+            f"{plural(len(violations), 'layer')} lack pairs that the order allows, first {first.module}: "
+            f"position {first.target} never moves with {first.source} (both_sides=True makes it a finding)"
+        )
+    return violations, notes
+
+
+def _lacking(part: Part, allow: Tensor, thorough: bool) -> Tensor:
+    """bool [batch, n, n]: allowed pairs of the columns that were tried in which nothing moved."""
+    columns = list(part.columns)
+    if not thorough and len(columns) > _COLUMNS:
+        columns = [columns[round(i * (len(columns) - 1) / _COLUMNS)] for i in range(_COLUMNS)]
+    lacking = torch.zeros_like(allow)
+    with torch.no_grad(), precision(part.module, torch.float64):
+        base = part.outputs(torch.float64)
+        for column in columns:
+            moved = torch.zeros(allow.shape[:2], dtype=torch.bool)
+            for sample in range(_SAMPLES if thorough else 1):
+                for offset, values in part.outputs(torch.float64, column, sample).items():
+                    unit = torch.finfo(torch.float64).eps * base[offset].abs().amax(-1).cpu()
+                    moved[:, offset : offset + values.shape[1]] |= row_change(values, base[offset]) > unit
+                    seen = torch.zeros(allow.shape[1], dtype=torch.bool)
+                    seen[offset : offset + values.shape[1]] = True
+                    lacking[:, :, column] |= seen
+            lacking[:, :, column] &= allow[:, :, column] & ~moved
+    return lacking & ~torch.eye(allow.shape[1], dtype=torch.bool)
+
+
+def holds_attention(model: nn.Module, call: LayerCall) -> bool:
+    """Whether a layer has attention among its modules, and no mixer of another kind beside it."""
+    modules = list(model.get_submodule(call.name).modules())
+    return any(map(attends, modules)) and not any(map(moves_between_positions, modules))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Entry, Inputs, Slot
-from attnflow.audit.trace import layer_names, leaves
+from attnflow.audit.passes import Event, Key, Recording, Runner, entering, frame_of, layer_names, leaves
 from attnflow.models.evaluation import seed_all
+from attnflow.models.watching import Call, Watch
 
 if TYPE_CHECKING:
     from attnflow.models.asked import Asked
@@ -46,7 +46,7 @@ class LayerCall:
     @property
     def stack(self) -> str:
         """The path of the module that holds its list of layers: lists side by side are one stack."""
-        return self.name.rpartition(".")[0].rpartition(".")[0]
+        return _stack(self.name)
 
 
 @dataclass
@@ -90,6 +90,37 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
     return result
 
 
+class FirstPass(NamedTuple):
+    """What the pass of a survey shows at the layers."""
+
+    events: Recording
+    layer_calls: int
+    skipped: dict[str, str]
+
+
+def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, FirstPass | None]:
+    """A survey, and the recording of its pass, which saves another one.
+
+    None where the layers get other positions than the inputs have, or tensors are changed in place.
+    """
+    every = frozenset(layer_names(model))
+    whole = replace(inputs, slots=tuple(replace(slot, layers=every) for slot in inputs.slots))
+    runner = Runner(model, whole, "layers", seed)
+    passes: list[tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]] = []
+    seen = survey(model, inputs, lambda: passes.append(runner.distinct(inputs.base)))
+    ((events, raw),) = passes
+    watched = frozenset[str]().union(*(slot.layers for slot in seen.inputs.slots))
+    alike = watched == every and frame_of(seen.inputs) == frame_of(whole)
+    if not alike or any(tensor._version != version for tensor, version in raw.values()):
+        return seen, None
+    return seen, FirstPass(Recording(events), runner.layer_calls, runner.skipped)
+
+
+def _stack(name: str) -> str:
+    """The path of the module that holds a layer's list of layers."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
 class _Arrival(NamedTuple):
     """A tensor that may be a mask, at a module inside of a layer call (number of the call, or -1)."""
 
@@ -99,43 +130,31 @@ class _Arrival(NamedTuple):
 
 
 @contextmanager
-def _watched(
-    model: nn.Module, layers: Mapping[str, int]
-) -> Generator[tuple[list[LayerCall], list[_Arrival]], None, None]:
+def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[list[LayerCall], list[_Arrival]]]:
     """(layer calls, masks that reach the modules inside), of what runs in this context."""
     calls: list[LayerCall] = []
     seen: list[_Arrival] = []
     inside: list[int] = []
 
-    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in layers:
-            first = entering(args, kwargs)
-            again = bool(calls) and calls[-1].stack == name.rpartition(".")[0].rpartition(".")[0]
+    def enter(call: Call) -> None:
+        if call.name in layers:
+            first, stack = entering(call.args, call.kwargs), _stack(call.name)
+            again = bool(calls) and calls[-1].stack == stack
             shape = () if first is None else tuple(first.shape)
             spread = 0.0 if first is None or again else float(first.double().std())
             inside.append(len(calls))
-            calls.append(LayerCall(name, layers[name], shape, spread))
-        tensors = [tensor for _, tensor in leaves((args, kwargs)) if tensor.ndim == 4]
-        blocks = [value for value in (*args, *kwargs.values()) if type(value).__name__ == "BlockMask"]
-        call = inside[-1] if inside else -1
-        seen.extend(_Arrival(call, name.count("."), mask) for mask in (*tensors, *blocks))
+            calls.append(LayerCall(call.name, layers[call.name], shape, spread))
+        masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
+        masks += [value for value in (*call.args, *call.kwargs.values()) if type(value).__name__ == "BlockMask"]
+        seen.extend(_Arrival(inside[-1] if inside else -1, call.name.count("."), mask) for mask in masks)
 
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        inside.pop()
+    def leave(call: Call, output: object) -> None:
+        if call.name in layers:
+            inside.pop()
 
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name in layers or any(name.startswith(f"{layer}.") for layer in layers):
-                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-            if name in layers:
-                hooks.enter_context(module.register_forward_hook(leave))
+    names = [n for n, _ in model.named_modules() if n in layers or any(n.startswith(f"{each}.") for each in layers)]
+    with Watch({name: model.get_submodule(name) for name in names}, enter, leave):
         yield calls, seen
-
-
-def entering(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The first tensor of vectors that a layer is called with."""
-    values = (*args, *kwargs.values())
-    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 3), None)
 
 
 def _asking() -> AbstractContextManager[Asked | None]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from jaxtyping import Float
@@ -22,6 +23,7 @@ from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.sites import Site, models_around
 from attnflow.models.trial import read, trial
+from attnflow.models.watching import Arguments, Call, Watch
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
 _ALONE: Final = "called alone, it did not run"
@@ -148,59 +150,48 @@ def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Generator[None]:
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(like)
 
-    def enter(trace: Trace, names: Sequence[str]) -> Any:
-        def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            def replaced(name: str, value: object) -> object:
-                if name == "position_embeddings":
-                    return _no_rotation(value)
-                if not isinstance(value, Tensor) or value.shape[-1:] in ((), (1,)) or _vectors(module, value) is None:
-                    return value
-                made = noise(value)
-                trace.arguments[name] = made.reshape(TOKENS, -1)
-                return made
+    def enter(call: Call) -> Arguments:
+        trace, names = seen[call.name], list(inspect.signature(call.module.forward).parameters)
 
-            trace.clear()
-            positional = tuple(replaced(name, value) for name, value in zip(names, args, strict=False))
-            return (*positional, *args[len(names) :]), {name: replaced(name, value) for name, value in kwargs.items()}
+        def replaced(name: str, value: object) -> object:
+            if name == "position_embeddings":
+                return _no_rotation(value)
+            if not isinstance(value, Tensor) or value.shape[-1:] in ((), (1,)) or _vectors(call.module, value) is None:
+                return value
+            made = noise(value)
+            trace.arguments[name] = made.reshape(TOKENS, -1)
+            return made
 
-        return replace
+        trace.clear()
+        positional = tuple(replaced(name, value) for name, value in zip(names, call.args, strict=False))
+        named = {name: replaced(name, value) for name, value in call.kwargs.items()}
+        return (*positional, *call.args[len(names) :]), named
 
-    def leave(trace: Trace, path: str, norm: bool) -> Any:
-        def replace(module: nn.Module, args: tuple[Any, ...], output: object) -> Tensor | None:
-            if not isinstance(output, Tensor):
-                return None
-            if norm and args and isinstance(args[0], Tensor) and args[0].shape == output.shape:
-                return args[0]
-            result = _vectors(module, output)
-            if result is None:
-                return None
-            again = trace.outputs.get(path)
-            if again is None or again.shape != result.shape:
-                trace.results[path], trace.outputs[path] = result, noise(result)
-                trace.inputs[path] = []
-            read = _vectors(module, args[0]) if args and isinstance(args[0], Tensor) else None
-            trace.inputs[path].append(result.new_empty(TOKENS, 0) if read is None else read)
-            return trace.outputs[path].reshape(output.shape)
+    def leave(trace: Trace, call: Call, output: object) -> Tensor | None:
+        if not isinstance(output, Tensor):
+            return None
+        path, module = call.name, call.module
+        given = call.args[0] if call.args and isinstance(call.args[0], Tensor) else None
+        norm = "norm" in f"{path} {type(module).__name__}".lower()
+        if norm and given is not None and given.shape == output.shape:
+            return given
+        result = _vectors(module, output)
+        if result is None:
+            return None
+        again = trace.outputs.get(path)
+        if again is None or again.shape != result.shape:
+            trace.results[path], trace.outputs[path] = result, noise(result)
+            trace.inputs[path] = []
+        read = None if given is None else _vectors(module, given)
+        trace.inputs[path].append(result.new_empty(TOKENS, 0) if read is None else read)
+        return trace.outputs[path].reshape(output.shape)
 
-        return replace
-
-    handles = [
-        part.register_forward_hook(leave(seen[site.name], path, "norm" in f"{path} {type(part).__name__}".lower()))
-        for site in sites
-        for path, part in site.module.named_modules()
-        if path
-    ]
-    handles += [
-        site.module.register_forward_pre_hook(
-            enter(seen[site.name], list(inspect.signature(site.module.forward).parameters)), with_kwargs=True
-        )
-        for site in sites
-    ]
-    try:
+    with ExitStack() as watches:
+        for site in sites:
+            parts = {path: part for path, part in site.module.named_modules() if path}
+            watches.enter_context(Watch(parts, leave=partial(leave, seen[site.name])))
+        watches.enter_context(Watch({site.name: site.module for site in sites}, enter))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from attnflow._core.markup import grouped, percent, plural, shorten
-from attnflow.audit.findings import AuditReport, ModuleResult, Violation
+from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, blank, chart, literal
 from attnflow.report.hasse_svg import runs

@@ -12,7 +12,7 @@ from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError, MissingExtra
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow.audit.findings import AuditReport
+from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap

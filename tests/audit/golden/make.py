@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from attnflow.audit.comparison import MeasuredOrder, record
+from attnflow.audit.measurement import MeasuredOrder, record
 
 SIZE = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
-from attnflow.audit.auditor import check
+from attnflow.audit.audit import check
 from attnflow.audit.inputs import text_inputs
 from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap

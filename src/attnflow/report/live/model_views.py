@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.markup import percent, plural, token_label
-from attnflow.audit.findings import AuditReport
+from attnflow.audit.report import AuditReport
 from attnflow.bias.map import BiasMap
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.provenance import Trace

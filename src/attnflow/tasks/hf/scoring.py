@@ -16,6 +16,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.watching import Arguments, Call, Watch
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
 from attnflow.tasks.merging import MergedTask, merge
@@ -196,21 +197,18 @@ class Scorer:
         device = next(self._backbone.module.parameters()).device
         index = torch.from_numpy(slots).to(device)
 
-        def choose(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            states = args[0]
-            return states.reshape(-1, states.shape[-1])[index.to(states.device)][None], *args[1:]
+        def choose(call: Call) -> Arguments:
+            states = call.first
+            return (states.reshape(-1, states.shape[-1])[index.to(states.device)][None], *call.args[1:]), call.kwargs
 
         masks = attention_masks(self._backbone.module, self._calls.windows, chosen, device)
-        hook = self._head.register_forward_pre_hook(choose)
-        try:
+        with Watch({"head": self._head}, choose):
             output = cast(Any, self._model)(
                 input_ids=torch.from_numpy(chosen.ids).to(device),
                 position_ids=torch.from_numpy(chosen.positions).to(device),
                 attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
                 use_cache=False,
             )
-        finally:
-            hook.remove()
         logits: Tensor = output.logits
         if tuple(logits.shape[:2]) != (1, len(slots)):
             raise UnsupportedArchitecture(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
 Kind = Literal["order", "batch", "cache", "state", "missing"]
 Verdict = Literal["clean", "leak", "nothing tested"]
+Mode = Literal["perturb", "quick"]
 
 _MEANING: dict[Kind, str] = {
     "order": "the target moves with a source that the declared order forbids",
@@ -39,7 +40,7 @@ class Violation:
         module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order.
         source: the position that is changed; None for kinds "cache" and "state".
         target: the position that moves and must not.
-        change: largest absolute change of the target's vector there (VJP: largest absolute entry of the gradient).
+        change: largest absolute change of the target's vector there.
         source_row: row of the batch that is changed.
         target_row: row of the batch that moves.
         path: "forward", or the way of decoding: "cached", "chunks", "drafts", "crop", "left padding", "static cache".
@@ -86,12 +87,11 @@ class AuditReport(Result):
         ok: the verdict is "clean": forbidden pairs were tested and nothing moved that must not.
         violations: the places where the flow breaks the order, first in the order of execution first.
         order: the order that was tested, in words.
-        mode: "perturb", "vjp" or "quick".
+        mode: "perturb" or "quick".
         layers: number of layer calls in one forward.
         positions: number of positions (encoder and decoder together).
         batch: number of sequences.
         forward_passes: forward passes that were run.
-        backward_passes: backward passes, in mode "vjp".
         coverage: share of the forbidden pairs (target, source) that were put to the test; 1.0 if none is forbidden.
         forbidden: number of forbidden pairs over the whole batch, and over several depths where fields grow from
             layer to layer (sliding windows).
@@ -104,12 +104,11 @@ class AuditReport(Result):
 
     violations: tuple[Violation, ...]
     order: str
-    mode: Literal["perturb", "vjp", "quick"]
+    mode: Mode
     layers: int
     positions: int
     batch: int
     forward_passes: int
-    backward_passes: int
     coverage: float
     forbidden: int
     noise: float
@@ -170,15 +169,12 @@ class AuditReport(Result):
         head = Text.assemble(
             verdict, f": {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers"
         )
-        passes = f"{self.forward_passes} forward" + (
-            f", {self.backward_passes} backward" if self.backward_passes else ""
-        )
         tested = f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested"
         if not self.forbidden:
             tested = "this order forbids no pair" + ("; sequences were kept apart" if self.batch > 1 else "")
         work = Text(
-            f"mode {self.mode}: {passes} passes in {self.seconds:.1f} s; {len(self.modules)} module outputs watched; "
-            f"{tested}; noise {self.noise:.2g}"
+            f"mode {self.mode}: {self.forward_passes} forward passes in {self.seconds:.1f} s; "
+            f"{len(self.modules)} module outputs watched; {tested}; noise {self.noise:.2g}"
         )
         parts: list[Text | Table] = [head, work]
         if self.violations:

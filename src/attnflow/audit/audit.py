@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,17 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
-from attnflow.audit import cached
 from attnflow.audit.declared import Order, pairs_passed, relation_of
+from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
-from attnflow.audit.findings import AuditReport, ModuleResult, Violation, few
-from attnflow.audit.gradients import Puller
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.missing import holds_attention, missing_pairs
-from attnflow.audit.passes import FirstPass, Recording, Runner, surveyed
+from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
-from attnflow.audit.survey import Survey, survey
-from attnflow.audit.trace import Watch
+from attnflow.audit.replay import holds_attention, missing_pairs
+from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
+from attnflow.audit.survey import FirstPass, Survey, survey, surveyed
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
-
-Mode = Literal["perturb", "vjp", "quick"]
 
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
 
@@ -42,7 +38,7 @@ def check(
     cache: bool | Sequence[int] = False,
     both_sides: bool | None = None,
     passes: int = 32,
-    watch: Watch = "modules",
+    watch: Watched = "modules",
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -63,14 +59,13 @@ def check(
             the union of its heads), one mask per layer call, or a `Flow`; "mask" for the pairs of the
             `attention_mask` among the inputs; None for what inputs and model declare (see `declared_order`).
             Positions of an encoder-decoder are counted through, encoder first.
-        mode: "perturb" changes inputs (any model, also through argmax, routing or hashing); "vjp" pulls random
-            cotangents back to the input embeddings (exact support of the Jacobian, blind to the discrete); "quick"
-            perturbs a few times, looks at layers alone, and goes on to "perturb" only if something moves.
+        mode: "perturb" changes inputs and watches every module; "quick" changes a few, watches layers alone, and goes
+            on to "perturb" only if something moves.
         cache: also audit prefill and decoding, by perturbation, and compare with the full forward: True for a prefill
             and four single tokens, or the step lengths. True also compares chunks, several draft tokens at once,
-            drafts that are rejected, left padding and a static cache, where the model has them. Not with "vjp".
+            drafts that are rejected, left padding and a static cache, where the model has them.
         both_sides: whether a pair that the order allows and no input moves is a finding (True), looked for at a few
-            positions and noted (None), or no matter (False). Of layers of attention, in modes "perturb" and "vjp".
+            positions and noted (None), or no matter (False). Looked for in layers of attention, not in mode "quick".
         passes: perturbations to spend; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
         watch: "layers" watches only layers and the model's output, which takes little memory.
         dtype: audit in this precision (torch.float64 sees weaker leaks); parameters are put back afterwards.
@@ -83,16 +78,14 @@ def check(
         TypeError: inputs, order or arguments of a wrong type.
 
     Cost: passes + 5 + 2 log2(batch) forward passes, 5 more for missing pairs (3 n with `both_sides=True`), and
-    log2(n) + 2 for each violation; memory for the outputs of all watched modules, as in training. "vjp": two forward
-    passes and as many backward passes. "quick": three forward passes of a large model; of a tiny one up to n.
+    log2(n) + 2 for each violation; memory for the outputs of all watched modules, as in training. "quick": three
+    forward passes of a large model; of a tiny one up to n.
     """
     began = time.perf_counter()
-    if mode not in ("perturb", "vjp", "quick"):
-        raise ValueError(f"mode must be 'perturb', 'vjp' or 'quick', got {mode!r}")
+    if mode not in ("perturb", "quick"):
+        raise ValueError(f"mode must be 'perturb' or 'quick', got {mode!r}")
     if watch not in ("modules", "layers"):
         raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
-    if mode == "vjp" and cache is not False:
-        raise ValueError("the cached path is audited by perturbation: use mode='perturb' with cache")
     checks.integer("passes", passes, 1)
     model, tokenizer = split(model)
     with evaluating(model), precision(model, dtype):
@@ -103,13 +96,11 @@ def check(
         work = audit(notes=_notes(model, seen, order))
         if mode == "quick" and not work.quick(cache, first):  # what moves and where it begins, the long way
             work, mode = audit(notes=_notes(model, seen, order)), "perturb"
-        if mode == "vjp":
-            work.pull()
-        elif mode == "perturb":
+        if mode == "perturb":
             work.perturb(Runner(model, call, watch, seed), "forward")
             if cache is not False and not any(violation.kind == "state" for violation in work.violations):
                 work.perturb_cached(cache)
-        if mode != "quick" and both_sides is not False:
+        if mode == "perturb" and both_sides is not False:
             work.look_for_missing(seen, bool(both_sides))
     return work.report(relation.name, mode, time.perf_counter() - began)
 
@@ -141,14 +132,13 @@ class Auditor:
     call: Inputs
     fields: Fields
     passes: int
-    watch: Watch
+    watch: Watched
     seed: int
     progress: Progress | None
     violations: list[Violation] = field(default_factory=list[Violation])
     notes: list[str] = field(default_factory=list[str])
     dirty: set[str] = field(default_factory=set[str])
     forward_passes: int = 0
-    backward_passes: int = 0
     noise: float = 0.0
     base: Recording | None = None
     layer_calls: int = 0
@@ -180,7 +170,7 @@ class Auditor:
         """Crosstalk between sequences first, then the order."""
         self._say(0, 1, f"{what}: base pass")
         prober = Prober(runner, self.fields, self.seed)
-        if not runner.way.chunks:
+        if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
         sets = batch_sets(self.call.batch, self.call.size)
         order = self._plan().passes
@@ -221,17 +211,17 @@ class Auditor:
 
     def perturb_cached(self, cache: bool | Sequence[int]) -> None:
         """The same through prefill and decoding, then the comparison of all ways of decoding with the full forward."""
-        way = cached.Way("cached", cached.chunks_of(self.call, cache))
-        self.perturb(Runner(self.model, self.call, self.watch, self.seed, way), "cached")
+        steps = DecodingPath("cached", step_lengths(self.call, cache))
+        self.perturb(SteppedRunner(self.model, self.call, self.watch, self.seed, steps), "cached")
         self._compare_paths(cache)
 
     def _compare_paths(self, cache: bool | Sequence[int]) -> None:
-        comparison = cached.Comparison(self.model, self.call, self.watch, self.seed)
-        for way in cached.ways(self.model, self.call, cache):
-            self._say(0, 1, f"cached: {way.path}")
-            different = comparison.of(way)
+        comparison = Comparison(self.model, self.call, self.watch, self.seed)
+        for path in decoding_paths(self.model, self.call, cache):
+            self._say(0, 1, f"cached: {path.name}")
+            different = comparison.of(path)
             if isinstance(different, str):
-                self.notes.append(f"{way.path} not compared: {different}")
+                self.notes.append(f"{path.name} not compared: {different}")
             elif different is not None and different.module not in {v.module for v in self.violations}:
                 self.violations.append(different)
         self.forward_passes += comparison.passes
@@ -241,22 +231,6 @@ class Auditor:
         violations, notes = missing_pairs(self.model, seen, self.fields.relation, self.seed, thorough=findings)
         self.violations += violations if findings else []
         self.notes += notes
-
-    def pull(self) -> None:
-        """Vector-Jacobian products instead of perturbations."""
-        runner = Runner(self.model, self.call, self.watch, self.seed)
-        puller = Puller(runner, self.fields, self.seed)
-        base = Recording({event.key: event for event in puller.graph.events})
-        self._accept(runner, base)
-        sets = [*batch_sets(self.call.batch, self.call.size), *self._plan().passes]
-        for done, selected in enumerate(sets):
-            self._say(done, len(sets), "backward: set")
-            violation = puller.probe(selected)
-            if violation is not None and violation.module not in {v.module for v in self.violations}:
-                self.violations.append(violation)
-        self.violations = _in_order(self.violations, base)
-        self.forward_passes, self.backward_passes, self.dirty = runner.passes, puller.backward_passes, puller.dirty
-        self._say(len(sets), len(sets), "backward: done")
 
     def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
         """Everything seen, as a report."""
@@ -277,7 +251,6 @@ class Auditor:
             positions=self.call.size,
             batch=self.call.batch,
             forward_passes=self.forward_passes + 1,  # with the survey
-            backward_passes=self.backward_passes,
             coverage=plan.coverage,
             forbidden=plan.forbidden,
             noise=self.noise,

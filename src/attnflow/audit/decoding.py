@@ -1,0 +1,309 @@
+"""Decoding against one full forward: steps, chunks, drafts, rejected drafts, left padding, a static cache."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core import checks
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit.inputs import Inputs, accepts, takes_use_cache
+from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched
+from attnflow.audit.perturb import other_precision
+from attnflow.audit.report import Violation
+from attnflow.models.evaluation import REFUSALS, precision, refusal
+
+
+@dataclass(frozen=True)
+class DecodingPath:
+    """How a call is decoded.
+
+    Attributes:
+        name: of it in a report.
+        chunks: lengths of prefill and decoding steps.
+        drafts: tokens that are fed and rejected after the prefill: the cache is cropped again.
+        pads: padding put before every sequence.
+        cache: makes the cache that the first step is given; None for the model's own.
+    """
+
+    name: str
+    chunks: tuple[int, ...]
+    drafts: int = 0
+    pads: int = 0
+    cache: Callable[[], Any] | None = None
+
+
+def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the steps: as given, or a prefill and up to four single tokens."""
+    n = inputs.slots[-1].length
+    taken = {slot.length for slot in inputs.slots[:-1]}  # a step as long as the encoder's sequence cannot be told apart
+    if cache is True:
+        single = next((k for k in range(min(4, n - 1), 0, -1) if n - k not in taken), 0)
+        return (n - single, *([1] * single))
+    lengths = tuple(checks.integer("cache", length, 1) for length in cast(Sequence[object], cache))
+    if sum(lengths) != n:
+        raise ValueError(f"cache must list step lengths that add up to the {n} positions, got {list(lengths)}")
+    if taken & set(lengths):
+        raise ValueError(f"no step may be as long as the encoder's sequence ({max(taken)}), got {list(lengths)}")
+    return lengths
+
+
+def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]) -> list[DecodingPath]:
+    """The paths to compare: the one that is asked for, and for True all that there are."""
+    asked = DecodingPath("cached", step_lengths(inputs, cache))
+    n = inputs.slots[-1].length
+    if cache is not True or len(inputs.slots) > 1 or n < 6:
+        return [asked]
+    part, prefill = n // 3, n - n // 3
+    steps = (prefill, *([1] * part))
+    every = [asked, DecodingPath("chunks", (part, part, n - 2 * part)), DecodingPath("drafts", (prefill, part))]
+    if not getattr(model, "_is_stateful", False):  # a recurrent state cannot be taken back, and `generate` refuses to
+        every.append(DecodingPath("crop", steps, drafts=part))
+    if accepts(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
+        every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
+    if "transformers" in sys.modules:
+        from attnflow.audit.hf import static_cache
+
+        every.append(DecodingPath("static cache", steps, cache=partial(static_cache, model, n)))
+    return every
+
+
+class SteppedRunner(Runner):
+    """Runs a call as prefill and decoding steps with a cache."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int, decoding: DecodingPath) -> None:
+        super().__init__(model, inputs, watch, seed)
+        self._decoding = decoding
+        self.path = decoding.name
+
+    def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
+        """Prefill, then the steps, each with the cache of the one before."""
+        name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
+        if name is None or not takes_use_cache(self.model):
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__}.forward takes no cache: audit it with cache=False"
+            )
+        *encoder, decoder = self.inputs.slots
+        state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
+        start = encoded = 0
+        for step, length in enumerate(self._decoding.chunks):
+            end = start + length
+            tracer.begin(step, encoded)
+            segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
+            tracer.frame = replace(tracer.frame, segments=segments)
+            part = sliced(self.inputs, kwargs, start, end) | state
+            try:
+                output = self.model(**part, use_cache=True)
+            except REFUSALS as error:
+                raise UnsupportedArchitecture(
+                    f"{type(self.model).__name__} does not decode in steps of {list(self._decoding.chunks)} tokens "
+                    f"with a cache ({type(error).__name__}: {refusal(error)}); audit it with cache=False"
+                ) from error
+            self.passes += 1
+            state = {name: _entry(output, name)}
+            if state[name] is None:
+                raise UnsupportedArchitecture(
+                    f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
+                )
+            if encoder:
+                state["encoder_outputs"] = _encoder_output(_entry(output, "encoder_last_hidden_state"))
+                state |= {} if encoder[0].name is None else {encoder[0].name: None}
+                if step == 0:
+                    encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
+            start = end
+            if step == 0 and self._decoding.drafts:
+                with tracer.watch.paused():
+                    self._reject(kwargs, state, name, start)
+
+    def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
+        """Feed tokens that are none of the sequence's, then crop the cache, as speculative decoding does."""
+        wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).values
+        part = sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts) | state
+        if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
+            state[name].activate_past_recording()
+        cache = _entry(self.model(**part, use_cache=True), name)
+        self.passes += 1
+        if not hasattr(cache, "crop"):
+            raise UnsupportedArchitecture(f"{type(cache).__name__} cannot be cropped")
+        cache.crop(-self._decoding.drafts)
+        state[name] = cache
+
+
+def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
+    """The keyword arguments of the step that feeds positions [start, end) to a model that has seen those before."""
+    decoder = inputs.slots[-1]
+    prefix = "decoder_" if (decoder.name or "").startswith("decoder_") else ""
+    part: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in {"labels", "use_cache"}:
+            continue
+        if isinstance(value, Tensor) and name.startswith(prefix):
+            if name == f"{prefix}attention_mask" and value.ndim == 2:
+                value = value[:, :end]
+            elif name == f"{prefix}attention_mask" and value.ndim == 4:
+                value = value[..., start:end, :end]
+            elif name == decoder.name:
+                value = value[:, start:end] if inputs.batched else value[start:end]
+            elif value.ndim in (1, 2) and value.shape[-1] == decoder.length:
+                value = value[..., start:end]
+        part[name] = value
+    return part
+
+
+def _encoder_output(hidden: Any) -> Any:
+    if "transformers" not in sys.modules:
+        return (hidden,)
+    from attnflow.audit.hf import encoder_output
+
+    return encoder_output(hidden)
+
+
+def _entry(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+class Comparison:
+    """One full forward, with which decoding must agree.
+
+    Two ways to compute the same thing differ in rounding. What differs in the model's precision is therefore computed
+    once more in the other one, where rounding is another and a mistake keeps its size.
+
+    Attributes:
+        passes: forward passes so far.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
+        self.model, self.inputs, self.seed = model, inputs, seed
+        self.watch: Watched = watch
+        self.passes = 0
+        self._full: dict[torch.dtype, Recording] = {}
+        self._runner = Runner(model, inputs, watch, seed)
+        self.dtype = self._runner.dtype
+
+    def of(self, path: DecodingPath) -> Violation | str | None:
+        """The first module that differs from the full forward; the reason, of a path that this model does not have.
+
+        What differs inside, and neither where a layer nor where the model puts it out, is no mistake: rotations by
+        position under padding, of models that take no positions.
+
+        Raises:
+            UnsupportedArchitecture: the model takes no cache, or does not run in a second precision.
+        """
+        other = other_precision(self.dtype)
+        try:
+            own, stepped = self._run(None), self._run(path)
+        except (*REFUSALS, UnsupportedArchitecture) as error:  # not every model has every path
+            if path.name == "cached":  # it was asked for
+                raise
+            return refusal(error)
+        try:
+            exact, exactly = self._run(None, other), self._run(path, other)
+        except (*REFUSALS, UnsupportedArchitecture) as error:
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
+                f"its cache ({error}); audit it with cache=False"
+            ) from error
+        ends = {key for key in stepped.events if key.side == "out" and self._runner.is_end(key)}
+        violation: Violation | None = None
+        for key, event in stepped.events.items():
+            if violation is not None and key not in ends:
+                continue
+            first = key._replace(step=0)
+            whole, reference, again = own.events.get(first), exact.events.get(first), exactly.events.get(key)
+            if whole is None or reference is None or again is None or _of_pairs(whole):
+                continue
+            beyond = _beyond(event, whole, reference, again, path.pads, self.dtype, other)
+            if beyond is None:
+                continue
+            row, target, change = beyond
+            place = event.layer, event.blame, None, target, change, None, row, path.name, True
+            violation = violation or Violation("cache", *place)
+            if key in ends or not ends:
+                return violation
+        return None
+
+    def _run(self, path: DecodingPath | None, dtype: torch.dtype | None = None) -> Recording:
+        if path is None and (dtype or self.dtype) in self._full:
+            return self._full[dtype or self.dtype]
+        inputs = self.inputs if path is None else _padded(self.model, self.inputs, path.pads)
+        with precision(self.model, dtype) if dtype is not None else nullcontext():
+            call = inputs.in_precision(dtype)
+            runner = (
+                Runner(self.model, call, self.watch, self.seed)
+                if path is None
+                else SteppedRunner(self.model, call, self.watch, self.seed, path)
+            )
+            recording = runner.record(runner.inputs.base)
+        self.passes += runner.passes
+        if path is None:
+            self._full[dtype or self.dtype] = recording
+        return recording
+
+
+def _of_pairs(whole: Event) -> bool:
+    """Whether it holds a number per pair of positions (attention weights): a cache orders its keys in its own way."""
+    return whole.raw.ndim > 3 and whole.raw.shape[-2] == whole.raw.shape[-1] == whole.values.shape[1]
+
+
+def _beyond(
+    event: Event, whole: Event, exact: Event, exactly: Event, pads: int, dtype: torch.dtype, other: torch.dtype
+) -> tuple[int, int, float] | None:
+    """(row, position, change) of what differs by more than rounding explains, the largest of an event."""
+    first = max(event.offset - pads, 0)  # positions of the sequence itself
+    skip = max(pads - event.offset, 0)
+    start = first - whole.offset
+    length = event.values.shape[1] - skip
+    if start < 0 or length <= 0:
+        return None
+    pairs: list[Tensor] = []
+    for one, two in ((event, whole), (exactly, exact)):
+        rows, full = one.values[:, skip:], two.values[:, start : start + length]
+        if rows.shape != full.shape:
+            return None
+        pairs.append((rows.double() - full.double()).abs().nan_to_num(nan=torch.inf).amax(-1).cpu())
+    change, second = pairs
+    eps, finer = torch.finfo(dtype).eps, torch.finfo(other).eps
+    error, size = _largest(whole.values.double() - exact.values.double()), _largest(exact.values)
+    if finer < eps:  # rounding shrinks with the precision, a mistake does not: the border is between them
+        wrong = second > change.clamp(min=error + eps * size) * math.sqrt(finer / eps)
+    else:  # nothing is finer: the full forward's own error, as measured in the coarser precision
+        wrong = change > 16 * (error * eps / finer + eps * size)
+    # constants that a model keeps in float32 (decays, frequencies) are right to that precision only, in any other
+    wrong &= (change if finer >= eps else second) > 16 * torch.finfo(torch.float32).eps * size
+    if not wrong.any():
+        return None
+    row, column = divmod(int(torch.where(wrong, change, -1.0).argmax()), change.shape[1])
+    return row, column + first, float(change[row, column])
+
+
+def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
+    """The call with padding before every sequence, told by attention_mask, and by position_ids where they are taken."""
+    if not pads:
+        return inputs
+    slot = inputs.slots[0]
+    if slot.name is None or not inputs.batched or set(inputs.kwargs) - {slot.name, "position_ids", "use_cache"}:
+        raise UnsupportedArchitecture("the inputs hold more than ids and positions")
+    values = inputs.values(slot)
+    fill = int(inputs.pool[0]) if len(inputs.pool) else 0
+    front = values.new_full((inputs.batch, pads, *values.shape[2:]), fill)
+    real = torch.ones(inputs.batch, slot.length + pads, dtype=torch.int64, device=values.device)
+    real[:, :pads] = 0
+    kwargs: dict[str, Any] = {**inputs.kwargs, slot.name: torch.cat([front, values], 1), "attention_mask": real}
+    if accepts(model.forward, "position_ids"):
+        counted = torch.arange(slot.length, device=values.device).expand(inputs.batch, -1)
+        positions = inputs.kwargs.get("position_ids", counted)
+        positions = positions.expand(inputs.batch, -1)
+        kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)
+    return replace(inputs, kwargs=kwargs, slots=(replace(slot, length=slot.length + pads),))
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().nan_to_num(nan=0.0).max())
