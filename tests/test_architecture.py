@@ -26,7 +26,7 @@ ROOMS = [
     "testing",
 ]
 OPTIONAL = [
-    *("transformers", "huggingface_hub", "accelerate", "matplotlib", "gguf", "lancedb", "pymilvus"),
+    *("transformers", "huggingface_hub", "accelerate", "matplotlib", "gguf", "lancedb"),
     *("starlette", "uvicorn", "websockets", "anywidget", "traitlets"),
 ]
 WITHOUT_TRANSFORMERS = [

@@ -15,7 +15,6 @@ REVIEWED = {
     "chardet": "LGPL: a dependency of lm-eval, which only the tests use; nothing of the package imports it",
     "certifi": "MPL-2.0: copyleft of its own file of certificates, which nobody here changes",
     "hypothesis": "MPL-2.0: a tool of the tests, not part of what is installed for users",
-    "orjson": "MPL-2.0 AND (Apache-2.0 OR MIT): a dependency of pymilvus, unmodified",
     "pathspec": "MPL-2.0: a tool of the build and of the documentation",
     "tqdm": "MPL-2.0 AND MIT: a dependency of transformers, unmodified",
 }

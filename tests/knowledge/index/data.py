@@ -23,11 +23,3 @@ def built(rows, num_thresholds=0, **options):
 def brute(rows, queries, dim, column=None):
     scores = queries.double() @ rows[:, :dim].double().T
     return scores if column is None else scores + rows[:, dim + column].double()
-
-
-def read_all(index):
-    """Every query of an approximate index reads every list."""
-    index._upkeep.partition.probes, index._upkeep.partition.deviations = (
-        index._upkeep.partition.num_lists,
-        {1: 0.0, 512: 0.0},
-    )

@@ -1,14 +1,20 @@
 """Exact and range search against brute force, shapes, and arguments that are refused."""
 
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from attnflow import MissingExtra
-from attnflow.knowledge.index import EntryIndex, partition, upkeep
+from attnflow.knowledge.index import EntryIndex, entry_index
 from attnflow.knowledge.index.exact import _candidates
-from tests.knowledge.index.data import MODES, brute, built, clustered, read_all
+from tests.knowledge.index.data import MODES, brute, built, clustered
 
 
 @pytest.mark.parametrize("column", [None, 0, 2])
@@ -49,12 +55,12 @@ def test_candidates_are_the_scores_above_the_last(seed, columns):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("column", [None, 1])
-def test_range_search_finds_all_above(monkeypatch, mode, column):
+def test_range_search_finds_all_above(mode, column):
     rows = torch.cat([clustered(3000), torch.randn(3000, 2)], dim=1)
     index, queries = built(rows, 2, search=mode), clustered(5, seed=7)
     if mode == "approximate":
-        monkeypatch.setattr(partition, "MOST", (1.0, 1.0))  # lists are read, however many
-        read_all(index)
+        assert "lists" in index.reason
+        index._lists.probes = index._lists.num_lists  # every query reads every list
     scores = brute(rows, queries, 16, column)
     hits = index.range(queries, 14.0, column)
     assert hits.certificate.label == mode
@@ -97,7 +103,7 @@ def test_asking_for_more_than_there_is(mode):
     assert empty.certificate.total == 0
     assert index.range(clustered(2), 0.0).ids.shape == (2, 0)
     assert (index.mode, index.recall(clustered(2))) == (mode, 1.0)
-    index.add(clustered(2))
+    index.put(np.arange(2), clustered(2).numpy())
     hits = index.search(clustered(1, seed=1), 5)
     assert sorted(hits.ids[0, :2].tolist()) == [0, 1]
     assert hits.ids[0, 2:].tolist() == [-1] * 3
@@ -114,15 +120,8 @@ def test_wrong_arguments_change_nothing():
     bad = rows.clone()
     bad[1, 4] = -torch.inf
     for call, message in [
-        (lambda: index.add(bad), "row 1 of rows .* holds NaN or infinity .*large finite penalty"),
-        (lambda: index.add(rows[:, :4]), r"rows \[entry \| thresholds\] must have shape \[n, 5\], got \[3, 4\]"),
-        (lambda: index.build(bad), "row 1 of rows .* holds NaN"),
-        (lambda: index.replace(torch.tensor([0]), bad[1:2]), "row 0 of rows .* holds NaN"),
-        (lambda: index.replace(torch.tensor([0]), rows), "1 slots were given 3 rows"),
-        (lambda: index.replace(torch.tensor([0, 0]), rows[:2]), "different from each other"),
-        (lambda: index.replace(torch.tensor([3]), rows[:1]), r"positions in \[0, 3\), got 3"),
-        (lambda: index.remove(torch.tensor([-1])), r"positions in \[0, 3\), got -1"),
-        (lambda: index.remove(torch.tensor([1, 1])), "different from each other"),
+        (lambda: index.build(rows[:, :4]), r"rows \[entry \| thresholds\] must have shape \[n, 5\], got \[3, 4\]"),
+        (lambda: index.build(bad), "row 1 of rows .* holds NaN or infinity .*large finite penalty"),
         (lambda: index.search(torch.ones(5), 1), r"query must have shape \[4\] or \[..., 4\], got \[5\]"),
         (lambda: index.search(torch.full((2, 4), torch.nan), 1), "row 0 of query holds NaN"),
         (lambda: index.search(torch.full((4,), 1e300, dtype=torch.float64), 1), "row 0 of query holds NaN or infinity"),
@@ -139,8 +138,8 @@ def test_wrong_arguments_change_nothing():
             "threshold_column is 0, but there are no threshold columns",
         ),
         (lambda: index.range(torch.ones(4), float("nan")), "threshold must be a number"),
-        (lambda: index.calibrate(torch.ones(0, 4)), "at least one query"),
-        (lambda: EntryIndex(4, target_recall=0.0), r"target_recall must be in \(0, 1\]"),
+        (lambda: EntryIndex(4, search="some"), 'must be "auto", "exact" or "approximate"'),
+        (lambda: index.search(torch.ones(4), 1, mode="auto"), "mode must be"),
         (lambda: EntryIndex(0), "dim must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -149,11 +148,106 @@ def test_wrong_arguments_change_nothing():
     assert index.search(torch.ones(4), 3).scores.tolist() == [4.0] * 3
 
 
-def test_without_faiss_auto_stays_exact_and_approximate_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(upkeep, "FEWEST", 100)
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+def test_auto_is_exact_up_to_a_million_entries_and_approximate_beyond(monkeypatch):
+    monkeypatch.setattr(entry_index, "MOST_EXACT", 500)
+    index = built(clustered(500))
+    assert index.mode == index.search(clustered(1), 3).certificate.label == "exact"
+    index.put(np.array([500]), clustered(1, seed=5).numpy())
+    found = index.search(clustered(20, seed=1), 10)
+    assert index.mode == found.certificate.label == "approximate"
+    assert not bool(found.certificate.complete.any())
+    assert bool(found.certificate.error_bound(1.0).isinf().all())
+    assert re.search(r"reads \d+ of \d+ lists; .* found (99\.\d|100\.0) % of the ten best", index.reason)
+    assert index.search(clustered(1), 3, mode="exact").certificate.label == "exact"
+
+
+def test_without_faiss_an_approximate_search_says_what_to_install(monkeypatch):
     index = built(clustered(200))
-    assert index.mode == "exact"
-    assert "needs faiss, which is not installed" in index.reason
-    with pytest.raises(MissingExtra, match=r"attnflow\[knowledge\]"):
-        EntryIndex(4, search="approximate")
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    assert index.search(clustered(1), 3).certificate.label == "exact"
+    for call in (
+        lambda: EntryIndex(4, search="approximate"),
+        lambda: index.search(clustered(1), 3, mode="approximate"),
+    ):
+        with pytest.raises(MissingExtra, match=r"attnflow\[knowledge\]"):
+            call()
+
+
+@pytest.mark.parametrize("layers", [0, 3])
+def test_approximate_search_reaches_the_recall_that_it_reports(layers):
+    """Entries of several layers are kept apart by penalties, as those of a converted model are."""
+    rows = clustered(6000, clusters=300)
+    if layers:
+        columns = torch.full((len(rows), layers), -1e9)
+        columns[torch.arange(len(rows)), torch.arange(len(rows)) % layers] = 0.0
+        rows = torch.cat([rows, columns], dim=1)
+    index, queries = built(rows, layers, search="approximate"), clustered(200, clusters=300, seed=3)
+    for column in range(layers) or [None]:
+        assert index.recall(queries, 10, column) >= 0.97
+        found = index.search(queries, 10, column)
+        scores = brute(rows, queries, 16, column)
+        torch.testing.assert_close(found.scores, scores.gather(1, found.ids).float(), rtol=1e-5, atol=1e-4)
+    assert index._lists.probes < index._lists.num_lists
+
+
+class Changes(RuleBasedStateMachine):
+    """Any sequence of changes leaves the index with the entries of a dictionary, by both searches."""
+
+    @initialize(mode=st.sampled_from(MODES))
+    def start(self, mode):
+        self.index, self.held, self.mode = EntryIndex(3, 1, search=mode), {}, mode
+
+    @rule(seed=st.integers(0, 999), ids=st.sets(st.integers(0, 60), min_size=1, max_size=20))
+    def put(self, seed, ids):
+        keys = np.random.default_rng(seed).permutation(sorted(ids))
+        rows = torch.randn(len(keys), 4, generator=torch.Generator().manual_seed(seed)).numpy()
+        self.index.put(keys, rows)
+        self.held |= dict(zip(keys.tolist(), rows, strict=True))
+
+    @rule(seed=st.integers(0, 999), count=st.integers(1, 9))
+    def drop(self, seed, count):
+        keys = np.random.default_rng(seed).permutation(sorted(self.held)).astype(np.int64)[:count]
+        self.index.drop(keys)
+        self.held = {key: row for key, row in self.held.items() if key not in set(keys.tolist())}
+
+    @invariant()
+    def holds_what_the_dictionary_holds(self):
+        assert self.index.ids.tolist() == sorted(self.held)
+        assert np.array_equal(
+            self.index.rows.numpy(), np.array([self.held[k] for k in sorted(self.held)]).reshape(-1, 4)
+        )
+        query = torch.tensor([0.3, -1.0, 0.5])
+        found = self.index.search(query, 4, 0)
+        scores = {key: float(row[:3] @ query.numpy() + row[3]) for key, row in self.held.items()}
+        best = sorted(scores.values(), reverse=True)[:4]
+        there = found.ids >= 0
+        assert found.scores[there].tolist() == pytest.approx(
+            [scores[key] for key in found.ids[there].tolist()], abs=1e-5
+        )
+        if self.mode == "exact" or len(self.held) < 32:  # one list
+            assert found.scores[there].tolist() == pytest.approx(best, abs=1e-5)
+        assert self.index.places(np.array([10**6])).tolist() == [-1]
+
+
+TestChanges = Changes.TestCase
+TestChanges.settings = settings(max_examples=15, stateful_step_count=12)
+
+
+def test_searches_during_changes_see_all_of_one_or_nothing():
+    index, stop = EntryIndex(4), threading.Event()
+    index.put(np.arange(50), np.ones((50, 4), dtype=np.float32))
+
+    def look():
+        looked = 0
+        while not stop.is_set() or not looked:
+            found = index.search(torch.ones(4), 50)
+            assert len(set(found.scores.tolist())) == 1
+            looked += 1
+        return looked
+
+    with ThreadPoolExecutor(3) as threads:
+        readers = [threads.submit(look) for _ in range(3)]
+        for value in range(2, 60):
+            index.put(np.arange(50), np.full((50, 4), value, dtype=np.float32))
+        stop.set()
+    assert all(reader.result() for reader in readers)

@@ -296,7 +296,7 @@ class Store:
         nothing, so that other processes that read the store have to `refresh`.
         """
         with self._writing():
-            self._compact(timedelta(0))
+            self._compact(timedelta(milliseconds=1))
 
     def stats(self) -> StoreStats:
         """The store in numbers."""

@@ -79,14 +79,15 @@ class EntryTable:
         self.uri = uri
         self._close: Callable[[], object] = lambda: None
         here = Path(uri).absolute() if is_directory(uri) else None
+        if here is not None and not here.is_dir() and (read_only or dim is None):
+            raise _nothing(uri, read_only)
         if here is not None and not read_only:
-            self._close = weakref.finalize(self, _locked(here, dim))
+            self._close = weakref.finalize(self, _locked(here))
         try:
             with failures(f"the store {uri} cannot be opened"):
                 place = "memory://" if uri == MEMORY else uri if here is None else str(here)
                 self._database = lancedb.connect(place, storage_options=storage_options)
-                names = self._names() if here is None or here.is_dir() else set[str]()
-                if _TABLE not in names:
+                if _TABLE not in self._names():
                     self._create(here, dim, num_thresholds, read_only)
                 self._table: Any = self._database.open_table(_TABLE)
             self._describe(dim, num_thresholds)
@@ -213,8 +214,7 @@ class EntryTable:
         if here is not None and here.exists() and any(path.name != _LOCK for path in here.iterdir()):
             raise StoreError(f"{here} is not a store of attnflow: it holds other files")
         if read_only or dim is None:
-            how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
-            raise StoreError(f"there is no store at {self.uri}: {how}")
+            raise _nothing(self.uri, read_only)
         a, columns = self._arrow, num_thresholds or 0
         time = a.timestamp("us", tz="UTC")
         fields = [("id", a.int64()), *((name, a.string()) for name in _TEXTS), ("version", a.int64())]
@@ -249,13 +249,16 @@ def failures(what: str) -> Generator[None]:
         raise StoreError(f"{what}: {reason}") from error
 
 
-def _locked(directory: Path, dim: int | None) -> Callable[[], None]:
+def _nothing(uri: str, read_only: bool) -> StoreError:
+    how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
+    return StoreError(f"there is no store at {uri}: {how}")
+
+
+def _locked(directory: Path) -> Callable[[], None]:
     """Be the one who writes to a directory, which is made for a new store; returns what ends it.
 
     The kernel holds the lock, so that nothing is left to clean up after a crash.
     """
-    if not directory.exists() and dim is None:
-        raise StoreError(f"there is no store at {directory}: give dim, the width of an embedding, to make one")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
