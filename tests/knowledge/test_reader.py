@@ -360,5 +360,3 @@ def test_bad_sources():
     reader.retrieval = Retrieval(k=3, search="approximate")
     with pytest.raises(ValueError, match="an approximate search needs an index"):
         reader(hidden, entries)
-    with pytest.raises(ValueError, match="approximate"):
-        reader(hidden, indexed([reader, reader], entries))
