@@ -1,4 +1,6 @@
-"""What cannot be audited says so, and model and random state are left as they were."""
+"""What cannot be audited says what was expected and what to do; where it gives advice, that is followed and helps."""
+
+import random
 
 import numpy as np
 import pytest
@@ -6,85 +8,250 @@ import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import check
-from tests.audit.common import tiny, tokens, wrapped
+from attnflow.audit import check, check_batch, declared_order, guard, measure
+from attnflow.audit.measurement import MeasuredOrder, load_order, record
+from tests.audit.common import LENGTH, inputs, tiny, tokens
 from tests.refused import refused
+
+causal = af.masks.causal
+IDS = torch.ones(1, 5, dtype=torch.int64)
+UNSUPPORTED = af.UnsupportedArchitecture
+
+
+class Scores(nn.Module):
+    """Maps ids to vectors without a table, a list of layers, or a word on its order."""
+
+    def forward(self, ids):
+        return nn.functional.one_hot(ids, 16).double().cumsum(dim=1)
+
+
+class Constant(nn.Module):
+    """Returns nothing that has positions."""
+
+    def forward(self, ids):
+        return torch.zeros(3)
+
+
+def llama(given=None, **options):
+    return lambda: check(tiny("Llama"), tokens() if given is None else given, passes=2, **options)
+
+
+def t5(**changes):
+    return lambda: check(tiny("T5"), {**inputs("T5"), **changes}, passes=2)
+
+
+def without_weights():
+    with torch.device("meta"):
+        return check(nn.Linear(4, 4), torch.randn(1, 3, 4), order=causal(3))
+
+
+def overflowing(**options):
+    model = tiny("Llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e30)
+        model.model.layers[0].mlp.up_proj.weight.mul_(1e30)
+    return check(model, tokens(), **options)
+
+
+def with_nan(ask):
+    model = tiny("Llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    return ask(model, tokens())
+
+
+def batch(**entries):
+    return lambda: check_batch({"input_ids": IDS, **entries})
+
+
+def packed(**entries):
+    return llama({"input_ids": tokens(1, 12), **entries})
+
+
+GRID = af.masks.batch([af.masks.sliding_window(7, 2), af.masks.document([2, 3]), causal(7)])
+SIX = torch.arange(6)[None]
+ALLOWED = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+# (call, error, message), and where the message gives advice a call that follows it
+ROWS = {
+    # inputs
+    "a number": (llama(3), TypeError, "expected a text, token ids or a dict of keyword arguments"),
+    "a number for a model": (lambda: check(3, tokens()), TypeError, "expected a torch module or what af.load_"),
+    "a text": (llama("a text"), ValueError, "pass what af.load_model returned in place of the", llama([5, 6, 7])),
+    "rows of two lengths": (llama([[5, 6, 7], [5, 6]]), ValueError, "of one length, got lengths 3, 2: pad them"),
+    "floats": (llama([[5.0, 6.0]]), TypeError, "token ids must be integers, got a list of floats"),
+    "a float tensor": (
+        llama({"input_ids": IDS.float()}),
+        TypeError,
+        r"input_ids must hold integers, got torch.float32; pass .*long",
+        llama({"input_ids": IDS}),
+    ),
+    "vectors of another width": (
+        llama(torch.ones(2, 13)),
+        ValueError,
+        r"vectors of width 32, got shape \(2, 13\)",
+    ),
+    "an id too large": (llama(torch.tensor([[5, 61]])), ValueError, r"in \[0, 61\), the vocabulary; got 5 to 61"),
+    "a negative id": (llama(torch.tensor([[-1, 5]])), ValueError, "got -1 to 5"),
+    "a list for a tensor": (
+        llama({"input_ids": [[5, 6, 7]]}),
+        TypeError,
+        r"use torch\.tensor\(...\)",
+        llama({"input_ids": torch.tensor([[5, 6, 7]])}),
+    ),
+    "no tensor": (llama({"attention_mask": None}), ValueError, "expected a tensor of token ids"),
+    "no position": (llama(IDS[:, :0]), ValueError, "empty"),
+    "no sequence": (llama(IDS[:0]), ValueError, "empty"),
+    "too many axes": (llama(IDS[None, None]), ValueError, "must have shape"),
+    "booleans": (llama(IDS.bool()), TypeError, "token ids or floating-point"),
+    "ids and vectors": (
+        llama({"input_ids": IDS, "inputs_embeds": torch.ones(1, 5, 32)}),
+        ValueError,
+        "either ids",
+    ),
+    "no decoder's ids": (t5(decoder_input_ids=None), ValueError, "an encoder-decoder needs decoder_input_ids", t5()),
+    "two stacks of one length": (t5(decoder_input_ids=tokens()), ValueError, "pass different lengths", t5()),
+    "two batch sizes": (t5(decoder_input_ids=tokens(1, 9)), ValueError, "one batch size", t5()),
+    "no weights": (without_weights, ValueError, "meta device: load its weights"),
+    "NaN": (lambda: with_nan(check), ValueError, "gives NaN at position 0"),
+    "NaN, measured": (lambda: with_nan(measure), ValueError, "gives NaN at position 0"),
+    "an overflow": (
+        overflowing,
+        ValueError,
+        r"audit in a wider precision \(",
+        lambda: overflowing(dtype=torch.float64),
+    ),
+    "boundaries": (
+        packed(cu_seq_lens_q=torch.tensor([0, 5, 9])),
+        ValueError,
+        "must rise from 0 to 12, the number of positions",
+    ),
+    "numbers": (packed(seq_idx=IDS), ValueError, r"seq_idx must number the positions \[1, 12\], got \[1, 5\]"),
+    # orders
+    "another size": (llama(order=causal(5)), ValueError, "over 13 positions"),
+    "not square": (llama(order=af.masks.full(13, 12)), ValueError, "over 13 positions"),
+    "two masks of three": (
+        llama(order=[causal(LENGTH)] * 2),
+        ValueError,
+        "expected one mask per layer call, 3 of them",
+        llama(order=[causal(LENGTH)] * 3),
+    ),
+    "no mask": (llama(order=[]), TypeError, "a list with one of them per layer"),
+    "a tensor": (
+        llama(order=ALLOWED),
+        TypeError,
+        r"wrap a bool tensor with af\.masks\.from_dense",
+        llama(order=af.masks.from_dense(ALLOWED)),
+    ),
+    "a word": (llama(order="causal"), TypeError, "order must be"),
+    "no pairs": (llama(order="mask"), ValueError, "needs an attention_mask of pairs"),
+    "a grid of three": (
+        llama(tokens(2, 7), order=GRID),
+        ValueError,
+        "for 2 sequences, got <masks of 3 sequences",
+    ),
+    "a grid of seven": (llama(tokens(3, 5), order=GRID), ValueError, "over 5 positions"),
+    "nothing declared": (
+        lambda: check(Scores(), SIX),
+        UNSUPPORTED,
+        r"Pass order=, e\.g\. af\.masks\.causal\(n\)",
+        lambda: check(Scores(), SIX, order=causal(6)),
+    ),
+    "nothing declared, asked": (lambda: declared_order(Scores(), SIX), UNSUPPORTED, "declared order of Scores"),
+    # arguments
+    "a mode": (llama(mode="guess"), ValueError, "mode must be 'perturb' or 'quick', got 'guess'"),
+    "what to watch": (llama(watch="heads"), ValueError, "watch must be"),
+    "no passes": (lambda: check(tiny("Llama"), tokens(), passes=0), ValueError, "passes must be at least 1"),
+    "steps": (llama(cache=[5, 5]), ValueError, "add up to the 13", llama(cache=[11, 1, 1])),
+    "no cache": (
+        lambda: check(tiny("Bert"), tokens(), cache=True),
+        UNSUPPORTED,
+        "audit it with cache=False",
+        lambda: declared_order(tiny("Bert"), tokens()),
+    ),
+    "nothing to audit": (lambda: check(Constant(), SIX, order=causal(6)), UNSUPPORTED, "nothing to audit"),
+    "by": (lambda: measure(tiny("Llama"), tokens(), by="head"), ValueError, "by must be"),
+    "no layers": (
+        lambda: measure(Scores(), SIX),
+        UNSUPPORTED,
+        "measure it with by='output'",
+        lambda: measure(Scores(), SIX, by="output"),
+    ),
+    "nothing returned": (lambda: measure(Constant(), SIX, by="output"), UNSUPPORTED, "nothing with a sequence"),
+    "every": (lambda: guard(Scores(), every=0), ValueError, "every must be at least 1"),
+    "on_leak": (lambda: guard(Scores(), on_leak="print"), ValueError, "on_leak must be 'raise' or 'log'"),
+    "passes of a guard": (lambda: guard(Scores(), passes=0), ValueError, "passes must be at least 1"),
+    "sequences of a guard": (lambda: guard(Scores(), sequences=0), ValueError, "sequences must be at least 1"),
+    # batches
+    "a list": (lambda: check_batch([1, 2]), TypeError, "expected a batch as a mapping"),
+    "an empty batch": (lambda: check_batch({}), ValueError, "expected input_ids or labels"),
+    "float ids": (
+        batch(input_ids=torch.rand(1, 4)),
+        TypeError,
+        "input_ids must hold integers, got torch.float32",
+    ),
+    "labels of another length": (batch(labels=IDS[:, :4]), ValueError, "labels are"),
+    "a mask of another length": (batch(attention_mask=IDS[:, :4]), ValueError, "as the ids"),
+    "ragged ids": (batch(input_ids=[[1, 2], [3]]), TypeError, "input_ids must be a tensor"),
+    "a model's name": (lambda: check_batch({"input_ids": IDS}, "llama"), TypeError, "model_or_config must be a"),
+    # golden files
+    "vectors in a golden file": (
+        lambda: record(tiny("Llama"), {"inputs_embeds": torch.randn(1, 4, 32)}),
+        TypeError,
+        "golden file holds integers",
+        lambda: record(tiny("Llama"), IDS),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_it_is_refused_and_the_advice_helps(row):
+    call, error, message, *advised = ROWS[row]
+    with refused(error, message):
+        call()
+    for right in advised:
+        assert getattr(right(), "ok", True)
+
+
+def test_a_refused_call_leaves_the_model_and_the_generators_alone():
+    model = tiny("Llama").train()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    with refused(ValueError, "the vocabulary"):
+        check(model, torch.tensor([[5, 61]]))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("content", "message"),
     [
-        ([[5, 6, 7], [5, 6]], ValueError, "sequences of one length, got lengths 3, 2: pad them"),
-        ([[5.0, 6.0]], TypeError, "token ids must be integers, got a list of floats"),
-        ({"input_ids": torch.ones(1, 5)}, TypeError, r"input_ids must hold integers, got torch.float32; pass .*long"),
-        (torch.ones(2, 13), ValueError, r"vectors of width 32, got shape \(2, 13\).*token ids must be integers"),
-        (torch.tensor([[5, 61]]), ValueError, r"must lie in \[0, 61\), the vocabulary; got 5 to 61"),
-        (torch.tensor([[-1, 5]]), ValueError, "got -1 to 5"),
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("{}", "expected a saved MeasuredOrder, got no result of attnflow"),
+        (af.order.analyze(causal(3)).to_json(), "expected a saved MeasuredOrder, got 'Flow'"),
+        ('{"attnflow": "MeasuredOrder", "version": 1, "model": "a"}', "it has no parameters"),
     ],
 )
-def test_wrong_inputs(given, error, message):
-    model = tiny("Llama").train()
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002 - Python's own: beartype draws from it
-    with refused(error, message):
-        check(model, given)
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
+def test_bad_golden_files(tmp_path, content, message):
+    path = tmp_path / "order.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_order(path)
 
 
-def test_a_model_without_weights():
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="meta device: load its weights"):
-        check(model, torch.randn(1, 3, 4), order=af.masks.causal(3))
-
-
-def test_noise_is_noted():
-    count = iter(range(10**6))
-    model = tiny("Llama")
-    with wrapped(
-        model.model.layers[1].mlp, lambda out, hidden: out + 1e-6 * torch.sin(torch.tensor(1.0 * next(count)))
-    ):
-        report = check(model, tokens(), passes=2, both_sides=False)
-    assert (
-        any("two equal runs differ by up to" in note for note in report.notes) or report.violations[0].kind == "state"
-    )
-
-
-@pytest.mark.filterwarnings("ignore")  # of the quantisation that torch itself brings
-def test_a_quantised_model():
-    """Torch's dynamic quantisation scales by the largest activation of the batch: later tokens show in earlier ones."""
-    model = tiny("Llama")
-    torch.backends.quantized.engine = "fbgemm" if "fbgemm" in torch.backends.quantized.supported_engines else "qnnpack"
-    packed = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-    report = check(packed, tokens(1), passes=4, both_sides=False)
-    first = report.violations[0]
-    assert (first.module.split(".")[-1], first.confirmed) == ("q_proj", None)  # its kernels have no second precision
-    assert any("does not run in another precision" in note for note in report.notes)
-
-
-class Blocks(nn.Module):
-    """A module of a user's: ids or vectors in, [batch, positions, width] out, no configuration."""
-
-    def __init__(self, leak=0.0):
-        super().__init__()
-        self.embed = nn.Embedding(30, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        self.leak = leak
-
-    def forward(self, tokens):
-        hidden = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            hidden = hidden + block(hidden).cumsum(1) + (self.leak * hidden.flip(1) if number == 1 else 0)
-        return hidden
-
-
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
-def test_any_module_with_an_order(mode):
-    ids = torch.randint(30, (2, 7), generator=torch.Generator().manual_seed(0))
-    assert check(Blocks(), {"tokens": ids}, order=af.masks.causal(7), mode=mode).ok
-    assert check(Blocks(), ids, order=af.masks.causal(7), mode=mode).ok
-    report = check(Blocks(leak=0.1), ids, order=af.masks.causal(7), mode=mode)
-    assert report.violations[0].module == "Blocks"
-    with pytest.raises(af.UnsupportedArchitecture, match=r"declared order of Blocks: unknown; .*Pass order="):
-        check(Blocks(), ids, mode=mode)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "GPT2LMHeadModel"}, "another model: the saved order is of GPT2LMHeadModel"),
+        ({"parameters": 5}, "with 5 parameters"),
+        ({"by": "output"}, "the saved order is by output, this one by layer"),
+        ({"inputs": {"input_ids": [[1] * 5]}}, "other inputs: input_ids differ"),
+    ],
+)
+def test_other_models_and_inputs_are_not_compared(change, message):
+    order = record(tiny("Llama"), tokens(1, 5))
+    other = MeasuredOrder(**{**vars(order), **change})
+    with pytest.raises(ValueError, match=message):
+        order.difference(other)

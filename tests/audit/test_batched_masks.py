@@ -63,11 +63,3 @@ def test_a_batch_of_row_intervals_is_read_before_it_trains():
     assert af.audit.check_batch(batch).ok
     batch["attention_mask"] = masks.batch([masks.full(3)] * 2).row_intervals()
     assert not af.audit.check_batch(batch).ok
-
-
-def test_orders_of_other_sizes():
-    model = tiny("Llama")
-    with pytest.raises(ValueError, match="an order for 2 sequences, got <masks of 3 sequences"):
-        af.audit.check(model, tokens(2, 7), order=GRID)
-    with pytest.raises(ValueError, match="over 5 positions"):
-        af.audit.check(model, tokens(3, 5), order=GRID)

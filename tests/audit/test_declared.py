@@ -128,13 +128,6 @@ def test_everything_that_speaks_of_documents_is_read(packing):
     assert order.masks[0] == af.masks.document(PACKED)
 
 
-def test_boundaries_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="must rise from 0 to 12, the number of positions"):
-        check(tiny("Llama"), {"input_ids": tokens(1, 12), "cu_seq_lens_q": torch.tensor([0, 5, 9])})
-    with pytest.raises(ValueError, match=r"seq_idx must number the positions \[1, 12\], got \[1, 7\]"):
-        check(tiny("Llama"), {"input_ids": tokens(1, 12), "seq_idx": torch.zeros(1, 7).long()})
-
-
 def test_positions_of_padding_and_of_images_are_no_documents():
     left = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
     positions = (left.cumsum(-1) - 1).clamp(min=0)
