@@ -8,7 +8,7 @@ import pytest
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.report import page
-from attnflow.report.score_chart import background
+from attnflow.report.geometry import background
 from tests.report.reading import parse_page, parse_svg, texts
 
 HOSTILE = '<script>alert(1)</script> & "quotes" \x00'

@@ -3,7 +3,7 @@
 import torch
 
 from attnflow.report import figure, page
-from attnflow.report.graph_svg import STRONGEST
+from attnflow.report.bias import STRONGEST
 from tests.bias.test_graph import BIAS, TRIANGLE, table
 from tests.report.reading import parse_page, parse_svg, texts, with_class
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from attnflow import masks, testing
 from attnflow.masks.costs import CostModel, block_sparsity, mask_memory
 from attnflow.order import analyze
-from attnflow.report.grid import block_sizes, grid, square_grid, ticks
 from attnflow.report.mask import computed_pairs
+from attnflow.report.mask_picture import block_sizes, grid, square_grid, ticks
 from attnflow.report.order import growth
 from tests.strategies import dense_masks, permuted_masks, square_masks
 

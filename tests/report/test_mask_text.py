@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks
-from attnflow.report.mask_text import mask_text
+from attnflow.report.mask_picture import mask_text
 from tests.strategies import dense_masks, permuted_masks
 
 HALVES = {" ": (0, 0), "▀": (1, 0), "▄": (0, 1), "█": (1, 1)}

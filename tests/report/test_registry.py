@@ -82,7 +82,6 @@ def test_it_shows_itself_in_a_notebook_and_on_a_page(name):
     page = report.encode(result, ".html").decode()
     assert page.startswith("<!doctype html>")
     assert parse_page(page).of("section")[:-1]  # besides the provenance
-    assert report.text(result)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -120,6 +119,6 @@ def test_a_task_is_its_order_and_its_proof():
 
 
 def test_anything_else_is_refused():
-    for show in (report.figure, report.page, report.notebook, report.text):
+    for show in (report.figure, report.page, report.notebook):
         with pytest.raises(TypeError, match=r"expected a result \(AuditReport, .*Trace.*\), got dict"):
             show({})

@@ -13,7 +13,7 @@ from attnflow import MissingExtra, report
 from attnflow.geometry import directionality, symmetry
 from attnflow.geometry.published import published_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores
-from attnflow.report import score_chart as charts
+from attnflow.report import geometry as charts
 
 
 def scores(model="one", layers=3, heads=2, kinds=("self",), **reading):

@@ -14,7 +14,9 @@ _EXTRAS: Final = ("hf", "report", "knowledge", "studio", "widget")
 
 
 def doctor(json_output: JsonFlag = False) -> None:
-    """Show PyTorch's report of this machine, and which packages of attnflow's extras are installed.
+    """Show what this machine has of what attnflow uses.
+
+    PyTorch's report of the machine, then the packages of attnflow and its extras, the models and the texts.
 
     Exits with 1 if something that attnflow always needs is missing.
     """

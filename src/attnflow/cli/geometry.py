@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import Annotated, Final, Literal
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
+from attnflow._core.markup import aligned
 from attnflow.cli._arguments import OutputOption, settings_from
 from attnflow.cli._models import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
+
+if TYPE_CHECKING:
+    from attnflow.geometry.summary import Summary
+    from attnflow.geometry.table import GeometryScores
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
@@ -72,13 +81,78 @@ def geometry(
     if json_output and result.models:
         print_result(result)
     elif result.models:
-        from attnflow.report.geometry import details, overview
-
         screen = console()
         width = screen.width if screen.is_terminal else 110  # with room for the names of models
         listed = result.models if per_head or len(result.models) == 1 else ()
-        parts = [*(details(model, heads=per_head, width=width) for model in listed), overview(result.models, width)]
+        parts = [*(_details(model, heads=per_head, width=width) for model in listed), _overview(result.models, width)]
         say(screen, "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
     for name, reason in result.unscored.items():
         print(f"attnflow: {name}: {reason}", file=sys.stderr)
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
+
+
+def _overview(models: Sequence[GeometryScores], width: int = 110) -> str:
+    """Medians and quartiles of several models, what they leave out, how they compare.
+
+    A table that is wider than the terminal becomes a list.
+    """
+    from attnflow.geometry.table import IGNORED
+
+    rows: list[list[str]] = []
+    for scores in models:
+        for index, one in enumerate(scores.summaries):
+            quartiles = ("none" if math.isnan(q.median) else str(q) for q in (one.symmetry, one.directionality))
+            rows.append(["" if index else scores.model, _matrices(scores, one), *quartiles])
+    head = ["model", "matrices", "symmetry", "directionality"]
+    table = aligned([head, *rows], left=range(4))
+    if max(map(len, table.splitlines())) > width:
+        lines: list[str] = []
+        for model, matrices, symmetry, directionality in rows:
+            lines += [model] if model else []
+            lines += [f"  {matrices}", f"    symmetry        {symmetry}", f"    directionality  {directionality}"]
+        table = "\n".join(lines)
+    readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
+    remarks = [f"Median [quartiles]. Directionality has {', '.join(readings)}. Ignored: {IGNORED}."]
+    for scores in models:
+        remarks += [f"{scores.model}: {_flags(scores, one)}" for one in scores.summaries if one.flagged]
+        remarks += [f"{scores.model}: {note}" for note in scores.notes]
+        remarks += [str(comparison) for comparison in scores.compare()]
+    wrapped = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in remarks]
+    return "\n".join([table, "", *wrapped])
+
+
+def _details(scores: GeometryScores, *, heads: bool = True, width: int = 110) -> str:
+    """Every row of one model as a table; without its heads if they are not wanted."""
+    from attnflow.report.geometry import has_several
+
+    counted = width >= 80  # there is room for the counts of outstanding rows and columns
+    several = has_several(scores)
+    head = [*(["attention"] if several else []), "layer", "head", "symmetry", "directionality", "norm"]
+    table = [[*head, *(["rows", "columns"] if counted else []), "flags"]]
+    for row in scores if heads else (row for row in scores if row.head == "all"):
+        where = [", ".join(filter(None, (row.tower, row.kind)))] if several else []
+        numbers = (_number(row.symmetry), _number(row.directionality), f"{row.norm:.4g}")
+        counts = [str(row.outlier_rows), str(row.outlier_columns)] if counted else []
+        table.append([*where, str(row.layer), str(row.head), *numbers, *counts, ", ".join(row.flags)])
+    words = len(table[0]) - (6 if counted else 4)
+    lines = aligned(table, left=[*range(words), len(table[0]) - 1])
+    return "\n".join([scores.model, "", lines, *(["", "rows, columns: how many have an outstanding norm"] * counted)])
+
+
+def _matrices(scores: GeometryScores, summary: Summary) -> str:
+    from attnflow.report.geometry import has_several
+
+    count = f"{summary.count} {'layers' if summary.matrix == 'all' else 'heads'}"
+    return f"{summary.what}: {count}" if has_several(scores) else count
+
+
+def _flags(scores: GeometryScores, summary: Summary) -> str:
+    from attnflow.report.geometry import rows_of
+
+    counts = Counter(flag for row in rows_of(scores, summary) for flag in row.flags)
+    listed = ", ".join(f"{count} flagged {flag!r}" for flag, count in counts.items())
+    return f"of {_matrices(scores, summary)}, {listed}"
+
+
+def _number(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:z.3f}"

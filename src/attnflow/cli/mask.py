@@ -162,9 +162,9 @@ def _write(mask: Mask, path: Path) -> None:
 
 def _say(mask: Mask, lines: Sequence[tuple[str, str]], written: Path | None) -> None:
     """A mask as text, with what is known of it."""
-    from attnflow.report import text
+    from attnflow.report.mask_picture import mask_text
 
     screen = console()
-    say(screen, text(mask, width=max(20, min(100, screen.width))) + "\n")
+    say(screen, mask_text(mask, width=max(20, min(100, screen.width))) + "\n")
     for label, value in [*lines, *([] if written is None else [("written", str(written))])]:
         say(screen, f"{label:<16}{value}")

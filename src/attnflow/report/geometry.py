@@ -1,21 +1,26 @@
-"""In which geometry models attend: symmetry and directionality beside published values, on a page and as text."""
+"""In which geometry models attend: symmetry and directionality beside published values, on a page and as charts."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from attnflow._core.markup import aligned, plural
+import numpy as np
+
+from attnflow._core.markup import plural, shorten
+from attnflow.geometry.published import PublishedScores, published_scores
 from attnflow.geometry.summary import Quartiles, Summary
-from attnflow.geometry.table import IGNORED, GeometryScores
+from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores
 from attnflow.report import charts, html
+from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, Part, Section
-from attnflow.report.score_chart import background, has_several, name_of, rows_of, score_chart
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MAPS: Final = 24  # models whose heads are drawn
 _HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "directionality", "quartiles")
@@ -162,63 +167,208 @@ def _cells(quartiles: Quartiles) -> tuple[str, str]:
 
 
 def _text(value: float) -> str:
-    return _score(value).replace("-", "−")
+    return "none" if math.isnan(value) else f"{value:z.3f}".replace("-", "−")
 
 
-def overview(models: Sequence[GeometryScores], width: int = 110) -> str:
-    """Medians and quartiles of several models, what they leave out, how they compare.
+Picture = Literal["plane", "layers", "heads"]
 
-    A table that is wider than the terminal becomes a list.
+_MARKERS: Final = "osD^vPX*<>"
+_SCORES: Final = ("symmetry", "directionality")
+_MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-models": "s"}
+# One matrix of random weights of width d: symmetry 1/d +- 1.4/d, directionality 0 +- this / sqrt(d).
+_SPREAD: Final = {"excess": 4.7, "norm": 3.2}
+
+
+@chart
+def score_chart(
+    scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane", title: str | None = None
+) -> Figure:
+    """The scores of models: in a plane, by layer, or (of one model) by head.
+
+    "plane" is symmetry against directionality: each layer of a single model, coloured and numbered, or the medians and
+    quartiles of several; the published records behind. The grey band is that of chance: random weights of the same
+    width lie in it 19 times of 20.
     """
-    rows: list[list[str]] = []
-    for scores in models:
-        for index, one in enumerate(scores.summaries):
-            quartiles = ("none" if math.isnan(q.median) else str(q) for q in (one.symmetry, one.directionality))
-            rows.append(["" if index else scores.model, _matrices(scores, one), *quartiles])
-    head = ["model", "matrices", "symmetry", "directionality"]
-    table = aligned([head, *rows], left=range(4))
-    if max(map(len, table.splitlines())) > width:
-        lines: list[str] = []
-        for model, matrices, symmetry, directionality in rows:
-            lines += [model] if model else []
-            lines += [f"  {matrices}", f"    symmetry        {symmetry}", f"    directionality  {directionality}"]
-        table = "\n".join(lines)
-    readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
-    remarks = [f"Median [quartiles]. Directionality has {', '.join(readings)}. Ignored: {IGNORED}."]
-    for scores in models:
-        remarks += [f"{scores.model}: {_flags(scores, one)}" for one in scores.summaries if one.flagged]
-        remarks += [f"{scores.model}: {note}" for note in scores.notes]
-        remarks += [str(comparison) for comparison in scores.compare()]
-    wrapped = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in remarks]
-    return "\n".join([table, "", *wrapped])
+    if picture not in ("plane", "layers", "heads"):
+        raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
+    if picture == "heads":
+        if others:
+            raise ValueError('a heat map shows one model: call figure(..., picture="heads") of each')
+        return _heads(scores, title)
+    return (_plane if picture == "plane" else _layers)((scores, *others), title)
 
 
-def details(scores: GeometryScores, *, heads: bool = True, width: int = 110) -> str:
-    """Every row of one model as a table; without its heads if they are not wanted."""
-    counted = width >= 80  # there is room for the counts of outstanding rows and columns
-    several = has_several(scores)
-    head = [*(["attention"] if several else []), "layer", "head", "symmetry", "directionality", "norm"]
-    table = [[*head, *(["rows", "columns"] if counted else []), "flags"]]
-    for row in scores if heads else (row for row in scores if row.head == "all"):
-        where = [", ".join(filter(None, (row.tower, row.kind)))] if several else []
-        numbers = (_score(row.symmetry), _score(row.directionality), f"{row.norm:.4g}")
-        counts = [str(row.outlier_rows), str(row.outlier_columns)] if counted else []
-        table.append([*where, str(row.layer), str(row.head), *numbers, *counts, ", ".join(row.flags)])
-    words = len(table[0]) - (6 if counted else 4)
-    lines = aligned(table, left=[*range(words), len(table[0]) - 1])
-    return "\n".join([scores.model, "", lines, *(["", "rows, columns: how many have an outstanding norm"] * counted)])
+def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
+    reading = _same_reading(models)
+    figure = blank(7.2, 4.8)
+    axes = figure.add_subplot()
+    axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
+    axes.axvline(0, color=SOFT, linewidth=0.6, zorder=0)
+    width, chance = _chance(models)
+    if width:
+        grey = {"color": SOFT, "alpha": 0.13, "linewidth": 0, "zorder": 0}
+        bands = chance_bands(width, reading[1])
+        axes.axhspan(*bands["directionality"], **grey, label=chance)
+        axes.axvspan(*bands["symmetry"], **grey)
+    if reading == (2.0, "excess"):
+        for modality, mark in _MODALITIES.items():
+            records = [record for record in background() if record.modality == modality]
+            x, y = ([getattr(record, name).median for record in records] for name in _SCORES)
+            label = f"published, {modality.removesuffix('-models')} ({len(records)})"
+            axes.scatter(x, y, s=11, marker=mark, color="none", edgecolors=SOFT, alpha=0.5, linewidths=0.7, label=label)
+    stacks = [
+        (scores, one)
+        for scores in models
+        for one in scores.summaries
+        if one.matrix == "all" and not math.isnan(one.symmetry.median)
+    ]
+    if len(stacks) == 1:
+        _numbered(axes, *stacks[0])
+    for index, (scores, summary) in enumerate(stacks):
+        whiskers = {
+            f"{axis}err": [[abs(q.median - q.q25)], [abs(q.q75 - q.median)]]
+            for axis, q in (("x", summary.symmetry), ("y", summary.directionality))
+        }
+        look = _style(index) | {"linestyle": "none", "markersize": 7, "capsize": 2.5, "elinewidth": 1.1, "zorder": 3}
+        place = summary.symmetry.median, summary.directionality.median
+        axes.errorbar(*place, **whiskers, **look, label=_label(scores, summary))
+    axes.set_xlabel("symmetry (median and quartiles over layers)")
+    axes.set_ylabel(f"directionality ({_words(reading)})")
+    axes.set_title(literal(title or _title(models, "symmetry and directionality")))
+    _legend(axes)
+    return figure
 
 
-def _matrices(scores: GeometryScores, summary: Summary) -> str:
-    count = f"{summary.count} {'layers' if summary.matrix == 'all' else 'heads'}"
-    return f"{summary.what}: {count}" if has_several(scores) else count
+def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
+    """Every layer of the one model, coloured from the first to the last, with its number."""
+    rows = [row for row in rows_of(scores, summary) if not math.isnan(row.symmetry)]
+    x, y, layers = ([getattr(row, name) for row in rows] for name in (*_SCORES, "layer"))
+    look = {"s": 26, "zorder": 2, "edgecolors": SOFT, "linewidths": 0.5, "label": "layers, by number"}
+    dots = axes.scatter(x, y, c=layers, cmap="viridis", **look)
+    for row in rows:
+        place = {"xytext": (3.5, 2.5), "textcoords": "offset points"}
+        axes.annotate(str(row.layer), (row.symmetry, row.directionality), fontsize=7, **place)
+    bar = axes.figure.colorbar(dots, ax=axes, pad=0.02, fraction=0.03, label="layer")
+    bar.ax.invert_yaxis()  # layer 0 at the top, as everywhere
+    bar.locator.set_params(integer=True)
+    bar.outline.set_visible(False)
 
 
-def _flags(scores: GeometryScores, summary: Summary) -> str:
-    counts = Counter(flag for row in rows_of(scores, summary) for flag in row.flags)
-    listed = ", ".join(f"{count} flagged {flag!r}" for flag, count in counts.items())
-    return f"of {_matrices(scores, summary)}, {listed}"
+def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
+    """Both scores of the full matrix by layer, a line for each attention of each model."""
+    reading = _same_reading(models)
+    figure = blank(9.0, 3.6)
+    panels = figure.subplots(1, 2)
+    lines = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all"]
+    width, chance = _chance(models)
+    for name, axes in zip(_SCORES, panels, strict=True):
+        axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
+        if width:
+            axes.axhspan(
+                *chance_bands(width, reading[1])[name], color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=chance
+            )
+        for index, (scores, summary) in enumerate(lines):
+            rows = rows_of(scores, summary)
+            look = _style(index) | {"markersize": 4, "linewidth": 1.4, "label": _label(scores, summary)}
+            axes.plot([row.layer for row in rows], [getattr(row, name) for row in rows], **look)
+        axes.set_xlabel("layer")
+        axes.set_ylabel(name if name == "symmetry" else f"{name} ({_words(reading)})")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(literal(title or _title(models, "scores by layer")))
+    _legend(panels[1])
+    return figure
 
 
-def _score(value: float) -> str:
-    return "none" if math.isnan(value) else f"{value:z.3f}"
+def _heads(scores: GeometryScores, title: str | None) -> Figure:
+    """Heat maps of both scores: layers downwards, heads to the right; a pair of maps for each kind of attention."""
+    groups = [summary for summary in scores.summaries if summary.matrix == "head"]
+    if not groups:
+        raise ValueError(f"{scores.model} was scored without its heads: call score(..., per_head=True)")
+    grids = [[head_grid(rows_of(scores, summary), name) for name in _SCORES] for summary in groups]
+    figure = blank(9.0, sum(min(9.0, max(1.6, 0.16 * len(pair[0]))) + 0.9 for pair in grids) + 0.3)
+    panels = figure.subplots(len(groups), 2, squeeze=False)
+    for summary, row, pair in zip(groups, panels, grids, strict=True):
+        for name, axes, grid in zip(_SCORES, row, pair, strict=True):
+            limit = float(np.nanmax(np.abs(grid), initial=0.0)) or 1.0
+            heat_map(axes, np.ma.masked_invalid(grid), limit)
+            axes.set_facecolor("0.85")
+            axes.set(xlabel="head", ylabel="layer")
+            axes.set_title(name if len(groups) == 1 else f"{name}, {summary.what}")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.get_major_locator().set_params(integer=True)
+    reading = _words((scores.gamma, scores.mode))
+    figure.suptitle(literal(title or f"{shorten(scores.model, 70)} (directionality: {reading})"))
+    return figure
+
+
+def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """One score of layers (rows) by heads (columns), NaN where a layer has no such head."""
+    grid = np.full((1 + max(row.layer for row in rows), 1 + max(int(row.head) for row in rows)), math.nan)
+    for row in rows:
+        grid[row.layer, int(row.head)] = getattr(row, name)
+    return grid
+
+
+def background() -> tuple[PublishedScores, ...]:
+    """Published records of self-attention, without those known to be wrong."""
+    return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
+
+
+def chance_bands(width: int, mode: str) -> dict[str, tuple[float, float]]:
+    """Between which scores 19 of 20 matrices of random weights of this width lie, in this reading of directionality."""
+    spread = 2 * _SPREAD[mode] / math.sqrt(width)
+    return {"symmetry": (-1.8 / width, 3.8 / width), "directionality": (-spread, spread)}
+
+
+def _chance(models: Sequence[GeometryScores]) -> tuple[int, str]:
+    """The width of the narrowest model, in which chance reaches farthest, and in words; 0 if no width is known."""
+    widths = {row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"}
+    least = min(widths, default=0)
+    return least, f"chance at width {least}" + (" (less at larger ones)" if len(widths) > 1 else "")
+
+
+def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
+    readings = {(scores.gamma, scores.mode) for scores in models}
+    if len(readings) != 1:
+        what = " and ".join(_words(reading) for reading in sorted(readings))
+        raise ValueError(f"expected models with one reading of directionality, got {what}; score them alike")
+    return readings.pop()
+
+
+def rows_of(scores: GeometryScores, summary: Summary) -> list[MatrixScores]:
+    """The rows that a summary is of."""
+    group = (summary.tower, summary.kind, summary.matrix == "all")
+    return [row for row in scores if (row.tower, row.kind, row.head == "all") == group]
+
+
+def has_several(scores: GeometryScores) -> bool:
+    """Whether a model has more than one kind of attention, so that each is named."""
+    return len({(row.tower, row.kind) for row in scores}) > 1
+
+
+def name_of(scores: GeometryScores, summary: Summary) -> str:
+    """The model, and its attention if it has several."""
+    return f"{scores.model}: {summary.what}" if has_several(scores) else scores.model
+
+
+def _words(reading: tuple[float, str]) -> str:
+    return f"{reading[1]}, gamma {reading[0]:g}"
+
+
+def _title(models: Sequence[GeometryScores], what: str) -> str:
+    return f"{shorten(models[0].model, 60)}: {what}" if len(models) == 1 else f"{len(models)} models: {what}"
+
+
+def _label(scores: GeometryScores, summary: Summary) -> str:
+    return literal(shorten(name_of(scores, summary), 44))
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": SERIES[index % len(SERIES)], "marker": _MARKERS[index // len(SERIES) % len(_MARKERS)]}
+
+
+def _legend(axes: Any) -> None:
+    """Below the chart, where it covers nothing and a narrow page can show it."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 3 if len(labels) <= 24 else 4
+    axes.figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))))

@@ -12,10 +12,9 @@ from attnflow.masks.costs import BlockSparsity, CostModel, block_sparsity, mask_
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
-from attnflow.report.grid import block_sizes
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.mask_svg import mask_svg
+from attnflow.report.mask_picture import block_sizes, mask_svg
 from attnflow.report.page import Context, Part, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn

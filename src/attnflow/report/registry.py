@@ -26,20 +26,16 @@ from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
 from attnflow.report.audit import audit_chart, audit_part
-from attnflow.report.bias import bias_part, graph_part, training_part
+from attnflow.report.bias import bias_part, graph_part, graph_svg, training_part
 from attnflow.report.bias_chart import map_chart, training_chart
 from attnflow.report.charts import svg_of
-from attnflow.report.geometry import overview, scores_part
-from attnflow.report.graph_svg import graph_svg
+from attnflow.report.geometry import score_chart, scores_part
 from attnflow.report.hasse_svg import hasse_svg
 from attnflow.report.knowledge import trace_chart, trace_part
-from attnflow.report.leaks import leak_part, verification_part
 from attnflow.report.mask import flow_of, mask_part
-from attnflow.report.mask_svg import mask_svg
-from attnflow.report.mask_text import mask_text
-from attnflow.report.order import growth_chart, hasse_part
+from attnflow.report.mask_picture import mask_svg
+from attnflow.report.order import growth_chart, hasse_part, leak_part, verification_part
 from attnflow.report.page import Context, CostModel, Page, Part, Section, build
-from attnflow.report.score_chart import score_chart
 from attnflow.report.svg import Svg
 from attnflow.tasks.derivation import Derivation
 from attnflow.tasks.leaks import LeakReport, check
@@ -78,14 +74,6 @@ def _survey_figure(survey: Survey, **options: Any) -> Figure:
     return score_chart(*survey.models, **options)
 
 
-def _plain_text(result: object, **_: object) -> str:
-    return str(result)
-
-
-def _overview(scores: GeometryScores | Survey, width: int = 110) -> str:
-    return overview(scores.models if isinstance(scores, Survey) else [scores], width)
-
-
 @dataclass(frozen=True)
 class Kind:
     """How one kind of result is shown.
@@ -93,20 +81,18 @@ class Kind:
     Attributes:
         part: what a page says of it; of all such results together if `together`.
         figure: makes its picture; None if it has a table only.
-        text: what a terminal shows.
         together: whether several results of this kind share one part of a page and one picture.
     """
 
     part: Callable[[Any, Context], Part] = _table_part
     figure: Callable[..., Svg | Figure] | None = None
-    text: Callable[..., str] = _plain_text
     together: bool = False
 
 
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
-    Mask: Kind(mask_part, _as_svg(mask_svg), mask_text),
+    Mask: Kind(mask_part, _as_svg(mask_svg)),
     Flow: Kind(mask_part, _flow_figure),
     Hasse: Kind(hasse_part, _as_svg(hasse_svg)),
     LeakReport: Kind(leak_part),
@@ -114,8 +100,8 @@ KINDS: Final[dict[type, Kind]] = {
     AuditReport: Kind(audit_part, audit_chart),
     BiasMap: Kind(bias_part, map_chart),
     BiasGraph: Kind(graph_part, _as_svg(graph_svg)),
-    GeometryScores: Kind(scores_part, score_chart, _overview, together=True),
-    Survey: Kind(figure=_survey_figure, text=_overview),
+    GeometryScores: Kind(scores_part, score_chart, together=True),
+    Survey: Kind(figure=_survey_figure),
     Trace: Kind(trace_part, trace_chart),
     Trained: Kind(training_part, training_chart),
 }
@@ -315,28 +301,6 @@ def model_page(
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
         labels = [str(tokenizer.decode([token])) for row in rows for token in row]
     return page(*results, title=name, labels=labels, details=details, problems=problems)
-
-
-def text(result: object, **options: Any) -> str:
-    """A result as a terminal shows it.
-
-    Args:
-        result: a mask or any result.
-        options: Mask: `width` in columns and `ascii_only`; GeometryScores: `width`.
-
-    >>> import attnflow as af
-    >>> print(af.report.text(af.masks.causal(3), width=40, ascii_only=True))
-    causal(n=3)
-    3 queries x 3 keys, 66.7 % allowed
-    <BLANKLINE>
-       0 1 2
-    0  # . .
-    1  # # .
-    2  # # #
-    <BLANKLINE>
-    # allowed   . not
-    """
-    return kind_of(result).text(result, **options)
 
 
 def encode(result: object, suffix: str) -> bytes:

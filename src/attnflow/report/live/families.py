@@ -10,9 +10,9 @@ from typing import Any, Final
 from attnflow._core.parameters import Named, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
+from attnflow.report.hasse_svg import diagram
 from attnflow.report.live.actions import Message
 from attnflow.report.live.design import Design, Layer
-from attnflow.report.live.diagram import diagram
 from attnflow.report.live.tiles import tile
 from attnflow.tasks.derivation import derive, named_families
 from attnflow.tasks.families import Family

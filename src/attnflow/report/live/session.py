@@ -16,13 +16,11 @@ from attnflow._core.plain import as_integer
 from attnflow.masks.costs import cost
 from attnflow.masks.export import FORMATS
 from attnflow.masks.spec import named_masks
-from attnflow.report.hasse_svg import runs
-from attnflow.report.live.actions import ACTIONS, Message
+from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
+from attnflow.report.live.actions import ACTIONS, Message, model_names
 from attnflow.report.live.code import code, exported
 from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer
-from attnflow.report.live.diagram import MAX_POINTED, diagram, runs_of
 from attnflow.report.live.families import families, family
-from attnflow.report.live.model_masks import model_names
 from attnflow.report.live.tiles import Area, tile
 from attnflow.tasks.leaks import LeakReport, survey, witnesses
 

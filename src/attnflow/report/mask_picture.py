@@ -1,18 +1,83 @@
-"""A mask as SVG: its pairs as cells while they are few, the density of its blocks otherwise."""
+"""A mask as SVG and as text: pairs as cells while they are few, shares of blocks otherwise; never n x n."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten
+from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
 from attnflow.masks.mask import Mask
-from attnflow.report.grid import Grid, grid, square_grid, ticks
 from attnflow.report.svg import MONO, SANS, STYLE
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """How much of each cell of `query_step` queries by `key_step` keys a mask allows.
+
+    `counts` are its allowed pairs, `pairs` all of them, both int64[rows, columns]; cells at the far edges are smaller.
+    """
+
+    counts: IntArray
+    pairs: IntArray
+    query_step: int
+    key_step: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a cell is one pair."""
+        return self.query_step == self.key_step == 1
+
+    def levels(self, steps: int) -> IntArray:
+        """0 for nothing allowed, `steps` for everything, 1..steps - 1 for evenly spaced shares between them."""
+        between = 1 + np.minimum((self.counts / self.pairs * (steps - 1)).astype(np.int64), steps - 2)
+        return np.where(self.counts == 0, 0, np.where(self.counts == self.pairs, steps, between))
+
+
+def grid(mask: Mask, query_step: int, key_step: int) -> Grid:
+    """Counts the allowed pairs of each cell. Cost: O(intervals + cells), for shattered rows O(keys met by a row)."""
+    checks.integer("query_step", query_step, 1)
+    checks.integer("key_step", key_step, 1)
+    rows, columns = (
+        np.diff(np.append(np.arange(0, size, step), size))
+        for size, step in zip(mask.shape, (query_step, key_step), strict=True)
+    )
+    pairs = np.outer(rows, columns)
+    if 0 in mask.shape:
+        return Grid(np.zeros_like(pairs), pairs, query_step, key_step)
+    return Grid(mask.block_counts((query_step, key_step)), pairs, query_step, key_step)
+
+
+def square_grid(mask: Mask, limit: int) -> Grid:
+    """The grid of square cells, as small as they can be with at most `limit` rows and columns."""
+    step = max(1, -(-max(mask.shape) // checks.integer("limit", limit, 1)))
+    return grid(mask, step, step)
+
+
+def ticks(size: int, most: int = 6) -> list[int]:
+    """Round positions to write on an axis, from 0 to the last position.
+
+    >>> ticks(64), ticks(5), ticks(1000)
+    ([0, 20, 40, 63], [0, 1, 2, 3, 4], [0, 200, 400, 600, 800, 999])
+    """
+    if size <= most:
+        return list(range(size))
+    step = next(s for power in range(20) for s in (10**power, 2 * 10**power, 5 * 10**power) if size / s <= most - 1)
+    return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]
+
+
+def block_sizes(mask: Mask) -> list[int]:
+    """128, FlexAttention's block, and up to two smaller ones that cut a short sequence into 2 to 32 blocks."""
+    n = max(mask.shape)
+    return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
+
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
 _EXACT: Final = 64  # positions up to which every pair is a cell
@@ -171,3 +236,100 @@ def _coded(cells: Grid) -> str:
     """The shares for the read-out of the page's script: a base-64 digit per cell."""
     top = len(_CODE) - 1
     return "".join(np.array(list(_CODE))[cells.levels(top)].reshape(-1).tolist())
+
+
+_HEIGHT: Final = 32  # lines of the picture, the axis not counted
+_NARROWEST: Final = 20
+_SHADES: Final = " ░▒▓█"
+_ASCII_SHADES: Final = " .-+#"
+
+
+def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = None) -> str:
+    """A mask as text, queries downwards, keys to the right.
+
+    Small masks show a sign for each pair; masks of up to 64 queries that fit the width show two queries per line in
+    half blocks, still exact; larger ones are shaded by the share of allowed pairs per character, with a blank only
+    where nothing and the darkest sign only where everything is allowed. A line under the picture says which it is.
+    """
+    columns = (
+        min(100, shutil.get_terminal_size().columns) if width is None else checks.integer("width", width, _NARROWEST)
+    )
+    plain = not _can_draw() if ascii_only is None else ascii_only
+    queries, keys = mask.shape
+    times = "x" if plain else "×"
+    size = f"{plural(queries, 'query', 'queries')} {times} {plural(keys, 'key')}, {percent(mask.density)} allowed"
+    wrapped = [line.replace("\xa0", " ") for line in textwrap.wrap(size.replace("\u202f", ","), columns)]
+    head = [_fit(repr(mask), columns, plain), *wrapped, ""]
+    if 0 in mask.shape:
+        return "\n".join([*head, _fit("no pairs to show", columns, plain)])
+    label = len(str(queries - 1))
+    room = columns - label - 2
+    if queries <= _HEIGHT and 2 * keys - 1 <= room and keys <= 99:
+        body = _spelled(mask, label, plain)
+    elif not plain and queries <= 2 * _HEIGHT and keys <= room:
+        body = _halves(mask, label)
+    else:
+        body = _shaded(mask, label, room, columns, plain)
+    return "\n".join(line.rstrip() for line in [*head, *body])
+
+
+def _spelled(mask: Mask, label: int, plain: bool) -> list[str]:
+    yes, no = ("#", ".") if plain else ("■", "·")
+    tens = "".join(f"{key // 10 if key and key % 10 == 0 else '':<2}" for key in range(mask.num_keys))
+    ones = "".join(f"{key % 10:<2}" for key in range(mask.num_keys))
+    lines = [" " * (label + 2) + axis for axis in ((tens, ones) if tens.strip() else (ones,))]
+    for query, row in enumerate(mask.dense().tolist()):
+        lines.append(f"{query:>{label}}  " + " ".join(yes if allowed else no for allowed in row))
+    return [*lines, "", f"{yes} allowed   {no} not"]
+
+
+def _halves(mask: Mask, label: int) -> list[str]:
+    table = mask.dense().tolist()
+    table += [[False] * mask.num_keys] * (len(table) % 2)
+    lines = [_axis(mask.num_keys, 1, label, mask.num_keys)]
+    for query in range(0, len(table), 2):
+        cells = ("▀▄█"[a + 2 * b - 1] if a or b else " " for a, b in zip(table[query], table[query + 1], strict=True))
+        lines.append(f"{query if query % 8 == 0 else '':>{label}}  " + "".join(cells))
+    return [*lines, "", "filled: allowed; two queries per line"]
+
+
+def _shaded(mask: Mask, label: int, room: int, columns: int, plain: bool) -> list[str]:
+    queries, keys = mask.shape
+    step = max(1, -(-keys // room), -(-queries // (2 * _HEIGHT)))  # a character is about twice as high as wide
+    cells = grid(mask, 2 * step, step)
+    shades = _ASCII_SHADES if plain else _SHADES
+    lines = [_axis(keys, step, label, cells.counts.shape[1])]
+    every = max(1, len(cells.counts) // 8)
+    for index, row in enumerate(cells.levels(len(shades) - 1).tolist()):
+        name = str(index * cells.query_step) if index % every == 0 else ""
+        lines.append(f"{name:>{label}}  " + "".join(shades[level] for level in row))
+    return [*lines, "", *_key(cells, shades, columns)]
+
+
+def _key(cells: Grid, shades: str, columns: int) -> list[str]:
+    between = len(shades) - 2
+    names = [f"{shade} < {round(100 * (i + 1) / between)} %" for i, shade in enumerate(shades[1:-1])]
+    key = "  ".join(name.replace(" ", "\0") for name in [*names, f"{shades[-1]} all"])  # wrapped between signs only
+    unit = f"a sign: {cells.query_step} queries by {plural(cells.key_step, 'key')}".replace("\u202f", ",")
+    return [line.replace("\0", " ") for text in (unit, key) for line in textwrap.wrap(text, columns)]
+
+
+def _axis(keys: int, step: int, label: int, columns: int) -> str:
+    """The first and the last key over their columns."""
+    first, last = "0", str(keys - 1)
+    gap = columns - len(first) - len(last)
+    return " " * (label + 2) + (f"{first}{'':>{gap}}{last}" if gap > 0 else first)
+
+
+def _fit(text: str, columns: int, plain: bool) -> str:
+    shown = visible(text)
+    shown = shown.encode("ascii", "replace").decode() if plain else shown
+    return shown if len(shown) <= columns else shown[: columns - 3] + "..."
+
+
+def _can_draw() -> bool:
+    try:
+        (_SHADES + "■▀▄×·").encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
