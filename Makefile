@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit typed slow fuzz faults compiled conformance studio docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit typed slow fuzz compiled conformance studio docs gpu bench format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -69,9 +69,6 @@ slow: $(ENV)  ## the tests marked slow: real models, training, subprocesses
 
 fuzz: $(ENV)  ## nightly: 10,000 damaged files of each format, of which `make test` reads 200
 	OMP_NUM_THREADS=1 ATTNFLOW_FUZZ=10000 $(PYTEST) tests/models/test_checkpoints_fuzzed.py -n $(WORKERS)
-
-faults: $(ENV)  ## every fault of the suite, into docs/reliability.md; goes on where it was killed
-	OMP_NUM_THREADS=1 $(PY) -m tests.faults --workers $(WORKERS) --resume
 
 compiled: $(ENV)  ## tests of torch.compile, which does not run under the type checker
 	$(call say,tests of compiled functions)

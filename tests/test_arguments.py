@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -216,3 +218,40 @@ def test_what_the_fault_suite_found():
     with pytest.raises(ValueError, match=r"20,000 subtasks with 400,000,000 positions \(3\.2 GB\)"):
         tasks.butterfly(range(20_000))
     assert order.analyze(masks.causal(6)).receptive_field(3, layers=2**62).tolist() == [0, 1, 2, 3]
+
+
+class Index:
+    """An integer of a class that nobody expects."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+ANYTHING = [
+    *(-(2**70), -(2**63), -2, -1, 0, 1, 2, 3, 5, 8, 13, 2**27 + 1, 2**31, 2**63 - 1, 2**70, Index(2), Index(-1)),
+    *(None, True, np.True_, "", "2", b"2", 2.0, 2.5, float("nan"), float("inf"), 1j, object(), {}, {1: 2}, {0}, int),
+    *(np.float64(3.0), np.array(3), np.array([[1, 0]]), np.array("a"), np.datetime64("2030-01-01"), np.zeros((0, 2))),
+    *(torch.tensor(3), torch.tensor([1, 0]), torch.empty(3, device="meta"), masks.causal(3), "causal", Ellipsis),
+    *([], [0], [1, 0], [0, 0], [-1, 0], [2, 0, 1], [[0], [0, 1]], [0.5], ["0"], [None], [2**70], (0, 1), slice(2)),
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_anything_at_all_is_taken_or_refused_in_words(name):
+    """Any value in place of one or two arguments: a result, or a `TypeError` or `ValueError` with a message."""
+    function, right = CALLS[name]
+    draw = random.Random(name)
+    for _ in range(60):
+        changed = draw.sample(list(right), k=min(len(right), draw.choice([1, 1, 2])))
+        arguments = {**right, **{argument: draw.choice(ANYTHING) for argument in changed}}
+        try:
+            function(**arguments)
+            continue
+        except (TypeError, ValueError) as error:
+            said = str(error)
+        except Exception as error:
+            raise AssertionError(f"{name}({arguments}): {type(error).__name__}: {error}") from error
+        assert len(said) > 10, f"{name}({arguments})"

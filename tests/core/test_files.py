@@ -11,7 +11,7 @@ import pytest
 
 from attnflow._core import files
 from attnflow._core.files import SEAL, seal, sealed, unseal, write_atomically, write_folder
-from tests.faults.dying import Died, changes, dying
+from tests.dying import Died, changes, dying
 
 
 def put(path: Path, text: str) -> None:
