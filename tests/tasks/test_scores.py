@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForMaskedLM
 import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
-from attnflow.tasks.verification import run
+from attnflow.tasks.embedding import run
 from tests.models import tiny
 
 IDS = [3, 7, 11, 5, 2, 9]

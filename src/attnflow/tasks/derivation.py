@@ -34,14 +34,10 @@ def named_families() -> Mapping[str, Named[Family]]:
 
 @dataclass(frozen=True)
 class Derivation(Result):
-    """A merged family, with everything that is proved about it.
+    """A merged family over `num_tokens` distinct tokens, with everything that is proved about it.
 
     Attributes:
-        family: its name.
-        num_tokens: tokens of the sample, all distinct.
         parameters: what else the family was called with.
-        merged: the one task that trains them all.
-        report: the leak proof of the merged task.
         closed_form: the known formula of the mask, in words; None if there is none.
         equals_closed_form: whether the merged mask is the formula's; None if there is no formula.
     """
@@ -74,9 +70,8 @@ class Derivation(Result):
         """(label, text) pairs for a terminal."""
         merged, report = self.merged, self.report
         least = "the least possible" if merged.is_minimal else f"at least {merged.lower_bound:,} are needed"
-        formula = f"none is known for {self.call}"
-        if self.closed_form is not None:
-            formula = f"{'equal to' if self.equals_closed_form else 'DIFFERENT from'} {self.closed_form}"
+        verdict = "equal to" if self.equals_closed_form else "DIFFERENT from"
+        formula = f"{verdict} {self.closed_form}" if self.closed_form else f"none is known for {self.call}"
         return [
             ("subtasks", f"{len(merged.positions):,}, with {self.subtask_positions:,} positions one by one"),
             ("merged", f"{plural(merged.task.size, 'position')} in {plural(merged.num_nodes, 'node')}: {least}"),
@@ -127,7 +122,7 @@ _MOST_TOKENS: Final = 1 << 20
 
 
 def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
-    """Merge a family of the library over distinct tokens, compare with its formula, prove that nothing leaks.
+    """Merge a family of the library, compare its mask with its formula, and prove that nothing leaks.
 
     Args:
         family: its name: "causal_lm", "block_two_stream", "butterfly", ...
@@ -160,26 +155,25 @@ def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
     if family in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
-    if family == "butterfly" and values.get("block") is not None:
-        return None, None
     if family == "butterfly":
-        return f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)
+        whole = values.get("block") is None
+        return (f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)) if whole else (None, None)
     if family == "masked_lm":
         return f"full({n})", masks.full(n)
     if family == "permutation_lm":
         both, unread = masks.permutation_lm(values["permutation"]), values["permutation"][-1]
         read = [i for i in range(2 * n) if i != unread]
         return "permutation_lm(permutation) without the content token that nothing reads", _part(both, read)
-    num_blocks, block, masked = n // values["block"], values["block"], values.get("masked")
-    if family == "block_two_stream" or masked is None:
+    block, masked = values["block"], values.get("masked")
+    blocks = n // block
+    if masked is None:
         first = bool(values.get("predict_first", True))
-        call = f"block_two_stream({num_blocks}, {block}{', predict_first=True' if first else ''}), eq. 45"
-        return call, masks.block_two_stream(num_blocks, block, first)
-    if {place // block for place in masked} != set(range(num_blocks)):
+        call = f"block_two_stream({blocks}, {block}{', predict_first=True' if first else ''}), eq. 45"
+        return call, masks.block_two_stream(blocks, block, first)
+    if {place // block for place in masked} != set(range(blocks)):
         return None, None  # a block without a masked token makes no task
-    both = masks.block_diffusion(num_blocks, block)
-    formula = f"block_diffusion({num_blocks}, {block}) without its last clean block, which nothing reads"
-    return formula, _part(both, [*range(n, 2 * n - block), *range(n)])
+    formula = f"block_diffusion({blocks}, {block}) without its last clean block, which nothing reads"
+    return formula, _part(masks.block_diffusion(blocks, block), [*range(n, 2 * n - block), *range(n)])
 
 
 def _part(mask: Mask, positions: Sequence[int]) -> Mask:

@@ -1,16 +1,18 @@
-"""From tasks to what a model takes: input embeddings, position ids, an additive mask."""
+"""A task on a model: input embeddings, position ids and an additive mask, one pass of them, averaged tokens."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.models.loaded import Loaded, split
 from attnflow.tasks.task import Task
@@ -63,6 +65,59 @@ def additive(allow: Bool[Tensor, "*batch q k"], dtype: torch.dtype) -> Float[Ten
     return torch.zeros(allow.shape, dtype=dtype, device=allow.device).masked_fill_(~allow, torch.finfo(dtype).min)
 
 
+def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
+    """The logits of a model on a task: embeddings, position ids and a 4D additive mask; no cache."""
+    embedding = _embedding(model)
+    weight = next(embedding.parameters())
+    vectors = embed(id_table(task).to(weight.device), embedding)
+    arguments: dict[str, Any] = {
+        "inputs_embeds": vectors[None],
+        "position_ids": task.position_ids.to(weight.device)[None],
+        "attention_mask": additive(task.mask.dense(weight.device), vectors.dtype)[None, None],
+    }
+    # Only where it is known: some models pass unknown arguments on, and fail deep inside.
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        arguments["use_cache"] = False
+    logits = getattr(model(**arguments), "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != task.size:
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} gives no logits per position; use a language-model head (ForCausalLM, ForMaskedLM)"
+        )
+    return logits[0]
+
+
+def require_runnable(model: nn.Module) -> None:
+    """Raise `UnsupportedArchitecture` unless a model takes embeddings, position ids and a 4D additive mask."""
+    name = type(model).__name__
+    _embedding(model)
+    parameters = inspect.signature(model.forward).parameters
+    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in parameters]
+    if missing:
+        raise UnsupportedArchitecture(f"the forward pass of {name} takes no {' and no '.join(missing)}")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedArchitecture(f"{name} has an encoder and a decoder; a task has one sequence")
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, "eager", "sdpa"):
+        raise UnsupportedArchitecture(
+            f'{name} runs attention "{implementation}", which takes no 4D additive mask: '
+            'model.set_attn_implementation("sdpa") or "eager"'
+        )
+
+
+def require_targets(targets: Tensor, logits: Tensor) -> None:
+    """Raise `ValueError` unless every target is in the vocabulary of the logits."""
+    if len(targets) and int(targets.max()) >= logits.shape[-1]:
+        raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    get = getattr(model, "get_input_embeddings", None)
+    if not callable(get):
+        raise UnsupportedArchitecture(f"{type(model).__name__} has no get_input_embeddings()")
+    return cast(nn.Module, get())
+
+
 class AveragedTokens(Handle):
     """A model that takes averaged tokens, until it is removed; made by `average_embeddings`."""
 
@@ -111,5 +166,4 @@ def _average(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not isinstance(ids, Tensor) or ids.ndim != 3:
         return args, kwargs
     rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
-    embedding: nn.Module = model.get_input_embeddings()  # pyright: ignore[reportCallIssue, reportAssignmentType]
-    return args, {**rest, "inputs_embeds": embed(ids, embedding)}
+    return args, {**rest, "inputs_embeds": embed(ids, _embedding(model))}

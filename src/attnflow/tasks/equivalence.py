@@ -1,10 +1,10 @@
-"""Which positions of different tasks compute the same thing, decided by hashing and checked exactly.
+"""Which positions of tasks compute the same thing, decided by hashing and checked exactly.
 
 Where no down-set holds the same input twice, an equivalence of nodes (hasse, def. 3.5) has only one candidate: the
-bijection that keeps the inputs. A position's key is then its input with the set of (input, inputs below it) over its
-down-set. For dense tasks the rows of the mask *are* the down-sets, so two sums over rows make all keys of a task; over
-interval rows these are prefix sums, O(n). Sums of 64-bit hashes can collide; `is_embedding` looks at the relations
-themselves, and a collision costs a second try with another seed, never a wrong answer.
+bijection that keeps the inputs. A position's key is its input with the set of (input, inputs below it) over its
+down-set. The rows of a dense mask *are* the down-sets, so two sums over rows make all keys, and over interval rows
+these are prefix sums, O(n). Hashes can collide; `is_embedding` looks at the relations themselves, and a collision
+costs a second try, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ _TRIED: Final = 4  # longer tasks that a task is compared with
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Equivalence classes of positions over several tasks.
-
-    Classes are numbered so that the rows of the merged relation have few intervals, also where a task's own order
-    shatters them (permutation language modelling).
-    """
+    """Equivalence classes of positions over several tasks, numbered so that merged rows have few intervals."""
 
     position: list[IntArray]  # for each task the class of each position
     node: IntArray  # the node (class of mutually reachable positions) of each class of positions
@@ -53,8 +49,8 @@ class Classes:
 class Prefixes:
     """Which tasks of a family compute something that no other does: of `causal_lm` on 8,192 tokens one of 8,191.
 
-    A task is a prefix of another if its inputs are the first inputs of that one and its rows the first rows: what
-    its positions compute is then computed there. The others are dense if that one is.
+    A task is a prefix of another if its inputs are the first inputs of that one and its rows the first rows: what its
+    positions compute is then computed there, and it is dense if that one is.
     """
 
     longest: list[int]  # tasks that are a prefix of no other (of equals, one)
@@ -119,12 +115,7 @@ def repeats_below(task: Task, inputs: IntArray) -> bool:
 def classify(tasks: Sequence[Task], inputs: Sequence[IntArray], layout: Layout) -> Classes:
     """The classes of equivalent positions of dense tasks without repeated inputs in a down-set, checked exactly.
 
-    Args:
-        tasks: the tasks.
-        inputs: for each the numbers of its inputs.
-        layout: says where each class stands.
-
-    Cost: O(positions + intervals) of all tasks, and one sort.
+    `inputs` are the numbers of the inputs by task. Cost: O(positions + intervals) of all tasks, and one sort.
     """
     for seed in range(8):
         position, nodes = (renumber(keys) for keys in hashed(tasks, inputs, seed))
@@ -168,8 +159,8 @@ def first_of_each(numbers: Sequence[IntArray], size: int) -> IntArray:
 def is_embedding(tasks: Sequence[Task], classes: Classes, merged: IntervalRows, inputs: Sequence[IntArray]) -> bool:
     """Whether every position's down-set maps one to one, inputs and order kept, onto the down-set of its class.
 
-    True proves that every node of every task is equivalent (hasse, def. 3.5) to the node of its class in the
-    relation `merged` over the classes.
+    True proves that every node of every task is equivalent (def. 3.5) to the node of its class in the relation
+    `merged`.
     """
     token = np.full(classes.size, -1)
     for task, position, rows, numbers in zip(tasks, classes.position, classes.rows, inputs, strict=True):
@@ -209,7 +200,7 @@ def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntAr
 def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tuple[list[Hashes], list[Hashes]]:
     """(for each position, for each position's node) what is equal where they are equivalent, and hardly elsewhere.
 
-    Tasks that share a mask are hashed together: thousands of short ones take no thousands of steps.
+    Tasks that share a mask are hashed together.
     """
     position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
     for mask, members in _by_mask(tasks):

@@ -73,8 +73,8 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
 def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int = MASK_TOKEN) -> Family:
     """Generate block by block: tau_k reads k blocks and `block` [MASK]s in the place of the next (hasse, sec. 4.2).
 
-    The mask of tau_k is `block_causal`; its labels are the tokens of the masked block. The paper gives three
-    different sets of mask tokens; here it is one embedding at the positions of the block to predict (order.md).
+    The mask of tau_k is `block_causal`; its labels are the tokens of the masked block. [MASK] is one embedding, at the
+    positions of the block to predict (the paper gives three different sets; order.md).
     Merged: `af.masks.block_two_stream(N, block, predict_first)`.
 
     Args:
@@ -114,13 +114,13 @@ def butterfly(
 ) -> Family:
     """Predict every token from both sides (hasse, sec. 4.3): tau_k replaces token k by the mean of its neighbours.
 
-    The mask of tau_k is j <= i <= k or k <= i <= j: information flows from both ends to the centre k (eq. 50
-    corrected; eq. 48 as printed opens column k too, which makes one class of everything). The averaged token is the
-    mean of *token* embeddings, at position k. Merged: `af.masks.butterfly(n)`.
+    The mask of tau_k is j <= i <= k or k <= i <= j: information flows from both ends to the centre k (eq. 50 corrected;
+    eq. 48 as printed makes one class of everything). The averaged token is the mean of *token* embeddings, at position
+    k. Merged: `af.masks.butterfly(n)`.
 
-    With `block` the centre is a span: tau_k reads what is before block k causally, what is after it from the end
-    back, and at its place [MASK]s, which read both sides and one another. Its labels are the tokens under them;
-    `af.tasks.infill` writes such spans.
+    With `block` the centre is a span: tau_k reads what is before block k causally, what is after it from the end back,
+    and at its place [MASK]s, which read both sides and one another and carry the labels. `af.tasks.infill` writes
+    spans.
 
     Args:
         tokens: token ids; with `block` a whole number of blocks, at least 2.
@@ -194,9 +194,8 @@ def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int = MASK_TO
 def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
     """Predict in any order (XLNet, arXiv:1906.08237, eq. 3): tau_t predicts token permutation[t] from those before.
 
-    tau_t reads tokens permutation[0..t-1], causally in that order, and one [MASK] at the place to predict, which
-    reads them all. Merged: `af.masks.permutation_lm(permutation)` without the row and column of the content token
-    permutation[n - 1], which nothing reads.
+    tau_t reads tokens permutation[0..t-1], causally in that order, and one [MASK] at the place to predict. Merged:
+    `af.masks.permutation_lm(permutation)` without the content token permutation[n - 1], which nothing reads.
 
     >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1])]
     [2, 0, 1]
@@ -221,9 +220,8 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
     `af.masks.block_diffusion` with the clean blocks first and without the last one, which is dead (order.md).
 
     With `masked="random"` each call hides m tokens of each block, m drawn evenly from 1..block, and each of their
-    labels weighs 1/m. The summed loss of a block is then, in expectation over what is hidden, at least
-    -log p(block) / block in any order of decoding (arXiv:2110.02037, eq. 5): what `af.tasks.generate_blocks` with
-    `per_pass` refines by.
+    labels weighs 1/m. The summed loss of a block is then, in expectation, at least -log p(block) / block in any order
+    of decoding (arXiv:2110.02037, eq. 5), such as that of `af.tasks.generate_blocks` with `per_pass`.
 
     Args:
         tokens: token ids, a whole number of blocks.
@@ -274,8 +272,7 @@ def butterfly_as_printed(n: int) -> Mask:
     """Butterfly attention by eq. 58 of the paper as printed, which is off by one: never train with it.
 
     Its centre rows read `(j < i-2n+2) or (i-n+1 < j < 2n-2) or (j = i)`. The strict `i-n+1 < j` drops the right
-    neighbour of every centre that has one, so n - 1 of the n subtasks are not embedded. The corrected relation,
-    with `i-n+1 <= j`, is `af.masks.butterfly`.
+    neighbour of every centre that has one, so n - 1 of the n subtasks are not embedded; `af.masks.butterfly` has `<=`.
 
     >>> import attnflow as af
     >>> af.masks.butterfly(4).difference(butterfly_as_printed(4))

@@ -23,11 +23,11 @@ class Label:
     Attributes:
         position: index into the task's inputs.
         target: the token to predict: its `id` is the class, its provenance the data token that must not be visible.
-            A target from outside of the data (a class label) has an empty provenance and cannot leak.
+            A target that is no data token (a class label) has an empty provenance and cannot leak.
         task: the subtask that it belongs to; `merge` numbers them by their place in the family.
         weight: its factor in the loss, finite; a negative one makes the target less likely.
-        advantage: how much better than expected the target was, for a policy gradient; None without one.
-        old_logprob: log-probability of the target, in nats, under the policy that sampled it; None without one.
+        advantage: how much better than expected the target was, for a policy gradient.
+        old_logprob: log-probability of the target, in nats, under the policy that sampled it.
     """
 
     position: int
@@ -132,7 +132,7 @@ class Labels:
             yield Label(position, target, task, weight, *(None if value != value else value for value in optional))
 
     def part(self, first: int, last: int) -> Labels:
-        """Those from the first to before the last, as a view."""
+        """Labels `first` to `last - 1`, as a view."""
         return Labels(self.table[first:last])
 
     def column(self, name: str) -> npt.NDArray[Any]:

@@ -42,11 +42,8 @@ class Layout:
     def arrange(self, position: Sequence[IntArray], node: IntArray) -> tuple[IntArray, IntArray]:
         """(place in the sequence, number by which rows have few intervals) of each class.
 
-        The two differ where a task's own order shatters its mask (permutation language modelling).
-
-        Args:
-            position: for each task the class of each position; classes are numbered from 0.
-            node: of each class.
+        The two differ where a task's own order shatters its mask (permutation language modelling). `position` is for
+        each task the class of each position, `node` the node of each class.
         """
         size = len(node)
         compact = [_compact(task, part) for task, part in zip(self.tasks, position, strict=True)]
@@ -141,7 +138,7 @@ def _at_home(tokens: TokenTable) -> BoolArray:
 def _is_read(task: Task) -> BoolArray:
     """Whether a position of another node reads each position of a dense task.
 
-    It does iff some row that holds the position is longer than the position's own. As none is shorter, that is so iff
+    It does iff some row that holds the position is longer than the position's own. None is shorter, so that is so iff
     the lengths of these rows add up to more than that.
     """
     rows, rank = task.mask.relabelled()

@@ -35,11 +35,10 @@ class MergedTask:
     Attributes:
         task: the merged task; its labels carry the number of their subtask.
         positions: for each subtask, as int64 array, the merged position that computes each of its positions.
-        node: the merged node (class of mutually reachable positions) of each merged position, int64; nodes are
-            numbered in order of their first positions.
+        node: the merged node (class of mutually reachable positions) of each merged position, int64.
         lower_bound: number of nodes that any merged task of the family has at least.
-        is_minimal: whether no merged task with fewer nodes exists. Proved for every family without repeated inputs
-            in a down-set; with such repeats a search decides, and False says that it ended without a proof.
+        is_minimal: whether no merged task with fewer nodes exists. Always so without repeated inputs in a down-set;
+            with them a search decides, and False says that it ended without a proof.
         note: why less is shared than might be, in words; empty if there is nothing to say.
     """
 
@@ -102,11 +101,7 @@ class MergedTask:
     def embeds(self, family: Sequence[Task], mask: Mask | None = None) -> Embedding:
         """Which nodes of a family the merged task holds, under a mask of your own if you give one (def. 3.6).
 
-        Of a sparse mask the closure counts, which is what its Hasse diagram shows. Nothing is assumed about where the
-        nodes of the family stand.
-
-        Raises:
-            ValueError: the family is empty, or one of its tasks is not dense.
+        Of a sparse mask the closure counts. A `ValueError` if the family is empty or one of its tasks is not dense.
 
         >>> import attnflow as af
         >>> family = af.tasks.butterfly([5, 6, 7])
@@ -168,27 +163,26 @@ def merge(family: Sequence[Task]) -> MergedTask:
     """The minimal common supergraph of a family of dense tasks, as a task (hasse, def. 3.5-3.6, theorem 3.7).
 
     Equivalent nodes (same inputs, isomorphic down-sets) of different tasks become one. The theorem, as printed, also
-    joins equivalent nodes *within* a down-set, which breaks the nodes above them; here a down-set keeps them all, and
-    a class has as many nodes as the largest number that one down-set needs (order.md). Afterwards it is checked,
-    exactly, that every down-set of every task is embedded. For the paper's families the result is, in this layout,
-    `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)` (eq. 58 corrected).
+    joins equivalent nodes *within* a down-set, which breaks the nodes above them; here a down-set keeps them all
+    (order.md). Afterwards it is checked, exactly, that every down-set of every task is embedded. For the paper's
+    families the result is `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)`
+    (eq. 58 corrected).
 
     Args:
         family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
 
     Returns:
-        The merged task. Its positions are ordered as `attnflow.tasks.layout` says, its mask is dense. Where tasks
-        share less than they could, because their tokens say that they are made of other data, `note` says so, with a
-        warning if they share nothing.
+        The merged task, dense, its positions in the order of `attnflow.tasks.layout`. If tasks share less than they
+        could because their tokens say that they are made of other data, `note` says so, with a warning if they share
+        nothing.
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
             (`task.densified()` makes both true); a task has a mask per layer; inputs repeat in so symmetric a pattern
             that telling nodes apart takes more than a fixed amount of work.
 
-    Cost: O(positions + intervals) where inputs do not repeat within a down-set; subtasks that are the beginning of
-    another count nothing. A tree of 65,000 positions takes about a second. Otherwise isomorphism and a search, bounded,
-    for families of a few hundred nodes.
+    Cost: O(positions + intervals) where inputs do not repeat within a down-set; prefixes of other subtasks cost
+    nothing. A tree of 65,000 positions takes two seconds. Otherwise isomorphism and a search, for a few hundred nodes.
 
     >>> import attnflow as af
     >>> merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7]))
@@ -277,10 +271,7 @@ def embedding(task: Task, family: Sequence[Task]) -> Embedding:
 
 
 def _own_nodes(task: Task, inputs: IntArray, node: IntArray) -> list[IntArray]:
-    """The positions of each node of a task, from the class of each position's node.
-
-    Equivalent nodes of one task share a class; they are told apart only where tokens repeat, which takes longer.
-    """
+    """The positions of each node of a task. Equivalent nodes of one task, which share a class, need repeated tokens."""
     if len(np.unique(inputs)) < task.size:
         return [np.array(members) for members in task.flow.classes]
     order = np.argsort(node, kind="stable")

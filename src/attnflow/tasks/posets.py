@@ -1,14 +1,13 @@
 """Merging where inputs repeat within a down-set: node equivalence in general, and the smallest poset that holds all.
 
-`equivalence` is the fast way where no down-set repeats an input. Here nodes get *types*: two nodes are equivalent
-(hasse, def. 3.5) iff they have one type. A type's signature is the inputs of the node, the types of its covers, and how
-often each type stands below it. Where the down-set holds every type once, the signature decides: the bijection that
-keeps types is the isomorphism. Otherwise `isomorphic` compares the down-sets, within a budget.
+Nodes get *types*: two nodes are equivalent (hasse, def. 3.5) iff they have one type. A type's signature is the inputs
+of the node, the types of its covers, and how often each type stands below it. Where the down-set holds every type once,
+the signature decides; otherwise `isomorphic` compares the down-sets, within a budget.
 
-Theorem 3.7 of the paper takes one node per equivalence class. That is false when a down-set holds two equivalent
-nodes (two equal roots under c): c would lose one of them and no longer be embedded (order.md). Here every type gets
-as many nodes as its largest number in one down-set, and a search decides which copies go together. Types whose
-whole down-set never repeats anything need one node each, in every smallest poset, so only the others are searched.
+Theorem 3.7 of the paper takes one node per equivalence class. That is false when a down-set holds two equivalent nodes
+(two equal roots under c): c would lose one of them and no longer be embedded (order.md). Here every type gets as many
+nodes as its largest number in one down-set, and a search decides which copies go together. Types whose whole down-set
+never repeats anything need one node each, in every smallest poset, so only the others are searched.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ class Work:
     left: int = LARGEST_WORK
 
     def spend(self, amount: int, size: int) -> None:
-        """Take some of it.
-
-        Raises:
-            ValueError: there is not enough.
-        """
+        """Take some of it; a `ValueError` where there is not enough."""
         self.left -= amount
         if self.left < 0:
             raise ValueError(
@@ -115,10 +110,7 @@ class Types:
 def isomorphism(left: Poset, top: int, right: Poset, other: int, work: Work) -> dict[int, int] | None:
     """A bijection between the down-sets of two nodes that keeps covers and inputs; None if there is none.
 
-    The types of all nodes strictly below must be known, in one numbering.
-
-    Raises:
-        ValueError: it takes more than is left of `work`.
+    The types of all nodes strictly below must be known. A `ValueError` if it takes more than is left of `work`.
     """
     if left.inputs[top] != right.inputs[other] or len(left.below[top]) != len(right.below[other]):
         return None
@@ -224,8 +216,7 @@ class _Search:
 def amalgamate(types: Types) -> Amalgam:
     """The smallest poset with a node of every type, each over a full copy of its down-set.
 
-    Exact where the search ends within its budget or meets the lower bound; otherwise a valid poset that is not
-    proved smallest, and says so.
+    Exact where the search ends within its budget or meets the lower bound; otherwise valid, and not proved smallest.
     """
     examples = types.examples
     needed: Counter[int] = Counter()
@@ -308,9 +299,7 @@ def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
     Colours are refined: two nodes get different ones as soon as the colours around them differ. Where that does not
     tell nodes apart (in strongly regular graphs it never does), one of them gets a colour of its own, and each of its
     counterparts is tried. Nodes with the same neighbours are interchangeable, so each such group counts as one node.
-
-    Raises:
-        ValueError: it takes more than is left of `work`.
+    A `ValueError` if it takes more than is left of `work`.
     """
     if len(one.colours) != len(two.colours) or len(one.edges) != len(two.edges):
         return None

@@ -29,17 +29,15 @@ _VERSION: Final = 1
 class Task:
     """A training task tau = (W, V, M): inputs, labels, mask (hasse, def. 3.1, without its bound k <= |C|).
 
-    Inputs and labels are kept as arrays (`sequence`, `targets`); as objects they are made when they are asked for, at
-    about 5 us each.
+    Inputs and labels are kept as arrays (`sequence`, `targets`), and made as objects when they are asked for.
 
-    A task may also have a mask per layer: it is then for models of exactly that many layers, what flows is the
+    A task may also have a mask per layer. It is then for models of exactly that many layers: what flows is the
     *product* of the layers' relations and not their closure, and `mask` is refused in favour of `masks`.
 
     Attributes:
         sequence: the input tokens as arrays.
         targets: the labels as one array.
-        masks: which position may attend to which, square and as long as the inputs: one mask for all layers, or one
-            for each.
+        masks: which position may attend to which: one mask for all layers, or one for each.
         num_layers: how many layers a mask per layer is for; None where one mask serves any number of layers.
 
     >>> import attnflow as af
@@ -60,10 +58,8 @@ class Task:
         labels: Iterable[Label | tuple[int, Token, int, float]],
         mask: Mask | Sequence[Mask],
     ) -> None:
-        """Make a task.
-
-        A label may also be given as its tuple (position, target token, task, weight), and a mask for each layer, first
-        layer first, in place of one for all.
+        """Make a task; a label may be given as (position, target token, task, weight), and `mask` as a list of one per
+        layer.
 
         Raises:
             TypeError: the mask is no `Mask`, or an input no `Token`, or a label no `Label`.
@@ -91,11 +87,7 @@ class Task:
 
     @property
     def mask(self) -> Mask:
-        """The mask of all layers.
-
-        Raises:
-            ValueError: the task has a mask per layer.
-        """
+        """The mask of all layers; a `ValueError` for a task with a mask per layer."""
         if self.num_layers is not None:
             raise ValueError(
                 f"this task has a mask per layer ({self.num_layers}), not one for all: use task.masks, and run models "
@@ -150,10 +142,7 @@ class Task:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2).
-
-        Never of a task with a mask per layer, whose flow is no closure.
-        """
+        """Whether one layer lets everything flow that ever will: A = R (def. 3.2); never with a mask per layer."""
         return self.num_layers is None and self.flow.is_dense
 
     @cached_property
@@ -188,9 +177,8 @@ class Task:
     ) -> Task:
         """The same task under a sparser mask of the same order (`Flow.sparsify`; hasse, def. 3.8); see its `depth`.
 
-        No label can leak that did not, but what a model computes is not what the dense task computes: information takes
-        up to `depth` layers, where it took one, and is mixed on its way. In a model of fewer layers some of it never
-        arrives.
+        No label can leak that did not. But information takes up to `depth` layers where it took one, and is mixed on
+        its way: a model computes something else, and one of fewer layers never gets some of it.
 
         Args:
             window: also keep the original pairs with |q - k| < window, of positions in the task's sequence.
@@ -201,8 +189,8 @@ class Task:
             ValueError: the result needs more layers than there are; the task has a mask per layer.
 
         >>> import attnflow as af
-        >>> merged = af.tasks.merge(af.tasks.causal_lm(range(64)))
-        >>> [merged.sparsified(window=window).depth for window in (None, 8, 62)]
+        >>> task = af.tasks.merge(af.tasks.causal_lm(range(64))).task
+        >>> [task.sparsified(window=window).depth for window in (None, 8, 62)]
         [62, 9, 2]
         """
         if self.num_layers is not None:
@@ -238,9 +226,9 @@ class Task:
              "labels": [{"position": 0, "target": {"id": 7, "position": 1}, "task": 0, "weight": 1.0}],
              "mask": {"name": "causal", "parameters": {"n": 3}}}
 
-        An input that is a bare number stands for the data token at that place. `provenance` is by default the token's
-        own position; `version`, `task` and `weight` are by default 1, 0 and 1. For the forms of a mask see
-        `attnflow.masks.spec`; it may also be a `Mask`. In place of "mask" there may be a list "masks", one per layer.
+        An input that is a bare number is the data token at that place. By default `provenance` is the token's own
+        position, `version`, `task` and `weight` are 1, 0 and 1. The mask may be a `Mask` (for other forms see
+        `attnflow.masks.spec`), or "masks" a list of one per layer.
 
         Raises:
             ValueError: a part is missing, unknown or malformed; the message says where it stands.

@@ -18,16 +18,13 @@ from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 class Token:
     """An input vector: which embedding, at which position, made of which data tokens.
 
-    Two tokens are the same input iff all three agree. Equal vocabulary ids at different places of the data are
-    therefore different tokens: their positions differ, and so does their provenance.
+    Two tokens are the same input iff all three agree, so equal ids at different places are different tokens.
 
     Attributes:
         id: a vocabulary id, or a sorted tuple of ids: the mean of their *token* embeddings, to which the encoding of
-            `position` is applied afterwards (hasse, eq. 46; averaging positions in, as the paper does, would make
-            the first and last averaged token equal to a data token, see order.md). A tuple of one id is that id.
+            `position` is applied afterwards (hasse, eq. 46, where positions are averaged, too; see order.md).
         position: the position id that the model encodes, counted from 0.
-        provenance: indices of the data tokens that this input was made of. A label whose data token is among them
-            can be read off this input; a [MASK] token carries none.
+        provenance: indices of the data tokens that this input was made of; a label for one of them can be read off it.
     """
 
     id: int | tuple[int, ...]
@@ -42,22 +39,23 @@ class Token:
     ) -> None:
         """A token of one vocabulary id, or of the mean of several.
 
-        `provenance` is by default the token's own position, which is right for a data token at its own place, and errs
-        on the side of finding a leak elsewhere. Pass `()` for [MASK].
+        `provenance` is by default the token's own position, which errs on the side of finding a leak. Pass `()` for
+        [MASK].
 
         >>> Token(7, position=2).provenance
         frozenset({2})
         >>> Token((9, 5), position=1, provenance=(0, 2)).id
         (5, 9)
         """
-        object.__setattr__(self, "id", _token_id(id))
+        ids = _several("id", id)
+        if ids is not None and not ids:
+            raise ValueError("id must be a vocabulary id or at least one of them to average, got an empty sequence")
+        object.__setattr__(self, "id", integer("id", id) if ids is None else ids[0] if len(ids) == 1 else tuple(ids))
         object.__setattr__(self, "position", integer("position", position))
-        chosen = cast(object, (self.position,) if provenance is None else provenance)
-        if isinstance(chosen, str | bytes) or not isinstance(chosen, Iterable) or getattr(chosen, "ndim", 1) == 0:
-            raise TypeError(f"provenance must be a collection of data indices, such as (2,), got {chosen!r}")
-        object.__setattr__(
-            self, "provenance", frozenset(integer("provenance", index) for index in cast(Iterable[object], chosen))
-        )
+        sources = [self.position] if provenance is None else _several("provenance", provenance)
+        if sources is None:
+            raise TypeError(f"provenance must be a collection of data indices, such as (2,), got {provenance!r}")
+        object.__setattr__(self, "provenance", frozenset(sources))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -74,24 +72,23 @@ class Token:
         """The token of plain data; without `provenance` it is the token's own position."""
         values = as_object(spec, where)
         only_keys(values, where, ("id", "position"), ("provenance",))
-        identity, provenance = values["id"], values.get("provenance")
-        is_one = not isinstance(identity, list | tuple)
-        ids = [as_integer(each, f"{where}.id") for each in ([identity] if is_one else as_list(identity, where))]
-        places = None if provenance is None else as_list(provenance, f"{where}.provenance")
+        ids, provenance = values["id"], values.get("provenance")
+
+        def integers(name: str, listed: object) -> list[int]:
+            return [as_integer(each, f"{where}.{name}") for each in as_list(listed, where)]
+
         return cls(
-            ids,
+            integers("id", ids if isinstance(ids, list | tuple) else [ids]),
             as_integer(values["position"], f"{where}.position"),
-            None if places is None else [as_integer(each, f"{where}.provenance") for each in places],
+            None if provenance is None else integers("provenance", provenance),
         )
 
 
-def _token_id(value: object) -> int | tuple[int, ...]:
+def _several(name: str, value: object) -> list[int] | None:
+    """The integers of a collection, ascending; None if it is no collection."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        return integer("id", value)
-    ids = sorted(integer("id", item) for item in cast(Iterable[object], value))
-    if not ids:
-        raise ValueError("id must be a vocabulary id or at least one of them to average, got an empty sequence")
-    return ids[0] if len(ids) == 1 else tuple(ids)
+        return None
+    return sorted(integer(name, each) for each in cast(Iterable[object], value))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -264,7 +261,7 @@ class Inputs:
 def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[TokenTable, list[IntArray]]:
     """The distinct tokens of several sequences, and for each sequence the number of each input among them.
 
-    Without `provenance`, tokens that differ in it alone count as one. Cost: that of the tables, each looked at once.
+    Without `provenance`, tokens that differ in it alone count as one.
     """
     tables = {id(inputs.table): inputs.table for inputs in sequences}
     whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])

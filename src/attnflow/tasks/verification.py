@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.checks import IntArray, boolean
+from attnflow._core.checks import boolean
 from attnflow._core.checks import number as finite
-from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
-from attnflow.tasks.embedding import additive, embed, id_table
+from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs
 
 _FLOOR: Final = 1e-3  # of the largest gradient of the model: below it, a parameter's own gradient is rounding
+_Sums = dict[tuple[int, int], float]  # what the labels of each (subtask, merged position) add to the loss
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,11 @@ class Verification(Result):
     """How far a merged task is from its subtasks on one model.
 
     Attributes:
-        output_difference: over all subtasks and labelled positions, the largest |merged - alone| of the logits,
-            relative to the largest logit of that subtask alone.
-        gradient_difference: over all parameters, the largest difference between the gradient of the merged loss and
-            the sum of the subtasks' gradients, relative to the parameter's largest gradient (or a thousandth of the
-            model's, if that is larger: some gradients, like those of key biases, are zero but for rounding). None if
-            gradients were not asked for.
-        loss_difference: over all subtasks and labelled positions, the largest difference between the weighted
-            cross-entropy of the labels in the merged task and in the subtask, relative to the subtask's largest.
-            Infinite where the merged task has labels of a subtask that has none.
+        output_difference: the largest of the subtasks.
+        gradient_difference: the largest difference between the gradient of the merged loss and the sum of the
+            subtasks' gradients, relative to the parameter's largest gradient (or a thousandth of the model's, if that
+            is larger: some gradients, like those of key biases, are zero but for rounding). None if not asked for.
+        loss_difference: the largest of the subtasks; infinite where the merged task has labels of a subtask without.
         merged_loss: summed weighted cross-entropy of the merged task.
         tasks: each subtask that has labels; their losses add up to the merged one.
         tolerance: the relative difference that rounding may make.
@@ -141,11 +136,10 @@ def verify(
     double = all(parameter.dtype == torch.float64 for parameter in model.parameters())
     with evaluating(model), torch.set_grad_enabled(gradients), precision(model, torch.float64 if double else None):
         logits = run(model, merged.task)
-        merged_terms = _terms(logits, merged.task)
-        merged_loss = merged_terms.sum()
-        merged_gradients = _gradients(merged_loss, parameters)
+        terms = _terms(logits, merged.task)
+        merged_loss, merged_sums = float(terms.sum().detach()), _sums(merged.task, terms)
+        merged_gradients = _gradients(terms.sum(), parameters)
         logits = logits.detach()
-        merged_sums = _by_position(merged.task, merged_terms)
         details: list[TaskDifference] = []
         summed = [torch.zeros_like(parameter) for parameter in parameters]
         for number, (task, place) in enumerate(zip(tasks, merged.positions, strict=True)):
@@ -153,83 +147,32 @@ def verify(
                 continue
             alone = run(model, task)
             terms = _terms(alone, task)
-            task_loss = terms.sum()
-            for total, gradient in zip(summed, _gradients(task_loss, parameters), strict=True):
+            for total, gradient in zip(summed, _gradients(terms.sum(), parameters), strict=True):
                 total += gradient
             labelled = np.unique(task.targets.column("position"))
-            difference = _relative(logits[place[labelled]], alone.detach()[labelled])
-            sums = {(number, int(place[label])): term for (_, label), term in _by_position(task, terms).items()}
+            outputs = _relative(logits[place[labelled]], alone.detach()[labelled])
+            own = {(number, int(place[label])): term for (_, label), term in _sums(task, terms).items()}
             theirs = {key: term for key, term in merged_sums.items() if key[0] == number}
-            details.append(TaskDifference(number, difference, float(task_loss.detach()), _apart(theirs, sums)))
+            details.append(TaskDifference(number, outputs, float(terms.sum().detach()), _apart(theirs, own)))
     strangers = {key[0] for key in merged_sums} - {each.task for each in details}
     return Verification(
         _largest([each.output_difference for each in details]),
         _gradient_difference(merged_gradients, summed) if gradients else None,
         _largest([*(each.loss_difference for each in details), *(float("inf") for _ in strangers)]),
-        float(merged_loss.detach()),
+        merged_loss,
         tuple(details),
         torch.finfo(logits.dtype).eps ** 0.5 if tolerance is None else tolerance,
     )
 
 
-def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
-    """The logits of a model on a task: embeddings, position ids and a 4D additive mask; no cache."""
-    embedding = _embedding(model)
-    weight = next(embedding.parameters())
-    vectors = embed(id_table(task).to(weight.device), embedding)
-    arguments: dict[str, Any] = {
-        "inputs_embeds": vectors[None],
-        "position_ids": task.position_ids.to(weight.device)[None],
-        "attention_mask": additive(task.mask.dense(weight.device), vectors.dtype)[None, None],
-    }
-    # Only where it is known: some models pass unknown arguments on, and fail deep inside.
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        arguments["use_cache"] = False
-    logits = getattr(model(**arguments), "logits", None)
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != task.size:
-        raise UnsupportedArchitecture(
-            f"{type(model).__name__} gives no logits per position; use a language-model head (ForCausalLM, ForMaskedLM)"
-        )
-    return logits[0]
-
-
 def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
+    sequence = merged.task.sequence
     same = len(tasks) == len(merged.positions) and all(
-        len(place) == task.size and _part(merged.task.sequence, place).equals(task.sequence)
+        len(place) == task.size and Inputs(sequence.table, sequence.index[place]).equals(task.sequence)
         for task, place in zip(tasks, merged.positions, strict=True)
     )
     if not same:
         raise ValueError("merged is not made of this family: pass merged = af.tasks.merge(family) of the same tasks")
-
-
-def require_runnable(model: nn.Module) -> None:
-    """Raise `UnsupportedArchitecture` unless a model takes embeddings, position ids and a 4D additive mask."""
-    name = type(model).__name__
-    _embedding(model)
-    parameters = inspect.signature(model.forward).parameters
-    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in parameters]
-    if missing:
-        raise UnsupportedArchitecture(f"the forward pass of {name} takes no {' and no '.join(missing)}")
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(f"{name} has an encoder and a decoder; a task has one sequence")
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in (None, "eager", "sdpa"):
-        raise UnsupportedArchitecture(
-            f'{name} runs attention "{implementation}", which takes no 4D additive mask: '
-            'model.set_attn_implementation("sdpa") or "eager"'
-        )
-
-
-def _part(sequence: Inputs, places: IntArray) -> Inputs:
-    return Inputs(sequence.table, sequence.index[places])
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    get = getattr(model, "get_input_embeddings", None)
-    if not callable(get):
-        raise UnsupportedArchitecture(f"{type(model).__name__} has no get_input_embeddings()")
-    return cast(nn.Module, get())
 
 
 def _terms(logits: Tensor, task: Task) -> Tensor:
@@ -244,22 +187,15 @@ def _terms(logits: Tensor, task: Task) -> Tensor:
     return F.cross_entropy(precise, targets, reduction="none") * weights.to(precise.dtype)
 
 
-def require_targets(targets: Tensor, logits: Tensor) -> None:
-    """Raise `ValueError` unless every target is in the vocabulary of the logits."""
-    if len(targets) and int(targets.max()) >= logits.shape[-1]:
-        raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
-
-
-def _by_position(task: Task, terms: Tensor) -> dict[tuple[int, int], float]:
-    """What the labels of each (subtask, position) add to the loss."""
-    sums: dict[tuple[int, int], float] = {}
+def _sums(task: Task, terms: Tensor) -> _Sums:
+    sums: _Sums = {}
     keys = zip(task.targets.column("task").tolist(), task.targets.column("position").tolist(), strict=True)
     for key, term in zip(keys, terms.detach().tolist(), strict=False):
         sums[key] = sums.get(key, 0.0) + term
     return sums
 
 
-def _apart(values: dict[tuple[int, int], float], reference: dict[tuple[int, int], float]) -> float:
+def _apart(values: _Sums, reference: _Sums) -> float:
     """The largest difference, relative to the largest reference; a missing value is 0."""
     keys = sorted(values.keys() | reference.keys())
     one, two = (torch.tensor([part.get(key, 0.0) for key in keys], dtype=torch.float64) for part in (values, reference))

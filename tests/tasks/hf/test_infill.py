@@ -6,7 +6,7 @@ import torch
 import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
-from attnflow.tasks.verification import run
+from attnflow.tasks.embedding import run
 from tests.models import tiny
 from tests.tasks.hf.passes import recorded
 from tests.tasks.hf.test_decoding import MASK, MODELS, same

@@ -21,8 +21,7 @@ from attnflow._core.checks import index_array, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.models.sites import find_sites, mixers_beside
-from attnflow.tasks.embedding import additive
-from attnflow.tasks.verification import require_runnable
+from attnflow.tasks.embedding import additive, require_runnable
 
 
 class CachedPasses:

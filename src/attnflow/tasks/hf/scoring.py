@@ -17,12 +17,12 @@ from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.watching import Arguments, Call, Watch
+from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
 from attnflow.tasks.merging import MergedTask, merge
 from attnflow.tasks.prefixes import Batch, Cost, Plan, common, plan
 from attnflow.tasks.task import Task
-from attnflow.tasks.verification import require_runnable, require_targets, run
 
 Text = str | Sequence[int] | Tensor
 Request = tuple[list[int], list[int]]
