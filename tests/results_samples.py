@@ -24,7 +24,6 @@ LENGTH = 4  # of every axis
 # Results without a picture of their own, whose rows say it all.
 TABLES = {
     "ActivityReport",
-    "Answer",
     "BatchReport",
     "Conditions",
     "Contradictions",
@@ -36,7 +35,6 @@ TABLES = {
     "Duplicates",
     "EditReport",
     "EngineMask",
-    "Fitted",
     "FlashInferMask",
     "FlashMask",
     "GreedyComparison",

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from attnflow.knowledge import attach
 from attnflow.knowledge.answers import token_ids
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.practice import Practice, Settings, practice
-from attnflow.knowledge.questions import PROMPT
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded
 from experiments.knowledge_ablation.facts import Fact, known_facts
 from experiments.reader.asking import OTHER, While, drift, timed
+from experiments.reader.practice import Practice, Settings, practice
+from experiments.reader.questions import PROMPT
 from experiments.reader.settings import Reading
 from experiments.reader.world import Asked, Embedded, World, edit_store
 

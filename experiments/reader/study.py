@@ -12,16 +12,18 @@ from typing import Any, Final, cast
 from torch import nn
 
 from attnflow._core.progress import Progress
-from attnflow.knowledge import attach, fit_reader
+from attnflow.knowledge import attach
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.questions import FRAMES, PROMPT, least_mistakes, unframed
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from experiments.reader.asking import While, said, scored
 from experiments.reader.bench import OWN, Bench
 from experiments.reader.edits import edited
+from experiments.reader.fit import fit_reader
 from experiments.reader.lora import tuned
+from experiments.reader.named import reading
+from experiments.reader.questions import FRAMES, PROMPT, least_mistakes, unframed
 from experiments.reader.settings import Reading
 from experiments.reader.world import Embedded, public_facts, sentence
 from experiments.runner.experiment import Setup
@@ -48,8 +50,10 @@ def setup(config: Reading) -> Setup:
         if job.arm == FIT:
             return {"fitted": _fit(bench, place, progress)}
         if job.arm in ("reader", "ask"):
-            _fit(bench, place, progress)
-            return (_read if job.arm == "reader" else _ask)(bench, place, progress)
+            fitted = _fit(bench, place, progress)
+            if job.arm == "reader":
+                return _read(bench, place, progress)
+            return _ask(bench, place, fitted, progress)
         if job.arm == "context":
             return _context(bench, progress)
         return {"ways": tuned(bench, folder, progress) if job.arm == "lora" else edited(bench, progress)}
@@ -57,7 +61,7 @@ def setup(config: Reading) -> Setup:
     return Setup(repeated(JOBS, config.seeds), run, {"public_facts": len(public_facts())})
 
 
-def _fit(bench: Bench, place: Path, progress: Progress) -> Mapping[str, object]:
+def _fit(bench: Bench, place: Path, progress: Progress) -> Mapping[str, Any]:
     """Fit, go on with it, or take the fit that is there; several processes may ask for it."""
     config, finished = bench.config, place / "fitted.json"
     place.mkdir(parents=True, exist_ok=True)
@@ -92,14 +96,13 @@ def _read(bench: Bench, place: Path, progress: Progress) -> dict[str, object]:
     return {"threshold": cut, "ways": ways}
 
 
-def _ask(bench: Bench, place: Path, progress: Progress) -> dict[str, object]:
-    """The same reader, for which the store is searched by the encoder, as `knowledge.texts.ask` does it."""
-    config, ways, near = bench.config, list[dict[str, object]](), 0.0
+def _ask(bench: Bench, place: Path, fitted: Mapping[str, Any], progress: Progress) -> dict[str, object]:
+    """The same reader, for which the store is searched by the encoder: it reads the nearest entry and no other."""
+    config, ways, near = bench.config, list[dict[str, object]](), fitted["near"]
     count = bench.size_of_reader()
     for done, size in enumerate(config.sizes):
         progress(done, len(config.sizes), f"{size} facts")
         with bench.edited_store(size) as (store, asked), attach(bench.loaded, store, reader=place / "reader") as handle:
-            near = cast("list[StoreReader]", handle.readers)[0].near
             search = store.search(bench.embedded.queries([one.text for one in asked]), 1)
             best, scores = search.ids[:, 0].tolist(), search.scores[:, 0].tolist()
             during, otherwise = (_nearest_read(bench, store, handle, cut) for cut in (-math.inf, near))
@@ -120,7 +123,7 @@ def _nearest_read(bench: Bench, store: Store, handle: Attached, cut: float) -> W
         search = store.search(bench.embedded.queries([unframed(one) for one in prompts]), 1)
         if float(search.scores.min()) <= cut:  # of one prompt: others are not refused here
             return _silent(handle)
-        return handle.reading(search.ids[:, 0].tolist())
+        return reading(handle, search.ids[:, 0].tolist())
 
     return during
 

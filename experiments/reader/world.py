@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.questions import FRAMES, HELD_OUT_FRAMES, PROMPT, made_up, parts_of
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
+from experiments.reader.questions import FRAMES, HELD_OUT_FRAMES, PROMPT, made_up, parts_of
 
 PUBLIC: Final = Path(__file__).with_name("public.csv")
 KINDS: Final = ("made up", "public")

@@ -20,7 +20,6 @@ from attnflow.cli import (
     doctor,
     geometry,
     knowledge_edit,
-    knowledge_reader,
     knowledge_trace,
     mask,
     mask_formats,
@@ -73,8 +72,6 @@ GROUPS: Final = {
     "bias": _group("bias", "Look at what a learned bias does; train one.", bias.bias_show, bias.bias_train),
     "knowledge": knowledge,
 }
-knowledge.command("fit")(knowledge_reader.knowledge_fit)
-knowledge.command("ask")(knowledge_reader.knowledge_ask)
 knowledge.command("edit")(knowledge_edit.knowledge_edit)
 knowledge.command("trace")(knowledge_trace.knowledge_trace)
 app.add_typer(knowledge, name="knowledge")

@@ -47,7 +47,7 @@ def build(
         str, typer.Option("--encoder", metavar="MODEL", help="What embeds texts: minilm, a folder or a hub id.")
     ] = "minilm",
     split: Annotated[Split, typer.Option("--split", help="What of a text file is one entry.")] = Split.line,
-    values: Annotated[bool, typer.Option("--values", help="Embed values, too, for `knowledge fit` and `ask`.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Embed values, too.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Build a store.

@@ -18,12 +18,10 @@ from attnflow.knowledge.store import Store
 
 if TYPE_CHECKING:
     from attnflow.knowledge.duplication import duplicates
-    from attnflow.knowledge.hf import texts
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
     from attnflow.knowledge.hf.edit import edit
     from attnflow.knowledge.hf.encoder import TextEncoder
-    from attnflow.knowledge.hf.fit import fit_reader
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
@@ -43,10 +41,8 @@ __all__ = [
     "conditions",
     "duplicates",
     "edit",
-    "fit_reader",
     "from_ffn",
     "save_entries",
-    "texts",
     "to_ffn",
     "trace",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import aligned, plural, shorten
@@ -146,63 +145,3 @@ class Inspection(Result):
             said += [aligned([["entries", "ids", "text of the first"], *rows], left=[1, 2])] if rows else []
             said += [f"and {plural(more, 'more group')}"] if more else []
         return "\n".join(said)
-
-
-@dataclass(frozen=True)
-class Fitted(Result):
-    """What came out of teaching a model to read a store; its table is the curve of held-out questions.
-
-    Attributes:
-        folder: where the reader, the settings and the checkpoint lie.
-        num_parameters: of the reader.
-        curve: of each measurement the step and, for stores of 64 and 1,024 entries, how often the right entry had the
-            most weight (entry), the first word of the answer was right (word), anything was read (read), and nothing
-            was where the entry was not there (refused); and what the loss of text that the model itself wrote rises by
-            when the store is read, in nats a token (drift).
-        settings: of the run, by which it is recognised when it goes on.
-    """
-
-    folder: str
-    num_parameters: int
-    curve: tuple[dict[str, float], ...]
-    settings: dict[str, Any]
-
-    def rows(self) -> Sequence[Mapping[str, object]]:
-        """A row for each measurement."""
-        return self.curve
-
-    def __str__(self) -> str:
-        last = ", ".join(f"{name} {value:.2f}" for name, value in self.curve[-1].items() if name != "step")
-        return f"{self.folder}: {self.num_parameters:,} parameters; held-out questions: {last}"
-
-
-@dataclass(frozen=True)
-class Answer(Result):
-    """What a model with a reader says to a question, and the entry that it read for it.
-
-    Attributes:
-        question: as it was asked.
-        answer: the model's words, from the first of the sources alone; None if no entry is near enough.
-        near: similarity above which the nearest entry is taken to have the answer: an inner product, 1 at most for
-            embeddings of length 1.
-        sources: the entries whose keys are nearest to the question, with their similarities, best first.
-    """
-
-    question: str
-    answer: str | None
-    near: float
-    sources: tuple[Match, ...]
-
-    def rows(self) -> Sequence[Mapping[str, object]]:
-        """A row for each entry."""
-        return [asdict(one) for one in self.sources]
-
-    def __str__(self) -> str:
-        said = "not in the store" if self.answer is None else self.answer
-        lines = [
-            f"  {one.score:.2f}  entry {one.id}, version {one.version}: {shorten(readable(one.text), 80)}"
-            + (f" ({one.source})" if one.source else "")
-            for one in self.sources
-        ]
-        how = "nothing is near enough" if self.answer is None else "read from the first of these"
-        return "\n".join([said, f"{how} (similarity above {self.near:.2f}):", *lines])

@@ -7,13 +7,11 @@ from attnflow._core.errors import MissingExtra
 if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
 
-from attnflow.knowledge.hf import texts as texts
 from attnflow.knowledge.hf.attach import attach as attach
 from attnflow.knowledge.hf.convert import from_ffn as from_ffn
 from attnflow.knowledge.hf.convert import to_ffn as to_ffn
 from attnflow.knowledge.hf.edit import edit as edit
 from attnflow.knowledge.hf.encoder import TextEncoder as TextEncoder
-from attnflow.knowledge.hf.fit import fit_reader as fit_reader
 from attnflow.knowledge.hf.modular import ModularConfig as ModularConfig
 from attnflow.knowledge.hf.modular import ModularForCausalLM as ModularForCausalLM
 from attnflow.knowledge.hf.sync import save_entries as save_entries

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from attnflow._core.checks import Indices, preview
+from attnflow._core.checks import Indices
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
@@ -41,8 +40,8 @@ def attach(
     """Let a model read a store; edits act on the next token.
 
     Any decoder gets a reader after some of its layers: cross-attention from the layer's tokens to the entries, added
-    behind a gate that is 0 at first, with which the model is as it was, bit for bit. `fit_reader` trains readers,
-    `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder. A model that has
+    behind a gate that is 0 at first, with which the model is as it was, bit for bit. Readers are parameters that you
+    train; `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder. A model that has
     readers reads another store from now on.
 
     A modular model reads the store instead of its own entries, and searches it itself. So does one that `from_ffn`
@@ -165,42 +164,6 @@ class Attached(Handle):
         """Write a modular model's thresholds where they are stale; returns for how many entries."""
         source = self._stored()
         return source.write_thresholds() if isinstance(source, Searched) else 0
-
-    @contextmanager
-    def reading(self, ids: Sequence[int]) -> Generator[None]:
-        """Within it, readers of a decoder read the entries that you name, found by whatever search you like.
-
-        Each row of a batch reads its entry and no other: the last token of each pass with all the weight, whatever it
-        would ask by, tokens before it with as much as the entry gets against none. So `generate` answers from that
-        entry. Edits of it act on the next token. `ask` names the one whose key is nearest to a question.
-
-        Args:
-            ids: one for each row of the batches that follow, padded on the left; beams of a row read the same one.
-
-        Raises:
-            ValueError: no reader of a decoder, no ids, or ids that are not in the store; in a pass, a batch of another
-                number of rows.
-        """
-        own = store_readers(self.model)
-        if not own:
-            raise ValueError(
-                f"the layers of {type(self.model).__name__} read its own entries: no reader was added to it"
-            )
-        chosen = tuple(int(one) for one in ids)
-        store = own[0].source.store
-        missing = [one for one in chosen if one not in store]
-        if missing or not chosen:
-            raise ValueError(
-                f"ids must name entries of {store.uri}, one for each row, got {preview(missing or chosen)}"
-            )
-        before = [reader.chosen for reader in own]
-        try:
-            for reader in own:
-                reader.chosen = chosen
-            yield
-        finally:
-            for reader, one in zip(own, before, strict=True):
-                reader.chosen = one
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.

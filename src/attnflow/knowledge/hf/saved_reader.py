@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from attnflow.models.layers import Stack, same_weights, stack_of
 
 WEIGHTS: Final = "reader.safetensors"
 _FORMAT: Final = "attnflow-reader"
-_VERSION: Final = 4  # 1 asked by the values of the layer itself, 2 had no threshold, 3 none of similarity
-_TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int,
-                 "enough": float, "near": float}  # fmt: skip
+_VERSION: Final = 1
+_TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int}
 
 
 def encoder_of(store: Store) -> str:
@@ -75,8 +73,6 @@ def save_reader(model: nn.Module, folder: Path) -> Path:
         "layers": [reader.layer for reader in readers],
         "key_dim": first.attention.key_dim,
         "num_heads": first.attention.num_heads,
-        "enough": first.enough,
-        "near": first.near,
     }
     with write_folder(folder) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
@@ -100,8 +96,6 @@ class SavedReader:
     layers: list[int]
     key_dim: int
     num_heads: int
-    enough: float
-    near: float
 
     @classmethod
     def read(cls, folder: Path) -> SavedReader:
@@ -118,17 +112,12 @@ class SavedReader:
             raise ValueError(f"{folder} holds no saved reader but {about.get('format') or 'something else'}")
         if about.get("version") != _VERSION:
             raise ValueError(
-                f"{folder} has version {about.get('version')}, this release reads {_VERSION}: update attnflow, or call "
-                "fit_reader again (in the folder of a finished run it saves the reader anew)"
+                f"{folder} has version {about.get('version')}, this release reads {_VERSION}: update attnflow"
             )
         wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
         samples = [] if wrong else about["base"].get("samples")
         if not isinstance(samples, list) or not all(isinstance(one, int | float) for one in samples):
             wrong.append("base")
-        if not wrong and not 0 <= about["enough"] <= 1:
-            wrong.append("enough")
-        if not wrong and not math.isfinite(about["near"]):
-            wrong.append("near")
         if wrong:
             raise ValueError(f"{folder} is damaged: {', '.join(wrong)} cannot be read")
         return cls(folder, *(about[name] for name in _TYPES))
@@ -169,5 +158,3 @@ class SavedReader:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name])
-        for reader in readers:
-            reader.enough, reader.near = self.enough, self.near

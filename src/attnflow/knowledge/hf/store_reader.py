@@ -16,14 +16,12 @@ from torch.nn import functional
 
 from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow._core.markup import plural
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
 from attnflow.knowledge.hf.pooled_values import PooledValues
 from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
 from attnflow.knowledge.memory_layer.source import StoredKnowledge
-from attnflow.knowledge.questions import NEAR, READ
 from attnflow.knowledge.store import Store, StoreError
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal
 from attnflow.models.inputs import ordinary_tokens, sparing
@@ -69,10 +67,6 @@ class FollowedStore(StoredKnowledge):
         """E, as it is in the store."""
         self.follow()
         return self.cpu_rows
-
-    def chosen(self, ids: Sequence[int], like: Tensor) -> Float[Tensor, "ids entry_dim"]:
-        """The entries with these ids alone, likewise; the others are not read."""
-        return _untraced_some(self, ids, like)
 
     def insert(
         self,
@@ -122,14 +116,8 @@ def _current(source: FollowedStore, like: Tensor) -> Tensor:
     return source.at[key]
 
 
-def _some(source: FollowedStore, ids: Sequence[int], like: Tensor) -> Tensor:
-    distinct, rows = torch.tensor(ids).unique(return_inverse=True)
-    return source.store.vectors(distinct)[rows].to(like)
-
-
 # No part of a compiled graph: anybody may edit the entries between two tokens.
 _untraced: Final = cast("Callable[[FollowedStore, Tensor], Tensor]", torch.compiler.disable(_current))
-_untraced_some: Final = cast("Callable[[FollowedStore, Sequence[int], Tensor], Tensor]", torch.compiler.disable(_some))
 
 
 class StoreReader(KnowledgeReader, LayerReader):
@@ -146,12 +134,8 @@ class StoreReader(KnowledgeReader, LayerReader):
     Attributes:
         gate: one number; 0 at first, with which the model is as it was, bit for bit.
         source: the store, shared by all readers of a model.
-        given: entries that are read instead of the store's, as in training; or None.
-        chosen: ids of entries, one for each row of a batch, that are read instead, by the last token of each pass with
-            all its weight; see `Attached.reading`. Or None.
-        enough: weight on entries, the mean over readers and heads, above which the store has the answer to a question.
-        near: inner product of a question with the key of the nearest entry above which it has, where the encoder
-            searches.
+        given: entries that are read instead of the store's, as in training; or a function of the reader and of what
+            tokens ask by, which says what is read before the gate; or None.
     """
 
     def __init__(
@@ -174,17 +158,14 @@ class StoreReader(KnowledgeReader, LayerReader):
         self.pooled_map = nn.Linear(pooled.width, model_dim, bias=False)
         nn.init.normal_(self.pooled_map.weight, std=pooled.width**-0.5)
         self.source = source
-        self.given: Tensor | None = None
-        self.chosen: tuple[int, ...] | None = None
-        self.enough = READ
-        self.near = NEAR
+        self.given: Tensor | Callable[[StoreReader, Tensor], Tensor] | None = None
 
     def read(self, hidden: Float[Tensor, "batch tokens model_dim"]) -> Float[Tensor, "batch tokens model_dim"]:
         """What the store adds to tokens as they leave the layer."""
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             asked = self.asked(hidden.to(kind), self.pooled.read(self.layer, hidden, kind))
-            return (self(asked) if self.chosen is None else self._from_chosen(asked, self.chosen)).to(hidden.dtype)
+            return self(asked).to(hidden.dtype)
 
     def asked(
         self, hidden: Float[Tensor, "*tokens model_dim"], pooled: Float[Tensor, "*tokens width"]
@@ -194,26 +175,12 @@ class StoreReader(KnowledgeReader, LayerReader):
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
         """What the store adds, by the queries of tokens."""
-        if self.given is not None:
+        if isinstance(self.given, Tensor):
             return self._scale * super().forward(hidden, self.given)
+        if self.given is not None:
+            return self._scale * self.given(self, hidden)
         read = self.source.entries(hidden) if self.retrieval is None else self.source
         return self._scale * super().forward(hidden, read)
-
-    def _from_chosen(
-        self, asked: Float[Tensor, "batch tokens model_dim"], ids: Sequence[int]
-    ) -> Float[Tensor, "batch tokens model_dim"]:
-        """What one entry for each row says: to the last token with all the weight, to others with theirs."""
-        if len(asked) % len(ids):
-            raise ValueError(
-                f"{plural(len(ids), 'entry', 'entries')} to read for {plural(len(asked), 'row')}: give one for each row"
-            )
-        rows = self.source.chosen(ids, asked)
-        scores = self.attention.score(asked, rows, self.attention.thresholds(rows))[0]
-        own = torch.arange(len(ids), device=asked.device).repeat_interleave(len(asked) // len(ids))  # beams share
-        scores = scores[torch.arange(len(asked), device=asked.device), ..., own]
-        weights = torch.cat([scores[:, :-1].sigmoid(), torch.ones_like(scores[:, -1:])], dim=1)
-        values = torch.einsum("ne,hed->nhd", rows, self.attention.value)[own]
-        return self._scale * torch.einsum("bth,bhd->btd", weights, values)
 
     @property
     def num_entries(self) -> int:

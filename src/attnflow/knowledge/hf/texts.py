@@ -14,7 +14,6 @@ from attnflow._core.checks import Indices, preview
 from attnflow._core.markup import plural
 from attnflow._core.progress import Progress
 from attnflow.knowledge.duplication import duplicates
-from attnflow.knowledge.hf.asking import ask as ask
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.sync import MADE_BY, save_entries

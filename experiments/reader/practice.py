@@ -15,10 +15,10 @@ from torch.nn import functional
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.quiet import pool_of
-from attnflow.knowledge.hf.words import words_of
-from attnflow.knowledge.questions import Question, asked, least_mistakes, made_up, parts_of
 from attnflow.knowledge.records import SEPARATOR, Record
+from experiments.reader.questions import Question, asked, least_mistakes, made_up, parts_of
+from experiments.reader.quiet import pool_of
+from experiments.reader.words import words_of
 
 _HELD_OUT: Final = 10  # one fact in so many is never trained
 _EACH: Final = 2  # wordings in which a fact is trained

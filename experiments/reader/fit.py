@@ -4,22 +4,54 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from attnflow._core.checks import integer
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
+from attnflow._core.results import Result
 from attnflow.knowledge.hf.attach import attach
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.fitting import Run, Settings
 from attnflow.knowledge.records import Record, read_records
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.text_results import Fitted
 from attnflow.models.evaluation import evaluating, seed_all
 from attnflow.models.loaded import Loaded, split
+from experiments.reader.fitting import Run, Settings
+
+
+@dataclass(frozen=True)
+class Fitted(Result):
+    """What came out of teaching a model to read a store; its table is the curve of held-out questions.
+
+    Attributes:
+        folder: where the reader, the settings and the checkpoint lie.
+        num_parameters: of the reader.
+        curve: of each measurement the step and, for stores of 64 and 1,024 entries, how often the right entry had the
+            most weight (entry), the first word of the answer was right (word), anything was read (read), and nothing
+            was where the entry was not there (refused); and what the loss of text that the model itself wrote rises by
+            when the store is read, in nats a token (drift).
+        settings: of the run, by which it is recognised when it goes on.
+        enough: weight on entries, the mean over readers and heads, above which the store has the answer.
+        near: inner product of a question with the key of the nearest entry above which it has.
+    """
+
+    folder: str
+    num_parameters: int
+    curve: tuple[dict[str, float], ...]
+    settings: dict[str, Any]
+    enough: float
+    near: float
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each measurement."""
+        return self.curve
+
+    def __str__(self) -> str:
+        last = ", ".join(f"{name} {value:.2f}" for name, value in self.curve[-1].items() if name != "step")
+        return f"{self.folder}: {self.num_parameters:,} parameters; held-out questions: {last}"
 
 
 def fit_reader(
@@ -102,7 +134,7 @@ def fit_reader(
             handle.remove()
             for parameter, wanted in before:
                 parameter.requires_grad_(wanted)
-    result = Fitted(str(place), run.count, tuple(run.curve), asdict(settings))
+    result = Fitted(str(place), run.count, tuple(run.curve), asdict(settings), run.enough, run.near)
     result.save(place / "fitted.json")
     return result
 

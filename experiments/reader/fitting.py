@@ -17,14 +17,14 @@ from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.practice import Settings, near_enough, practice
-from attnflow.knowledge.hf.quiet import nothing_loss, pool_of, reading_loss, written_by
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.hf.words import value_map
 from attnflow.knowledge.memory_layer.reader import Reading
-from attnflow.knowledge.questions import Question, least_mistakes
 from attnflow.knowledge.records import Record
 from attnflow.models.layers import stack_of
+from experiments.reader.practice import Settings, near_enough, practice
+from experiments.reader.questions import NEAR, READ, Question, least_mistakes
+from experiments.reader.quiet import nothing_loss, pool_of, reading_loss, written_by
+from experiments.reader.words import value_map
 
 _BATCH: Final = 16
 _EVALUATED: Final = 32
@@ -62,6 +62,7 @@ class Run:
         self.readers = cast("list[StoreReader]", handle.readers)
         self.settings, self.place, self.progress = settings, place, progress
         self.curve: list[dict[str, float]] = []
+        self.enough, self.near = READ, NEAR
         self.count = sum(parameter.numel() for reader in self.readers for parameter in reader.parameters())
         self.words, self.records, self.questions, self.held = practice(tokenizer, own, settings)
 
@@ -77,9 +78,7 @@ class Run:
             self._measure(0)
             self._save(0, None)
         self._learn_to_answer(state)
-        near = near_enough(self.encoder, self._choosing, self.records, self.entries, _POOLS[1])
-        for reader in self.readers:
-            reader.near = near
+        self.near = near_enough(self.encoder, self._choosing, self.records, self.entries, _POOLS[1])
 
     @property
     def _device(self) -> torch.device:
@@ -292,8 +291,7 @@ class Run:
         """The weight on entries above which there is an answer, by held-out questions of which none is measured."""
         present, _, absent = self._with_and_without(self._choosing, _POOLS[1], torch.Generator().manual_seed(11))
         cut = least_mistakes(present.sum(dim=1).tolist(), absent.sum(dim=1).tolist())
-        for reader in self.readers:
-            reader.enough = min(max(cut, 0.0), 1.0)  # a share, as a saved reader is checked to have
+        self.enough = min(max(cut, 0.0), 1.0)
 
     def _with_and_without(
         self, questions: Sequence[Question], size: int, draw: torch.Generator
@@ -318,7 +316,7 @@ class Run:
     def _measure(self, step: int) -> None:
         """Held-out questions: right entries, first words, refusals where the entry is not there; and other text."""
         row: dict[str, float] = {"step": float(step)}
-        draw, enough = torch.Generator().manual_seed(7), self.readers[0].enough
+        draw, enough = torch.Generator().manual_seed(7), self.enough
         for size in _POOLS:
             shares, right, without = self._with_and_without(self.held[:_EVALUATED], size, draw)
             read, refused = (shares.sum(dim=1) > enough).float().mean(), (without.sum(dim=1) <= enough).float().mean()
@@ -357,7 +355,7 @@ class Run:
             "readers": [reader.state_dict() for reader in self.readers],
             "optimiser": None if optimiser is None else optimiser.state_dict(),
             "curve": self.curve,
-            "enough": self.readers[0].enough,
+            "enough": self.enough,
         }
         with write_atomically(self.place / "checkpoint.pt") as file:
             torch.save(state, file)
@@ -369,8 +367,7 @@ class Run:
         state = cast("dict[str, Any]", torch.load(path, map_location=self._device, weights_only=True))
         for reader, values in zip(self.readers, state["readers"], strict=True):
             reader.load_state_dict(values)
-            reader.enough = state["enough"]
-        self.curve = state["curve"]
+        self.enough, self.curve = state["enough"], state["curve"]
         return state
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from attnflow.knowledge.records import SEPARATOR, Record
 
-# Thresholds of readers for which none was chosen: less, and no entry has the answer.
+# Thresholds before they are chosen: less, and no entry has the answer.
 READ: Final = 0.5  # of the weight on entries
 NEAR: Final = 0.5  # inner product of a question with the nearest key
 PROMPT: Final = "Question: {}\nAnswer:"

@@ -1,0 +1,63 @@
+"""What makes readers read the entries that a search of the store has named, in place of what tokens ask by."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnflow._core.checks import preview
+from attnflow._core.markup import plural
+from attnflow.knowledge.hf.attach import Attached
+from attnflow.knowledge.hf.store_reader import StoreReader
+
+
+@contextmanager
+def reading(handle: Attached, ids: Sequence[int]) -> Generator[None]:
+    """Within it, each row of a batch reads the entry that is named for it and no other.
+
+    The last token of each pass reads it with all the weight, tokens before it with as much as the entry gets against
+    none. So `generate` answers from that entry. Edits of it act on the next token.
+
+    Args:
+        handle: of a decoder that has readers.
+        ids: one for each row of the batches that follow, padded on the left; beams of a row read the same one.
+
+    Raises:
+        ValueError: no ids, or ids that are not in the store; in a pass, a batch of another number of rows.
+    """
+    readers, store = cast("list[StoreReader]", handle.readers), handle.store
+    chosen = [int(one) for one in ids]
+    missing = [one for one in chosen if store is None or one not in store]
+    if store is None or missing or not chosen:
+        raise ValueError(f"ids must name entries of the store, one for each row, got {preview(missing or chosen)}")
+
+    def named(reader: StoreReader, asked: Tensor) -> Tensor:
+        return _read(reader, asked, store.vectors(chosen).to(asked))
+
+    before = [reader.given for reader in readers]
+    try:
+        for reader in readers:
+            reader.given = named
+        yield
+    finally:
+        for reader, one in zip(readers, before, strict=True):
+            reader.given = one
+
+
+def _read(reader: StoreReader, asked: Tensor, rows: Tensor) -> Tensor:
+    """What one entry for each row says: to the last token with all the weight, to others with theirs."""
+    if len(asked) % len(rows):
+        raise ValueError(
+            f"{plural(len(rows), 'entry', 'entries')} to read for {plural(len(asked), 'row')}: give one for each row"
+        )
+    attention = reader.attention
+    scores = attention.score(asked, rows, attention.thresholds(rows))[0]
+    own = torch.arange(len(rows), device=asked.device).repeat_interleave(len(asked) // len(rows))  # beams share
+    scores = scores[torch.arange(len(asked), device=asked.device), ..., own]
+    weights = torch.cat([scores[:, :-1].sigmoid(), torch.ones_like(scores[:, -1:])], dim=1)
+    values = torch.einsum("ne,hed->nhd", rows, attention.value)[own]
+    return torch.einsum("bth,bhd->btd", weights, values)
