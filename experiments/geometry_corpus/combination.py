@@ -81,7 +81,7 @@ def record(model: Any, ids: Tensor) -> list[tuple[AttentionLayer, Recorded]]:
         return around
 
     around = {site.module: interceptor(site.name) for site in sites}
-    interception = intercept(models_around(model, sites), around, role="pool", implementation="eager")
+    interception = intercept(models_around(sites), around, role="pool", implementation="eager")
     try:
         with torch.no_grad():
             model(input_ids=ids.to(next(model.parameters()).device))

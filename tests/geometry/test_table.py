@@ -15,7 +15,7 @@ from attnflow.geometry.factored import full_scores, head_scores
 from attnflow.geometry.summary import Quartiles
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
 from attnflow.models.families.find import Place
-from attnflow.models.families.rows import Rows
+from attnflow.models.families.rows import blocks
 from attnflow.report.geometry import overview
 
 
@@ -36,7 +36,7 @@ def test_rows_hold_the_scores_of_the_weights():
     query, key = torch.randn(8, 20), torch.randn(4, 20)
     query[2:4] = 0  # head 1
     source = Place(
-        3, "layers.3.attention", "decoder", "self", Rows("q", 2, 4, 0, 4), Rows("k", 2, 2, 0, 2), 4, 2, False
+        3, "layers.3.attention", "decoder", "self", blocks("q", 2, 4, 0, 4), blocks("k", 2, 2, 0, 2), 4, 2, False
     )
     full, heads = full_scores(query, key, 4, 2), head_scores(query, key, 4, 2)
     rows = [*rows_of(source, full, 20), *rows_of(source, heads, 20)]
@@ -51,7 +51,7 @@ def test_rows_hold_the_scores_of_the_weights():
 
 
 def test_matrices_that_are_not_square_are_flagged():
-    source = Place(0, "cross", "decoder", "cross", Rows("q", 2, 4, 0, 4), Rows("k", 2, 4, 0, 4), 4, 4, False)
+    source = Place(0, "cross", "decoder", "cross", blocks("q", 2, 4, 0, 4), blocks("k", 2, 4, 0, 4), 4, 4, False)
     (found,) = rows_of(source, full_scores(torch.randn(8, 20), torch.randn(8, 12), 4, 4), 20)
     assert found.flags == ("not square",)
     assert math.isnan(found.symmetry)

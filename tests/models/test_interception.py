@@ -47,7 +47,7 @@ def double(call, proceed):
 
 def put(model, interceptor, role="bias", **options):
     sites = find_sites(model)
-    return intercept(models_around(model, sites), {s.module: interceptor for s in sites}, role=role, **options)
+    return intercept(models_around(sites), {s.module: interceptor for s in sites}, role=role, **options)
 
 
 def inputs(name, **more):

@@ -1,13 +1,13 @@
-"""What queries and keys are made of: the probe against the registry, and against the attention interface itself."""
+"""What queries and keys consist of: the probe against the tables, and against the attention interface itself."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from attnflow.models.attention import attention_places
+from attnflow.models.attention import projections
 from attnflow.models.interception import intercept
-from attnflow.models.probe import Columns, Projections, probe
+from attnflow.models.probe import Projections
 from attnflow.models.sites import find_sites, models_around
 from tests.models import ZOO, tiny, tokens
 
@@ -19,35 +19,29 @@ def self_attention(model):
     return [site for site in find_sites(model) if site.kind == "self"]
 
 
-def of_registry(place, rows):
-    return Columns.of_rows(rows.tensor.removeprefix(f"{place.name}.").removesuffix(".weight"), rows)
-
-
 @pytest.mark.parametrize("name", REGISTERED)
-def test_it_sees_what_the_registry_says(name):
+def test_it_sees_what_the_tables_say_of_weights_that_are_not_here(name):
     model = ZOO[name].build().eval()
-    sites, places = self_attention(model), attention_places(model)
-    probed = probe(model, sites)
+    sites = self_attention(model)
+    probed = projections(model, sites)
+    empty = model.to("meta")
+    tables = projections(empty, self_attention(empty))
     assert sites
-    for site in sites:
-        seen, place = probed[site.name], places[site.name]
+    assert list(probed) == list(tables)
+    for seen, said in zip(probed.values(), tables.values(), strict=True):
         assert isinstance(seen, Projections)
-        assert (seen.num_heads, seen.num_kv_heads, seen.head_dim) == (
-            place.num_heads,
-            place.num_kv_heads,
-            place.head_dim,
-        )
-        for side, rows in ((seen.query, place.query_rows), (seen.key, place.key_rows)):
-            expected = of_registry(place, rows)
-            assert side.paths == expected.paths
-            assert torch.equal(side.index, expected.index)
+        assert isinstance(said, Projections)
+        assert (seen.num_heads, seen.num_kv_heads, seen.head_dim) == (said.num_heads, said.num_kv_heads, said.head_dim)
+        for ours, theirs in ((seen.query, said.query), (seen.key, said.key)):
+            assert ours.paths == theirs.paths
+            assert torch.equal(ours.index, theirs.index)
 
 
 @pytest.mark.parametrize("name", LATENT)
 def test_products_are_what_attention_sees_at_position_zero(name):
     model = ZOO[name].build().double().eval()
     sites = self_attention(model)
-    probed = probe(model, sites)
+    probed = projections(model, sites)
     outputs = {site.name: {} for site in sites}
     calls = {}
 
@@ -61,7 +55,7 @@ def test_products_are_what_attention_sees_at_position_zero(name):
     for site in sites:
         for path in {*probed[site.name].query.paths, *probed[site.name].key.paths}:
             site.module.get_submodule(path).register_forward_hook(note(site.name, path))
-    intercept(models_around(model, sites), {site.module: watch for site in sites}, role="mask")
+    intercept(models_around(sites), {site.module: watch for site in sites}, role="mask")
     with torch.no_grad():
         model(tokens(3, 1))
     for site in sites:
@@ -76,7 +70,7 @@ def test_the_model_is_as_it_was():
     model = tiny("DeepseekV3").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     implementation, state = model.config._attn_implementation, torch.get_rng_state()
-    probe(model, self_attention(model))
+    projections(model, self_attention(model))
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert model.config._attn_implementation == implementation
@@ -86,5 +80,5 @@ def test_the_model_is_as_it_was():
 
 def test_what_does_not_read_tokens_says_so():
     model = ZOO["ViT"].build().eval()
-    for why in probe(model, self_attention(model)).values():
+    for why in projections(model, self_attention(model)).values():
         assert "did not run on one token" in why

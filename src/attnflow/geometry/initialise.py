@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import layers_in_memory
 from attnflow.models.attention import AttentionLayer
-from attnflow.models.families.rows import Rows, Selected
+from attnflow.models.families.rows import Selected
 from attnflow.models.loaded import Loaded
 
 Scale = Literal["matched", "paper"]
@@ -97,12 +97,12 @@ def _initialise(
 
 
 def _check(layer: AttentionLayer, sign: Literal[1, -1]) -> None:
-    if not isinstance(layer.query_rows, Rows | Selected) or not isinstance(layer.key_rows, Rows | Selected):
+    if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):
         raise UnsupportedArchitecture(
             f"{layer.name} has queries or keys that are products of several weights (latent attention), so that there "
             "is no one way to write them; leave such models as they are, and use penalty"
         )
-    if sign < 0 and layer.query_rows == layer.key_rows:
+    if sign < 0 and layer.query_rows.same(layer.key_rows):
         raise UnsupportedArchitecture(
             f"{layer.name} has one weight for queries and keys, so that its form is symmetric"
         )

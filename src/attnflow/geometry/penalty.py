@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from attnflow.geometry.factored import full_symmetry, head_symmetry
 from attnflow.geometry.score import layers_in_memory
-from attnflow.models.loaded import Loaded
+from attnflow.models.attention import AttentionLayer
+from attnflow.models.loaded import Loaded, split
 
 Target = Literal["symmetric", "skew"]
+
+_found: Final[WeakKeyDictionary[nn.Module, tuple[int, list[AttentionLayer]]]] = WeakKeyDictionary()
 
 
 def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: bool = False) -> Float[Tensor, ""]:
@@ -43,9 +47,19 @@ def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: b
     sign = 1 if target == "symmetric" else -1
     symmetry = head_symmetry if per_head else full_symmetry
     terms: list[Tensor] = []
-    for layer in layers_in_memory(model):
+    for layer in _layers(split(model)[0]):
         query, key = layer.query(), layer.key()
         # A Trainer takes the loss under autocast, whose half precision is not enough for the squares of products.
         with torch.autocast(query.device.type, enabled=False):
             terms.append(1 - sign * symmetry(query, key, layer.num_heads, layer.num_kv_heads).mean())
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _layers(model: nn.Module) -> list[AttentionLayer]:
+    """The layers of the model, which a loss asks for at every step; found again where its parameters are others."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    count, layers = _found.get(model, (-1, []))
+    if count != len(parameters) or any(id(p) not in parameters for layer in layers for p in layer.parameters.values()):
+        layers = layers_in_memory(model)
+        _found[model] = len(parameters), layers
+    return layers

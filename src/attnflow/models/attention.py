@@ -1,10 +1,15 @@
-"""The attention layers of a model in memory or in a checkpoint: where they are, their heads, their queries and keys."""
+"""The attention layers of a model in memory or in a checkpoint: where they are, their heads, their queries and keys.
+
+A model in memory is probed: noise through its attention modules shows of which rows of which weights their queries and
+keys consist. The registry of families speaks where nothing can be run: for a checkpoint, for weights that are not here,
+and for modules that compute attention by themselves, past transformers' interface.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from jaxtyping import Float
@@ -12,14 +17,28 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints.weights import Weights, config_of
-from attnflow.models.families.find import Place, find, nothing_known, registered
+from attnflow.models.checkpoints.weights import Weights, config_of, stated_by
+from attnflow.models.families.find import (
+    Config,
+    Place,
+    Said,
+    Shapes,
+    Stem,
+    find,
+    nothing_known,
+    ordered,
+    registered,
+)
 from attnflow.models.families.heads import UnknownHeads
-from attnflow.models.families.rows import Read, Rows, Selected
+from attnflow.models.families.rows import Composed, Read, Selected
 from attnflow.models.families.table import is_query_or_key
-from attnflow.models.places import places_of, said_by
+
+if TYPE_CHECKING:
+    from attnflow.models.probe import Projections
+    from attnflow.models.sites import Site
 
 _ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
+_Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +78,7 @@ class AttentionLayer(Place):
         for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
             if weight is None:
                 continue
-            if not isinstance(rows, Rows | Selected):
+            if not isinstance(rows, Selected):
                 raise UnsupportedArchitecture(
                     f"{self.name} has queries or keys that are products (latent attention), which cannot be written"
                 )
@@ -72,16 +91,21 @@ class AttentionLayer(Place):
                 rows.put(self.parameters[rows.tensor], weight)
 
 
-def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+def attention_layers(model: nn.Module, sites: Sequence[Site] | None = None) -> list[AttentionLayer]:
     """Every attention module of a model in memory, in the order of its layers.
 
-    What the registry of families cannot read is probed, by one forward pass of 16 tokens when a model is first asked
-    for. Layers that share one module (ALBERT) have one entry.
+    Layers that share one module (ALBERT) have one entry.
+
+    Args:
+        model: the model.
+        sites: its attention modules, if `find_sites` has found them already.
 
     Raises:
         TypeError: not a module.
         UnsupportedArchitecture: the model has no attention that is known, adapters on its queries or keys, or queries
             and keys that are no linear function of a token.
+
+    Cost: one forward pass of 16 tokens.
     """
     if not isinstance(cast(object, model), nn.Module):
         raise TypeError(f"expected a torch module, got {type(model).__name__}")
@@ -93,15 +117,28 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
     return [
         AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
-        for place in places_of(model, shapes)
+        for place in _places(model, shapes, {}, sites)
     ]
 
 
-def attention_places(model: nn.Module) -> dict[str, Place]:
-    """Where the projections of every attention module are, by its path, also under adapters and when quantised.
+def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:
+    """What the queries and keys of each site consist of while the model runs, or why that cannot be told.
 
-    Names are those that the model's own code uses. Raises `UnsupportedArchitecture` if no attention is known.
+    Names are those that the model's own code uses, under adapters and when quantised, too.
+
+    Cost: one forward pass of 16 tokens; none if the weights are on the meta device, where the registry speaks.
     """
+    from attnflow.models.noise import traces
+    from attnflow.models.probe import projections_in
+
+    if _can_run(model):
+        return {name: projections_in(trace) for name, trace in traces(model, sites).items()}
+    return _registered_projections(model, sites)
+
+
+def _registered_projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:
+    from attnflow.models.probe import Columns, Projections
+
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         wide, narrow = getattr(module, "out_features", None), getattr(module, "in_features", None)
@@ -110,14 +147,24 @@ def attention_places(model: nn.Module) -> dict[str, Place]:
     for name, parameter in model.named_parameters():
         if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
             shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
-    places: dict[str, Place] = {}
-    for stem, place in registered(shapes, config_of(model), said_by(model)):
-        if isinstance(place, UnsupportedArchitecture):
-            raise place
-        places[stem.path] = place
-    if not places:
-        raise UnsupportedArchitecture(nothing_known(shapes, config_of(model)))
-    return places
+    found = {stem.path: place for stem, place in registered(shapes, config_of(model), _said_by(model))}
+    result: dict[str, Projections | str] = {}
+    for site in sites:
+        place = found.get(site.name, "its weights are not here, and no table says what its queries and keys are")
+        if not isinstance(place, Place):
+            result[site.name] = str(place)
+            continue
+        sides: list[Columns] = []
+        for rows in (place.query_rows, place.key_rows):
+            if isinstance(rows, Selected):
+                path = rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight")
+                sides.append(Columns((path,), rows.index))
+        result[site.name] = (
+            Projections(place.num_heads, place.num_kv_heads, place.head_dim, *sides)
+            if len(sides) == 2
+            else "its weights are not here, and its queries or keys are products"
+        )
+    return result
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
@@ -139,7 +186,7 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
         )
     try:
         if weights.module is not None:
-            places = places_of(weights.module, weights.shapes, config)
+            places = _places(weights.module, weights.shapes, config or {})
         else:
             places = _stored_places(weights, {**weights.config, **(config or {})})
     except UnsupportedArchitecture as error:
@@ -158,3 +205,92 @@ def _stored_places(weights: Weights, config: Mapping[str, object]) -> tuple[Plac
         else:
             return find(weights.shapes, complete_config(config))
         raise
+
+
+def _can_run(model: nn.Module) -> bool:
+    return not any(parameter.is_meta or hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def _places(model: nn.Module, shapes: Shapes, config: Config, sites: Sequence[Site] | None = None) -> tuple[Place, ...]:
+    """A place for each attention module of a model in memory: what its names suggest, and what the probe has seen."""
+    root = {**config_of(model), **config}
+    pairs = registered(shapes, root, _said_by(model))
+    if _can_run(model):
+        try:
+            from attnflow.models.sites import find_sites, moves_between_positions
+
+            sites = find_sites(model) if sites is None else sites
+        except (ImportError, ValueError, UnsupportedArchitecture):
+            pass  # no transformers, no model of it, or one that goes past its interface
+        else:  # recurrent layers have queries and keys, too
+            at = dict(model.named_modules())
+            pairs = [
+                (stem, p) for stem, p in pairs if stem.path not in at or not moves_between_positions(at[stem.path])
+            ]
+            pairs = _probed(model, sites, pairs)
+    places: list[tuple[Stem, Place]] = []
+    for stem, place in pairs:
+        if isinstance(place, UnsupportedArchitecture):
+            raise place
+        places.append((stem, place))
+    if not places:
+        raise UnsupportedArchitecture(nothing_known(shapes, root))
+    return ordered(places)
+
+
+def _probed(model: nn.Module, sites: Sequence[Site], pairs: _Pairs) -> _Pairs:
+    """The pairs, with what the probe has seen in place of what names suggest."""
+    from attnflow.models.noise import traces
+    from attnflow.models.probe import Unread, weights_in
+
+    stems = {site.name: Stem(site.name, "", "") for site in sites}
+    numbered = any(stem.numbers for stem in (*stems.values(), *(stem for stem, _ in pairs)))
+    chosen = [site for site in sites if not stems[site.name].beside and (not numbered or stems[site.name].numbers)]
+    result = list(pairs)
+    if not chosen:
+        return result
+    seen = weights_in({site.name: site.module for site in chosen}, traces(model, chosen, alone=True))
+    for site in chosen:
+        named = [pair for pair in pairs if _inside(pair[0].path, site.name)]
+        certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]
+        weights = seen[site.name]
+        if isinstance(weights, Unread):
+            if certain or (named and not weights.ran):
+                continue  # nothing speaks against what the registry says, be it a guess, which the result says
+            place: Place | UnsupportedArchitecture = UnsupportedArchitecture(
+                f"{site.name} ({type(site.module).__name__}): {weights.why}"
+            )
+        elif certain and isinstance(certain[0].key_rows, Composed):
+            continue  # in the order of the checkpoint, which some models change before they rotate
+        elif certain:
+            result[result.index(named[0])] = (named[0][0], replace(certain[0], **vars(weights)))
+            continue
+        else:
+            layer = next(iter(stems[site.name].numbers), 0)
+            place = Place(layer, site.name, "", site.kind, **vars(weights), discovered=False)
+        result = [pair for pair in result if pair not in named]
+        result.append((stems[site.name], place))
+    return result
+
+
+def _said_by(model: nn.Module) -> Callable[[str], Said]:
+    """What a model in memory says of its module at a path: the heads there, and the config of the part around it."""
+    owners = [
+        (f"{name}.", part, part.config) for name, part in model.named_modules() if name and hasattr(part, "config")
+    ]
+    configs: dict[int, Config] = {}  # by the identity of the config, which many modules share
+
+    def said(path: str) -> Said:
+        for name, part, own in reversed(owners):
+            if f"{path}.".startswith(name):
+                if id(own) not in configs:
+                    configs[id(own)] = config_of(part)
+                if "model_type" in (config := configs[id(own)]):
+                    return Said(stated_by(model, path), config)
+        return Said(stated_by(model, path), {})
+
+    return said
+
+
+def _inside(path: str, name: str) -> bool:
+    return name == "" or path == name or path.startswith(f"{name}.")

@@ -7,10 +7,8 @@ a vision tower, are called alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from typing import Final, cast
 
@@ -71,16 +69,18 @@ def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict
 
     Cost: one forward pass of 16 sequences of one token, without a cache.
     """
-    around = models_around(model, sites)[0]
+    around = models_around(sites)[0]
     seen = {site.name: Trace() for site in sites}
     of = {site.module: seen[site.name] for site in sites}
 
     def watch(call: AttentionCall, proceed: Proceed) -> Output:
         of[call.module].calls.append((call.query, call.key))
+        if proceed.following:  # a bias on the module expects to be asked
+            proceed(call)
         value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
 
-    with trial(model, dict.fromkeys(sites, watch), role="bias", implementation="sdpa"), _noise(sites, seen):
+    with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, seen):
         try:
             read(around, [ordinary_tokens(around, 1)] * TOKENS)
         except REFUSALS as error:  # one token of text alone is no input of some models
@@ -142,16 +142,18 @@ def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str,
     return made
 
 
-@contextmanager
-def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Generator[None]:
+def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Watch:
     """Noise for what modules read and their submodules put out, and the identity for norms and rotations."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(like)
 
-    def enter(call: Call) -> Arguments:
-        trace, names = seen[call.name], list(inspect.signature(call.module.forward).parameters)
+    def enter(call: Call) -> Arguments | None:
+        site, path = call.name
+        if path:
+            return None
+        trace, names = seen[site], list(inspect.signature(call.module.forward).parameters)
 
         def replaced(name: str, value: object) -> object:
             if name == "position_embeddings":
@@ -167,31 +169,28 @@ def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Generator[None]:
         named = {name: replaced(name, value) for name, value in call.kwargs.items()}
         return (*positional, *call.args[len(names) :]), named
 
-    def leave(trace: Trace, call: Call, output: object) -> Tensor | None:
-        if not isinstance(output, Tensor):
+    def leave(call: Call, output: object) -> Tensor | None:
+        site, path = call.name
+        if not path or not isinstance(output, Tensor):
             return None
-        path, module = call.name, call.module
-        given = call.args[0] if call.args and isinstance(call.args[0], Tensor) else None
-        norm = "norm" in f"{path} {type(module).__name__}".lower()
-        if norm and given is not None and given.shape == output.shape:
-            return given
-        result = _vectors(module, output)
+        trace, args = seen[site], call.args
+        norm = "norm" in f"{path} {type(call.module).__name__}".lower()
+        if norm and args and isinstance(args[0], Tensor) and args[0].shape == output.shape:
+            return args[0]
+        result = _vectors(call.module, output)
         if result is None:
             return None
         again = trace.outputs.get(path)
         if again is None or again.shape != result.shape:
             trace.results[path], trace.outputs[path] = result, noise(result)
             trace.inputs[path] = []
-        read = None if given is None else _vectors(module, given)
+        read = _vectors(call.module, args[0]) if args and isinstance(args[0], Tensor) else None
         trace.inputs[path].append(result.new_empty(TOKENS, 0) if read is None else read)
         return trace.outputs[path].reshape(output.shape)
 
-    with ExitStack() as watches:
-        for site in sites:
-            parts = {path: part for path, part in site.module.named_modules() if path}
-            watches.enter_context(Watch(parts, leave=partial(leave, seen[site.name])))
-        watches.enter_context(Watch({site.name: site.module for site in sites}, enter))
-        yield
+    return Watch(
+        {(site.name, path): part for site in sites for path, part in site.module.named_modules()}, enter, leave
+    )
 
 
 def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:

@@ -27,7 +27,12 @@ class Site:
     module: nn.Module
     kind: Kind  # whether its keys are those of its own sequence
     part: Part  # the half of an encoder-decoder model that it lies in; "" in other models
-    owner: PreTrainedModel  # the innermost model around it, whose config names its attention implementation
+    around: tuple[PreTrainedModel, ...]  # the transformers models that it lies in, the outermost first
+
+    @property
+    def owner(self) -> PreTrainedModel:
+        """The innermost model around it, whose config names its attention implementation."""
+        return self.around[-1]
 
     @property
     def layers(self) -> str:
@@ -67,7 +72,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
             module,
             "cross" if CROSS.search(name) or getattr(module, "is_cross_attention", False) is True else "self",
             _part(name) if two else "",
-            owners[max((o for o in owners if _inside(name, o)), key=len, default=next(iter(owners)))],
+            tuple(owner for path, owner in owners.items() if _inside(name, path)) or (next(iter(owners.values())),),
         )
         for name, module in callers
     )
@@ -86,13 +91,12 @@ def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> Non
         )
 
 
-def models_around(model: nn.Module, sites: Sequence[Site]) -> list[PreTrainedModel]:
-    """The transformers models, from `model` inwards, that contain one of `sites`; each may ask for masks by its config.
+def models_around(sites: Sequence[Site]) -> list[PreTrainedModel]:
+    """The transformers models that contain `sites`, the outermost first; each may ask for masks by its config.
 
     `generate` with a static cache asks by the config of the outermost, forward passes by that of the innermost.
     """
-    models = [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
-    return [module for name, module in models if any(_inside(site.name, name) for site in sites)]
+    return list(dict.fromkeys(owner for site in sites for owner in site.around))
 
 
 def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:

@@ -63,7 +63,7 @@ def trial(
     Cost: a copy of the floating-point buffers.
     """
     with _unchanged(model), evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
-        around = models_around(model, list(interceptors))
+        around = models_around(list(interceptors))
         by_module = {site.module: interceptor for site, interceptor in interceptors.items()}
         interception = intercept(
             around, by_module, role=role, implementation=implementation, replaces_mask=replaces_mask

@@ -153,7 +153,7 @@ def attach(
         raise ValueError(f"{type(model).__name__} has a bias attached already; af.bias.handle(model).remove() first")
     layers = layers_of(model)
     children = _build(layers, configs, backend)
-    around = models_around(model, [layer.site for layer, _ in children])
+    around = models_around([layer.site for layer, _ in children])
     modules = [layer.site.module for layer, _ in children]
     for owner in (*around, *(module for module in modules if hasattr(module, "config"))):
         name = base_implementation(cast(PreTrainedConfig, owner.config))

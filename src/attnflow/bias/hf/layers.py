@@ -17,10 +17,8 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.bias.config import LayerShape
 from attnflow.bias.hf.cache import refuse_biased
 from attnflow.bias.kind import LayerBias
-from attnflow.models.attention import attention_places
-from attnflow.models.families.find import Place
-from attnflow.models.families.rows import Rows
-from attnflow.models.probe import Columns, Projections, probe
+from attnflow.models.attention import projections
+from attnflow.models.probe import Columns, Projections
 from attnflow.models.sites import Site, find_sites
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
@@ -62,39 +60,20 @@ def layers_of(model: nn.Module) -> list[Layer]:
     if len(stacks) > 1:
         names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
         raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
-    places = _places(model)
-    unknown = [site for site in sites if not _separable(places.get(site.name))]
-    probed = probe(model, unknown) if unknown else {}
+    seen = projections(model, sites)
     stack = model.get_submodule(sites[0].layers)
     depth = len(stack) if isinstance(stack, nn.ModuleList) else len(sites)
-    return [
-        _layer(index, site, depth, places.get(site.name), probed.get(site.name)) for index, site in enumerate(sites)
-    ]
+    return [_layer(index, site, depth, seen[site.name]) for index, site in enumerate(sites)]
 
 
-def _places(model: nn.Module) -> dict[str, Place]:
-    """Where projections are by the registry that `geometry` reads checkpoints with; what it lacks is probed."""
-    try:
-        return attention_places(model)
-    except UnsupportedArchitecture:
-        return {}
-
-
-def _separable(place: Place | None) -> bool:
-    return place is not None and isinstance(place.query_rows, Rows) and isinstance(place.key_rows, Rows)
-
-
-def _layer(index: int, site: Site, depth: int, place: Place | None, probed: Projections | str | None) -> Layer:
+def _layer(index: int, site: Site, depth: int, seen: Projections | str) -> Layer:
     query = key = None
     missing = ""
-    if isinstance(probed, Projections):
-        heads, kv_heads, head_dim = probed.num_heads, probed.num_kv_heads, probed.head_dim
-        query, key = probed.query, probed.key
-    elif probed is None and place is not None:
-        heads, kv_heads, head_dim = place.num_heads, place.num_kv_heads, place.head_dim
-        query, key = (_columns(place, rows) for rows in (place.query_rows, place.key_rows))
+    if isinstance(seen, Projections):
+        heads, kv_heads, head_dim = seen.num_heads, seen.num_kv_heads, seen.head_dim
+        query, key = seen.query, seen.key
     else:
-        missing = str(probed)
+        missing = seen
         heads, kv_heads, head_dim = _stated(site, missing)
     causal = getattr(site.module, "is_causal", None)
     causal = bool(getattr(site.owner.config, "is_decoder", True)) if causal is None else bool(causal)
@@ -102,11 +81,6 @@ def _layer(index: int, site: Site, depth: int, place: Place | None, probed: Proj
     if not hidden_size:
         raise UnsupportedArchitecture(f"{type(site.owner.config).__name__} does not say its hidden_size")
     return Layer(site, LayerShape(index, heads, kv_heads, head_dim, hidden_size, causal), depth, query, key, missing)
-
-
-def _columns(place: Place, rows: object) -> Columns:
-    assert isinstance(rows, Rows)
-    return Columns.of_rows(rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight"), rows)
 
 
 def _stated(site: Site, missing: str) -> tuple[int, int, int]:

@@ -196,7 +196,7 @@ class Added(FollowedStore):
             layers, key_dim, num_heads = saved.layers, saved.key_dim, saved.num_heads
         chosen = checked_layers(layers, stack)
         pooled = pooled_layers(list(stack.attention), chosen[0])
-        around = models_around(model, list(stack.attention.values()))
+        around = models_around(list(stack.attention.values()))
         name = base_implementation(around[0].config)
         check_implementation(around[0], name, "the model's attention implementation", "reader")
         widths = measured(stack, sorted({*pooled, *chosen}))

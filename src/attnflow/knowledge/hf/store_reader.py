@@ -299,7 +299,7 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
     def keep(number: int, _: nn.Module, __: object, output: Any) -> None:
         seen[number] = output[0] if isinstance(output, tuple) else output
 
-    around = models_around(stack.root, list(stack.attention.values()))
+    around = models_around(list(stack.attention.values()))
     with ExitStack() as undo:
         interception = intercept(around, dict.fromkeys(names, look), role="pool")
         undo.callback(interception.remove)

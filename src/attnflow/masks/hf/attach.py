@@ -167,7 +167,7 @@ def attach(
         for layer, site in enumerate(masked)
     }
     interception = intercept(
-        models_around(model, masked), interceptors, role="mask", implementation=backend, replaces_mask=not by_batch
+        models_around(masked), interceptors, role="mask", implementation=backend, replaces_mask=not by_batch
     )
     masks_by_name = {site.name: masks[site.module] for site in masked if not by_batch}
     handle = MaskHandle(model, backend, masks_by_name, interception, unchecked)

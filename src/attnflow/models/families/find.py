@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Literal, NamedTuple, cast
 
+import torch
+
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.heads import Heads, Stated
-from attnflow.models.families.rows import Composed, LatentKey, LatentQuery, Rows, Selected
+from attnflow.models.families.rows import Composed, Selected, blocks, latent
 from attnflow.models.families.table import (
     BESIDE,
     FUSED,
@@ -48,8 +50,8 @@ class Place:
     name: str  # path of the module: the common stem of its tensors' names
     tower: str  # of a model of several parts: "encoder", "decoder", "vision", "text", "audio", ...; "" if it has one
     kind: Kind  # whether the keys are made from the same sequence as the queries
-    query_rows: Rows | Selected | LatentQuery | Composed
-    key_rows: Rows | Selected | LatentKey | Composed
+    query_rows: Selected | Composed
+    key_rows: Selected | Composed
     num_heads: int
     num_kv_heads: int  # a divisor of `num_heads`
     discovered: bool  # by names and shapes alone, as its family is not in the registry
@@ -196,7 +198,7 @@ def _place(stem: Stem, shapes: Shapes, root: Config, said: Callable[[str], Said]
     return Place(stage, stem.path, "", stem.kind, query, key, heads.query, heads.key, discovered)
 
 
-_Layout = tuple[Rows | LatentQuery, Rows | LatentKey, Heads]
+_Layout = tuple[Selected | Composed, Selected | Composed, Heads]
 
 
 def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
@@ -220,10 +222,10 @@ def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage
     (rows, width), (key_rows, _) = (_turned(shapes[name]) if bare else shapes[name] for name in (query, key))
     heads = stated.separate(query, stage, rows // parts, key_rows, None if model_type in KNOWN else width)
     return (
-        Rows(query, heads.dim, parts, 0, 1, groups=heads.query)
+        blocks(query, heads.dim, parts, 0, 1, groups=heads.query)
         if parts > 1
-        else Rows(query, heads.dim, heads.query, 0, heads.query, transposed=bare),
-        Rows(key, heads.dim, heads.key, 0, heads.key, transposed=bare),
+        else blocks(query, heads.dim, heads.query, 0, heads.query, transposed=bare),
+        blocks(key, heads.dim, heads.key, 0, heads.key, transposed=bare),
         heads,
     )
 
@@ -238,8 +240,8 @@ def _beside_fused_key(stem: Stem, shapes: Shapes, stated: Stated, stage: int) ->
     out = 1 if transposed else 0
     heads = stated.separate(query, stage, shapes[query][out], shapes[both][out] // 2)
     return (
-        Rows(query, heads.dim, heads.query, 0, heads.query, transposed=transposed),
-        Rows(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=transposed),
+        blocks(query, heads.dim, heads.query, 0, heads.query, transposed=transposed),
+        blocks(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=transposed),
         heads,
     )
 
@@ -272,10 +274,14 @@ def _latent(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: 
     dim = nope + rope
     if shapes[query][0] != count * dim or shapes[names[2]][0] != count * (nope + value):
         raise UnsupportedArchitecture(f"{stem.path}: the shapes of its latent attention are not those of its config")
-    low = stem.word in LATENT
+    low, rank = stem.word in LATENT, shapes[names[1]][0] - rope
+    queries = torch.arange(count * dim, device="cpu")
+    keys = torch.arange(count * (nope + value), device="cpu").view(count, -1)[:, :nope].flatten()
     return (
-        LatentQuery(names[0], query, dim) if low else Rows(query, dim, count, 0, count),
-        LatentKey(names[1], names[2], count, nope, rope),
+        latent(query, names[0], dim, queries, slice(0, shapes[names[0]][0]), heads=count)
+        if low
+        else blocks(query, dim, count, 0, count),
+        latent(names[2], names[1], dim, keys, slice(0, rank), torch.arange(rank, rank + rope, device="cpu"), count),
         Heads(count, count, dim),
     )
 

@@ -1,4 +1,4 @@
-"""Where the heads of a projection lie in what is stored: rows of a tensor, or a product of several (latent ones)."""
+"""Where the heads of a projection lie in what is stored: rows of a tensor, or of a product of several (latent ones)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,13 @@ from torch import Tensor
 Read = Callable[[str, tuple[int, int] | None], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a stored weight that make up the query heads, or the key heads, of one attention module.
-
-    The output rows of the weight are read as [groups, blocks, head_dim]; the heads are the blocks from `start` to
-    `stop` of every group, in that order. This one pattern covers every layout in use:
-
-    - separate linears: one group, all blocks;
-    - [query | key | value]: one group, with the query heads first;
-    - head-interleaved (H, 3, head_dim): a group for each head, of blocks query, key, value;
-    - GQA-grouped (num_kv_heads, group + 2, head_dim): a group for each KV head.
-
-    """
+@dataclass(frozen=True, eq=False, slots=True)
+class Selected:
+    """The rows of a stored weight that make up the query heads, or the key heads, of one attention module."""
 
     tensor: str
-    head_dim: int  # rows of a block
-    blocks: int  # in a group
-    start: int  # the first block taken from each group
-    stop: int  # the block after the last one taken
-    groups: int = 1
+    head_dim: int
+    index: Int[Tensor, " out"]  # the rows, those of the first head first
     transposed: bool = False  # stored (in, out), as by `Conv1D`, or (in, heads, head_dim)
 
     @property
@@ -40,61 +27,51 @@ class Rows:
         """Names of the stored tensors that are read."""
         return (self.tensor,)
 
+    @property
+    def span(self) -> slice | None:
+        """The rows, if they lie in one run."""
+        first = int(self.index[0])
+        run = torch.equal(self.index, torch.arange(first, first + len(self.index), device="cpu"))
+        return slice(first, first + len(self.index)) if run else None
+
     def load(self, read: Read) -> Tensor:
         """The heads as a weight [heads * head_dim, in], reading no other rows where they lie in one run."""
-        if self.transposed or self.groups > 1:
-            return self.take(read(self.tensor, None))
-        whole = self.start == 0 and self.stop == self.blocks
-        return read(self.tensor, None if whole else (self.start * self.head_dim, self.stop * self.head_dim))
+        span = None if self.transposed else self.span
+        return self.take(read(self.tensor, None)) if span is None else read(self.tensor, (span.start, span.stop))
 
     def take(self, weight: Tensor) -> Tensor:
         """The heads as a weight [heads * head_dim, in]: a view where they lie in one run, otherwise a copy."""
-        return self._blocks(weight).flatten(0, 2)
-
-    def put(self, weight: Tensor, heads: Tensor) -> None:
-        """Write `heads`, [heads * head_dim, in], to their place in `weight`."""
-        place = self._blocks(weight)
-        place.copy_(heads.reshape(place.shape))
-
-    def _blocks(self, weight: Tensor) -> Tensor:
-        stored = weight.flatten(1).T if self.transposed else weight
-        return stored.unflatten(0, (self.groups, self.blocks, self.head_dim))[:, self.start : self.stop]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Selected:
-    """Rows of a stored weight in whatever order a probe has seen them: what `Rows` is for layouts with a pattern."""
-
-    tensor: str
-    head_dim: int
-    index: Int[Tensor, " out"]
-    transposed: bool = False  # stored (in, out), as by `Conv1D`
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors that are read."""
-        return (self.tensor,)
-
-    def load(self, read: Read) -> Tensor:
-        """The heads as a weight [heads * head_dim, in]."""
-        return self.take(read(self.tensor, None))
-
-    def take(self, weight: Tensor) -> Tensor:
-        """The heads as a weight [heads * head_dim, in]: a view where they lie in one run, otherwise a copy."""
-        stored = self._stored(weight)
-        first = int(self.index[0])
-        if torch.equal(self.index, torch.arange(first, first + len(self.index), device="cpu")):
-            return stored[first : first + len(self.index)]
-        return stored[self.index.to(stored.device)]
+        stored, span = self._stored(weight), self.span
+        return stored[self.index.to(stored.device)] if span is None else stored[span]
 
     def put(self, weight: Tensor, heads: Tensor) -> None:
         """Write `heads`, [heads * head_dim, in], to their place in `weight`."""
         stored = self._stored(weight)
         stored[self.index.to(stored.device)] = heads.to(stored)
 
+    def same(self, other: object) -> bool:
+        """Whether these are the same rows of the same weight."""
+        return isinstance(other, Selected) and self.tensor == other.tensor and torch.equal(self.index, other.index)
+
     def _stored(self, weight: Tensor) -> Tensor:
         """[out, in], of a convolution over one position, too."""
-        return weight.T if self.transposed else weight.flatten(1)
+        return weight.flatten(1).T if self.transposed else weight.flatten(1)
+
+
+def blocks(
+    tensor: str, head_dim: int, count: int, start: int, stop: int, groups: int = 1, transposed: bool = False
+) -> Selected:
+    """The blocks of `head_dim` rows from `start` to `stop` of every group of `count` blocks, in that order.
+
+    This one pattern covers every layout in use:
+
+    - separate linears: one group, all blocks;
+    - [query | key | value]: one group, with the query heads first;
+    - head-interleaved (H, 3, head_dim): a group for each head, of blocks query, key, value;
+    - GQA-grouped (num_kv_heads, group + 2, head_dim): a group for each KV head.
+    """
+    rows = torch.arange(groups * count * head_dim, device="cpu").view(groups, count, head_dim)  # under "meta", too
+    return Selected(tensor, head_dim, rows[:, start:stop].flatten(), transposed)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -109,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Composed:
-    """Components of a chain of linear maps, as a probe has seen it, without the norms in between (latent attention)."""
+    """Components of a chain of linear maps, without the norms in between, which are no linear maps."""
 
     head_dim: int
     pieces: tuple[Piece, ...]
@@ -131,51 +108,39 @@ class Composed:
         order = torch.cat([piece.place for piece in self.pieces]).argsort()
         return torch.cat(parts)[order.to(parts[0].device)]
 
-
-@dataclass(frozen=True, slots=True)
-class LatentQuery:
-    """Of latent attention (DeepSeek): `q = W_up W_down x`, without the norm between the two, which is no linear map."""
-
-    down: str  # [rank, in]
-    up: str  # [num_heads * head_dim, rank]
-    head_dim: int  # with the part that is rotated
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors that are read."""
-        return self.down, self.up
-
-    def load(self, read: Read) -> Tensor:
-        """The product, [num_heads * head_dim, in]."""
-        return read(self.up, None) @ read(self.down, None)
+    def same(self, other: object) -> bool:
+        """Whether these are the same rows of the same weights."""
+        if not isinstance(other, Composed) or len(self.pieces) != len(other.pieces):
+            return False
+        pairs = zip(self.pieces, other.pieces, strict=True)
+        return all(
+            a.rows.same(b.rows)
+            and torch.equal(a.place, b.place)
+            and (a.input is b.input if a.input is None else a.input.same(b.input))
+            for a, b in pairs
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class LatentKey:
-    """Head h has `k_h = [W_up,h W_down x ; W_rope x]`: a part of its own from the latent, and one shared by all heads.
+def latent(
+    up: str, down: str, head_dim: int, index: Tensor, ranks: slice, shared: Tensor | None = None, heads: int = 1
+) -> Composed:
+    """The heads of latent attention (DeepSeek): `W_up W_down x`, without the norm between the two.
 
-    The norm of the latent, which is no linear map, is left out.
+    Args:
+        up: the tensor [rows, rank].
+        down: the tensor [rank + others, in].
+        head_dim: width of a head, with what all heads share.
+        index: the rows of `up` that make the heads.
+        ranks: the rows of `down` that `up` reads.
+        shared: rows of `down` at the end of every head: the part of a key that is rotated.
+        heads: how many.
     """
-
-    down: str  # [rank + rope, in]
-    up: str  # [num_heads * (nope + value), rank]
-    num_heads: int
-    nope: int  # width of the part of a head that is not rotated
-    rope: int  # width of the rotated part
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.nope + self.rope
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors that are read."""
-        return self.down, self.up
-
-    def load(self, read: Read) -> Tensor:
-        """The effective weight, [num_heads * head_dim, in]."""
-        down, up = read(self.down, None), read(self.up, None)
-        own = up.unflatten(0, (self.num_heads, -1))[:, : self.nope] @ down[: -self.rope]
-        shared = down[-self.rope :].expand(self.num_heads, -1, -1)
-        return torch.cat([own, shared], dim=1).flatten(0, 1)
+    inner = torch.arange(ranks.stop, device="cpu")[ranks]
+    source = Composed(1, (Piece(Selected(down, 1, inner), torch.arange(len(inner), device="cpu"), None, None),))
+    places = torch.arange(heads * head_dim, device="cpu").view(heads, head_dim)
+    own = len(index) // heads
+    pieces = [Piece(Selected(up, head_dim, index), places[:, :own].flatten(), None, source)]
+    if shared is not None:
+        rows = Selected(down, head_dim, shared.repeat(heads))
+        pieces.append(Piece(rows, places[:, own:].flatten(), None, None))
+    return Composed(head_dim, tuple(pieces))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final, cast
 
 from attnflow.models.families.heads import Heads
-from attnflow.models.families.rows import Rows
+from attnflow.models.families.rows import Selected, blocks
 
 
 def _words(text: str) -> frozenset[str]:
@@ -46,33 +46,33 @@ LATENT: Final = frozenset({"q_b_proj"})
 # Families whose q_proj makes the query of each head and a gate after it.
 GATED: Final = _words("qwen3_next qwen3_5_text qwen3_5_moe_text")
 
-Arrange = Callable[[str, Heads, bool], tuple[Rows, Rows]]
+Arrange = Callable[[str, Heads, bool], tuple[Selected, Selected]]
 
 
-def contiguous(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
+def contiguous(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
     """[query heads | key heads | value heads]."""
-    blocks, both = heads.query + 2 * heads.key, heads.query + heads.key
+    count, both = heads.query + 2 * heads.key, heads.query + heads.key
     return (
-        Rows(tensor, heads.dim, blocks, 0, heads.query, transposed=transposed),
-        Rows(tensor, heads.dim, blocks, heads.query, both, transposed=transposed),
+        blocks(tensor, heads.dim, count, 0, heads.query, transposed=transposed),
+        blocks(tensor, heads.dim, count, heads.query, both, transposed=transposed),
     )
 
 
-def grouped(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
+def grouped(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
     """For each KV head its query heads, the key and the value; without sharing, (num_heads, 3, head_dim)."""
     share = heads.query // heads.key
     return (
-        Rows(tensor, heads.dim, share + 2, 0, share, heads.key, transposed),
-        Rows(tensor, heads.dim, share + 2, share, share + 1, heads.key, transposed),
+        blocks(tensor, heads.dim, share + 2, 0, share, heads.key, transposed),
+        blocks(tensor, heads.dim, share + 2, share, share + 1, heads.key, transposed),
     )
 
 
-def quarters(tensor: str, heads: Heads, transposed: bool) -> tuple[Rows, Rows]:
+def quarters(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
     """[query | value | key] in each of four parts, as CodeGen was trained on."""
     part = heads.query // 4
     return (
-        Rows(tensor, heads.dim, 3 * part, 0, part, 4, transposed),
-        Rows(tensor, heads.dim, 3 * part, 2 * part, 3 * part, 4, transposed),
+        blocks(tensor, heads.dim, 3 * part, 0, part, 4, transposed),
+        blocks(tensor, heads.dim, 3 * part, 2 * part, 3 * part, 4, transposed),
     )
 
 
