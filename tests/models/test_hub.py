@@ -122,14 +122,13 @@ def test_weights_that_cannot_be_read_by_ranges(hub, tmp_path):
     assert not hub.ranges
 
 
-def test_gguf_is_read_by_ranges_too(hub, tmp_path):
+def test_gguf_must_be_downloaded(hub, tmp_path):
     folder = tmp_path / "gguf"
     folder.mkdir()
     names = ("attn_q", "attn_k", "ffn_up")
     tensors = {f"blk.0.{name}.weight": torch.randn(512, 512) for name in names}
     write_gguf(folder / "m.gguf", "llama", tensors, heads=8, kv_heads=8)
     hub.models["someone/gguf"] = folder
-    assert score("someone/gguf").matrices == score(folder).matrices
-    header, *read = hub.ranges
-    assert header[1] == 0
-    assert [stop - start for _, start, stop in read] == [512 * 512 * 4] * 2
+    with pytest.raises(BadCheckpoint, match=r"someone/gguf has its weights in m\.gguf, .* download it"):
+        score("someone/gguf")
+    assert not hub.ranges

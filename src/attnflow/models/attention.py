@@ -260,8 +260,8 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: _Pairs) -> _Pairs:
             place: Place | UnsupportedArchitecture = UnsupportedArchitecture(
                 f"{site.name} ({type(site.module).__name__}): {weights.why}"
             )
-        elif certain and isinstance(certain[0].key_rows, Composed):
-            continue  # in the order of the checkpoint, which some models change before they rotate
+        elif certain and (isinstance(certain[0].key_rows, Composed) or weights.head_dim != certain[0].head_dim):
+            continue  # rotations reorder the rows of some products, and double heads of width 1
         elif certain:
             result[result.index(named[0])] = (named[0][0], replace(certain[0], **vars(weights)))
             continue
