@@ -13,7 +13,7 @@ from torch import Tensor
 
 import attnflow as af
 from attnflow.tasks import Collator, Task
-from attnflow.tasks.collator import MaskForm
+from attnflow.tasks.collation import MaskForm
 from experiments.hasse.arms import TaskOf
 from experiments.hasse.writing import share, touching
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.tasks.collator import Collator
+from attnflow.tasks.collation import Collator, loss
 from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.families import (
     block_diffusion,
@@ -15,7 +15,6 @@ from attnflow.tasks.families import (
     permutation_lm,
 )
 from attnflow.tasks.leaks import LeakReport, check
-from attnflow.tasks.losses import loss
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Label, Task, Token

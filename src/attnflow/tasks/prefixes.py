@@ -49,10 +49,7 @@ class Trie:
         """The trie of the sequences `keys[offsets[s] : offsets[s + 1]]`; some may be empty, or equal.
 
         Two items are one node if their sequences agree up to and with them: a key must say all that makes an item what
-        it is (its token, and its position where that is not its place).
-
-        Cost: O(items) memory; O(items) and a sort of the sequences, which compares them byte by byte; no Python object
-        for an item, a few for a sequence.
+        it is. Cost: O(items), and a sort of the sequences by their bytes.
 
         >>> trie = Trie.of(np.array([7, 8, 1, 7, 8, 2, 9]), np.array([0, 3, 6, 7]))
         >>> trie.node_of.tolist(), trie.parent.tolist(), trie.end.tolist()
@@ -76,10 +73,7 @@ class Trie:
         return len(self.parent)
 
     def with_copies(self, nodes: IntArray) -> Trie:
-        """With a further leaf for each of `nodes`, repeats allowed: the same ancestors and itself, not the node.
-
-        Nothing else changes: descendants stay those of the node, and `end` does not count copies.
-        """
+        """With a further leaf for each of `nodes`, with the same ancestors; no `end` but its own counts it."""
         leaves = np.arange(self.size, self.size + len(nodes))
         return replace(
             self,
@@ -93,11 +87,8 @@ class Trie:
     def ancestors(self, columns: IntArray | None = None, window: int | None = None) -> IntervalRows:
         """Row v: node v and its ancestors; with a `window`, only those `u` with `columns[v] - columns[u] < window`.
 
-        Args:
-            columns: int64[nodes] that rises along each path, such as a position; by default the depth.
-            window: how far back a node reads.
-
-        Cost: O(intervals), which are at most log2(nodes) + 1 for a row.
+        `columns`, by default the depth, must rise along each path. Cost: O(intervals), at most log2(nodes) + 1 for a
+        row.
         """
         nodes = np.arange(self.size)
         columns = self.depth if columns is None else columns
@@ -195,7 +186,7 @@ class Batch:
     by_column: bool = False
 
     def keys(self) -> IntArray:
-        """int64[real tokens], row after row: what makes a token what it is, apart from those before it.
+        """int64[real tokens], one sequence after another: what makes a token what it is, apart from those before it.
 
         Raises:
             ValueError: ids, positions and columns do not fit into 64 bits.
@@ -274,19 +265,15 @@ class Plan:
 
 
 def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
-    """The prefix trees of a batch, with its labels if it has some; None if no row has a token.
+    """The prefix trees of a batch, with its labels if it has some; None if no sequence has a token.
 
-    Sequences are put into one row as long as that is less work than a row of their own, since dense attention also
-    computes the pairs that a mask forbids.
-
-    Args:
-        batch: the rows. Each label must be predicted by a real token.
-        cost: what decides.
-        one_row: whether all trees go into one row, for kernels that skip what a mask forbids.
+    Sequences are put into one tree as long as that is less work than a tree of their own, since dense attention also
+    computes the pairs that a mask forbids; with `one_row` all are, for kernels that skip these. Each label must be
+    predicted by a real token.
 
     A token that predicts c labels takes c slots: itself and c - 1 copies with its position and ancestors, so that one
-    label to a slot suffices. With labels each row ends with a slot of padding, since the label of a slot stands in the
-    next one.
+    label to a slot suffices. With labels each tree ends with a slot of padding, since the label of a slot stands in
+    the next one.
 
     Cost: O(tokens) memory and a sort of the sequences.
     """

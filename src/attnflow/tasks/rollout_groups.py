@@ -35,10 +35,9 @@ def rollouts(
 ) -> Family:
     """Train on sampled responses: task i reads prompt i and response i, causally, and predicts the response's tokens.
 
-    Merged, the sequences become their tree: a prompt stands once for all its responses, and so does the beginning that
-    responses have in common. G responses of C tokens to a prompt of P take P + G (C - 1) positions instead of
-    G (P + C - 1), and the values and gradients are those of the sequences one by one. Where responses part, one
-    position carries several labels. Data tokens are numbered by the tree, so that equal beginnings share numbers.
+    Merged, the sequences become their tree: G responses of C tokens to a prompt of P take P + G (C - 1) positions
+    instead of G (P + C - 1), with the same values and gradients. Where responses part, one position carries several
+    labels. Data tokens are numbered by the tree, so that equal prefixes share numbers.
 
     Args:
         prompts: token ids of the prompt that all responses answer, or of one prompt for each response; not empty, as
@@ -47,8 +46,8 @@ def rollouts(
         weights: of the labels in `af.tasks.loss`, of either sign, 1 by default; with advantages here it is the policy
             gradient of REINFORCE. One number for each response, or one for each of its tokens.
         advantages: how much better than expected each response was, or each of its tokens. They go along with the
-            labels, for a loss of your own (`af.tasks.Collator.label_tensors`); `af.tasks.loss` does not multiply by
-            them, and refuses to sum labels that have them.
+            labels, for a loss of your own (`af.tasks.Collator.label_tensors`); `af.tasks.loss` refuses to sum such
+            labels.
         old_logprobs: for each response the log-probability, in nats, that the sampling policy gave to each of its
             tokens. They go along with the labels in the same way.
 

@@ -240,9 +240,9 @@ def test_what_cannot_be_shared_runs_as_it_came_and_is_counted(kind, caplog):
     assert dict(handle.report.stock) == {reason: 2}
     assert handle.report.tokens_before == handle.report.tokens_after > 0
     assert [record.message for record in caplog.records if reason in record.message] == [
-        f"share_prefixes: a call of the model was run as it came: {reason}"
+        f"share_prefixes: a call of the model was not shared: {reason}"
     ]
-    assert f"2 calls as they came: {reason}" in str(handle.report)
+    assert f"2 calls were not shared: {reason}" in str(handle.report)
 
 
 def test_tuples_are_shared_and_those_of_the_backbone_run_as_they_came():

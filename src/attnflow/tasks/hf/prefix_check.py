@@ -34,23 +34,14 @@ _GROWING: Final = ("dynamic", "longrope")  # rotary embeddings that look at the 
 
 @dataclass(frozen=True, eq=False)
 class Backbone:
-    """What of a model runs on trees.
-
-    Attributes:
-        module: the stack of layers, whose input is token ids and whose output one state for each.
-        sites: its attention modules.
-    """
+    """The stack of layers that runs on trees: its module, from token ids to states, and its attention modules."""
 
     module: PreTrainedModel
     sites: tuple[Site, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
-        """The one stack of a model.
-
-        Raises:
-            UnsupportedArchitecture: there are several, or none that takes the attention interface.
-        """
+        """The one stack of a model; refused are several, or none that takes the attention interface."""
         sites = find_sites(model)
         owners = list({id(site.owner): site.owner for site in sites}.values())
         if len(owners) != 1 or any(site.kind == "cross" for site in sites):
@@ -61,11 +52,7 @@ class Backbone:
         return cls(owners[0], sites)
 
     def check(self) -> None:
-        """Refuse what mixes positions beside attention, or has attention that takes no mask.
-
-        Raises:
-            UnsupportedArchitecture: so it does.
-        """
+        """Refuse what mixes positions beside attention, or has attention that takes no mask."""
         owner = self.module
         check_implementation(
             owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask"
@@ -88,11 +75,7 @@ class Backbone:
         return Cost(float(weights), 2.0 * width * len(self.sites), float(logits))
 
     def windows(self) -> dict[str, int | None]:
-        """How far back each kind of attention layer reads; see `Calls.windows`.
-
-        Raises:
-            UnsupportedArchitecture: a layer is neither causal nor a causal window, or it cannot be known.
-        """
+        """How far back each kind of attention layer reads; see `Calls.windows`. Refused is what is no causal window."""
         requests = self._requests()
         by_request = {id(request): request for request in requests.values()}
         if len(by_request) == 1:
@@ -140,11 +123,7 @@ class Backbone:
             ) from error
 
     def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
-        """An interceptor that refuses a layer which does not get the very mask that is meant for its kind.
-
-        Raises:
-            UnsupportedArchitecture: it gets another.
-        """
+        """An interceptor that refuses a layer which does not get the very mask that is meant for its kind."""
         kind = next(iter(masks)) if len(masks) == 1 else str(self.module.config.layer_types[call.module.layer_idx])
         if call.mask is not masks[kind]:
             name = next(site.name for site in self.sites if site.module is call.module)
@@ -165,11 +144,7 @@ class Backbone:
 
 
 def compare(stock: Tensor, shared: Tensor, real: Tensor, name: str) -> None:
-    """Refuse a model whose states are others on trees.
-
-    Raises:
-        UnsupportedArchitecture: they differ by more than rounding.
-    """
+    """Refuse a model whose states on trees differ from its own by more than rounding."""
     before, after = stock[real.bool()].double(), shared[real.bool()].double()
     rounding = min(1e3 * torch.finfo(stock.dtype).eps, 0.05) * max(float(before.abs().max()), 1.0)
     difference = float((before - after).abs().max())

@@ -1,7 +1,7 @@
-"""Calls of a model whose rows begin alike: two hooks on its backbone, and two on the model around it.
+"""Calls of a model whose sequences begin alike: two hooks on its backbone, and two on the model around it.
 
-The backbone is given prefix trees in place of rows, and its states are read back to the rows. A call of the model with
-labels is replaced as a whole, so that its head, too, runs once for a token.
+The backbone is given prefix trees, and its states are read back. A call of the model with labels is replaced as a
+whole, so that its head, too, runs once for a token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _untraced(function: _F) -> _F:
 
 
 class NotShared(Exception):
-    """Why a call runs as it came; its text is what the report counts."""
+    """Why a call is not shared; its text is what the report counts."""
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class Calls:
     """The hooks, with what they need to know of the model; copies of the model have their own.
 
     Attributes:
-        windows: for each kind of attention layer, its name in `config.layer_types` ("" if all are alike) and how far
-            back it reads.
+        windows: how far back each kind of attention layer reads, by its name in `config.layer_types` ("" if all are
+            alike).
         cost: the work of the model.
         long_positions: whether rotary embeddings depend on the largest position of the call.
         with_labels: whether calls with labels may be replaced as a whole.
@@ -78,7 +78,7 @@ class Calls:
     masks: dict[str, object] = field(default_factory=lambda: dict[str, object]())  # of the last call, by kind of layer
     _plan: Plan | None = None  # of the call of the backbone that is under way
     _outer: Plan | None = None  # of the call of the model around it
-    _refused: str = ""  # why the call of the model around it must run as it came
+    _refused: str = ""  # why the call of the model around it must not be shared
 
     @_untraced
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -191,9 +191,9 @@ class Calls:
         return chosen
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
-        """Let a call run as it came."""
+        """Run a call without sharing, and count why."""
         if reason not in self.counts.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
-            _log.warning("share_prefixes: a call of the model was run as it came: %s", reason)
+            _log.warning("share_prefixes: a call of the model was not shared: %s", reason)
         self.counts.stock[reason] += 1
         mask, ids = named.get("attention_mask"), named.get("input_ids")
         if reason != CACHE and isinstance(ids, Tensor):
@@ -243,11 +243,7 @@ def _given(named: Mapping[str, Any]) -> list[str]:
 
 
 def _batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> Batch:
-    """The rows of a call.
-
-    Raises:
-        NotShared: it has none that can be shared.
-    """
+    """The sequences of a call; raises `NotShared` if it has none that can be shared."""
     config = cast(Any, _config(model))
     if named.get("past_key_values") is not None or _flag(named, config, "use_cache"):
         raise NotShared(CACHE)
@@ -295,11 +291,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _refuse_dropout(model: nn.Module) -> None:
-    """A shared token would be dropped in all its rows at once.
-
-    Raises:
-        ValueError: dropout is active somewhere in the model.
-    """
+    """Raise `ValueError` while dropout is active in the model: a shared token would be dropped everywhere at once."""
     for name, module in model.named_modules() if model.training else ():
         if not module.training:
             continue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -18,11 +19,11 @@ from attnflow._core.results import Result
 from attnflow.models.evaluation import REFUSALS, refusal
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.trial import trial
-from attnflow.tasks.hf.group_shuffle import shuffle_groups
 from attnflow.tasks.hf.prefix_check import Backbone, compare
 from attnflow.tasks.hf.shared_calls import Calls, Counts
 
 _log: Final = logging.getLogger("attnflow.tasks")
+_SHUFFLE: Final = "shuffle_sequence_dict"  # of trl
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class SharingReport(Result):
     """What was shared in the calls of a model so far.
 
     Attributes:
-        calls: calls whose rows could have been shared; calls with a cache are not counted here.
+        calls: calls whose sequences could have been shared; calls with a cache are not counted here.
         shared: calls that ran on trees.
         tokens_before: real tokens of all these calls, padding not counted.
-        tokens_after: tokens that were run for them; those of calls that ran as they came count in full.
+        tokens_after: tokens that were run for them; those of calls that were not shared count in full.
         last_before: the same of the last call.
         last_after: the same of the last call.
-        stock: reason -> number of calls that ran as they came for it.
+        stock: reason -> number of calls that were not shared for it.
     """
 
     calls: int
@@ -57,7 +58,7 @@ class SharingReport(Result):
             f"{self.tokens_before:,} tokens -> {self.tokens_after:,} in {self.calls:,} calls, {self.shared:,} of them "
             f"shared; the last {self.last_before:,} -> {self.last_after:,}"
         ]
-        lines += [f"{number:,} calls as they came: {reason}" for reason, number in self.stock.items()]
+        lines += [f"{number:,} calls were not shared: {reason}" for reason, number in self.stock.items()]
         return "\n".join(lines)
 
 
@@ -101,28 +102,25 @@ class SharedPrefixes(Handle):
 
 
 def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
-    """Let a causal model run the common beginnings of the rows of a batch once: same outputs, same gradients.
+    """Let a causal model run the common prefixes of the sequences of a batch once: same outputs, same gradients.
 
-    The rows [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions in
-    place of G x P + sum of completions), which run under the mask of ancestors at the positions that the rows have; the
-    states are read back to [B, S, hidden], and their gradients add up. Callers see no difference, so that trl's
-    trainers (GRPO, RLOO, DPO, KTO, SFT), `Trainer`, or a loop of your own stay as they are: `share_prefixes(trainer)`
-    shares the model that the trainer calls. GRPO and RLOO shuffle the rows of `steps_per_generation` batches, which
-    takes groups apart; a trainer that is given shuffles whole groups.
+    The sequences [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions
+    in place of G x P + sum of completions), which run under the mask of ancestors at the positions of the call; the
+    states are read back to [B, S, hidden], and their gradients add up. trl's trainers (GRPO, RLOO, DPO, KTO, SFT),
+    `Trainer` or a loop of your own stay the same. `share_prefixes(trainer)` shares the model that the trainer calls,
+    and lets GRPO and RLOO shuffle whole groups of rollouts, which they take apart otherwise.
 
     - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
-      a token that predicts c labels takes c slots. `loss` (and the fields of trl's fused head) come out of the same
-      code of the model; no label is dropped, not even the first of a completion.
-    - Positions are those of the call; if it gives none, the numbers of the columns, as in transformers. Equal tokens in
-      different columns are different, then: rows padded on the left share where their prompts are equally long.
-    - Outputs at pads are 0.
-    - A call runs as it came if a cache is used (generation), if its rows do not begin alike, if that is less work, or
-      if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D, packed
-      rows); `handle.report` counts these by reason, and the log names each once.
+      a token that predicts c labels takes c slots. No label is dropped, not even the first of a completion.
+    - Positions are those of the call; if it gives none, the numbers of the columns, as in transformers. So sequences
+      padded on the left share where their prompts are equally long. Outputs at pads are 0.
+    - A call is not shared if it uses a cache (generation), if its sequences do not begin alike, if sharing is more
+      work, or if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D,
+      packed sequences). `handle.report` counts these by reason, and the log names each once.
 
     Args:
-        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns, or
-            a transformers or trl trainer of one. A reference model is another: `share_prefixes(trainer.ref_model)`.
+        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns,
+            or a transformers or trl trainer of one. A reference model is another: `share_prefixes(trainer.ref_model)`.
 
     Returns:
         A handle: `.report` has the tokens before and after, `.remove()` restores the model.
@@ -131,19 +129,18 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
         UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
             whose attention is not causal or in chunks, or whose states came out different when both forms were run.
         RuntimeError: it shares prefixes already.
-        ValueError: a trainer of groups that trl 1.16 does not have; at a call, while dropout is active: rows would
-            share it.
+        ValueError: a trainer of groups that trl 1.16 does not have; at a call, while dropout is active.
 
-    Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa and
-    eager a dense mask, width x width bytes a row; for flex_attention blocks, never dense.
+    Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa
+    and eager a dense mask, width x width bytes a tree; for flex_attention blocks, never dense.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
-    >>> rows = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11, 12], [5, 6, 7, 8, 13, 14]])
-    >>> stock = model(rows, use_cache=False).logits
+    >>> batch = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11, 12], [5, 6, 7, 8, 13, 14]])
+    >>> stock = model(batch, use_cache=False).logits
     >>> with share_prefixes(model) as handle:
-    ...     shared = model(rows, use_cache=False).logits
+    ...     shared = model(batch, use_cache=False).logits
     >>> handle.report.last_before, handle.report.last_after, bool(torch.allclose(stock, shared, atol=1e-5))
     (18, 10, True)
     """
@@ -154,19 +151,14 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
         raise RuntimeError(f"{type(outer).__name__} shares prefixes already: remove that handle first, or use it")
     no_copies = check_sharing(outer, backbone, calls)
     calls.with_labels = not no_copies
-    restore = None if trainer is None else shuffle_groups(trainer)
+    restore = None if trainer is None else _shuffle_groups(trainer)
     handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls), restore)
     _log.info("%s", str(handle))
     return handle
 
 
 def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
-    """What sharing needs to know of a model.
-
-    Returns:
-        The model without wrappers, its backbone, hooks that know how far back its layers read and what it costs, and
-        whether these are in force already, checked.
-    """
+    """(the model without wrappers, its backbone, its hooks, whether these are in force already, checked)."""
     outer = _unwrapped(model)
     backbone = Backbone.of(outer)
     for hook in backbone.module._forward_pre_hooks.values():
@@ -250,3 +242,62 @@ def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[Removab
         hooks.append(model.register_forward_pre_hook(calls.before_model, with_kwargs=True))
         hooks.append(model.register_forward_hook(calls.after_model, always_call=True))
     return hooks
+
+
+def _shuffle_groups(trainer: Trainer) -> Callable[[], None] | None:
+    """Let a trainer that shuffles the rows of several batches (trl's GRPO, RLOO) shuffle whole groups of rollouts.
+
+    Where an optimiser's step takes all of `steps_per_generation` batches, as by default, its rows are the same as
+    before; where a generation serves several steps, a step takes whole groups. A process with parts of groups shuffles
+    rows.
+
+    Returns:
+        What restores the trainer; None where it has no groups.
+
+    Raises:
+        ValueError: it has groups, but shuffles them in another way than trl 1.16.
+    """
+    groups = getattr(trainer, "num_generations", None)
+    if not isinstance(groups, int) or groups < 2:
+        return None
+    prepare: Any = trainer._prepare_inputs
+    home = next((scope for scope in _scopes(trainer) if _SHUFFLE in scope), None)
+    if home is None:
+        raise ValueError(
+            f"{type(trainer).__name__} shuffles its rows in another way than trl 1.16; share its model alone: "
+            "tasks.share_prefixes(trainer.model)"
+        )
+    rows = home[_SHUFFLE]
+
+    def whole(batch: Mapping[str, Sequence[object] | Tensor | None]) -> object:
+        size = len(next(value for value in batch.values() if value is not None))
+        if size % groups:
+            return rows(batch)
+        first = torch.randperm(size // groups) * groups
+        order = (first[:, None] + torch.arange(groups)).flatten()
+        return {name: _ordered(value, order) for name, value in batch.items()}
+
+    def prepared(*args: Any, **kwargs: Any) -> object:
+        home[_SHUFFLE] = whole  # for this call alone: other trainers use the same function
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            home[_SHUFFLE] = rows
+
+    def restore() -> None:
+        vars(trainer).pop("_prepare_inputs", None)
+
+    cast(Any, trainer)._prepare_inputs = prepared
+    return restore
+
+
+def _scopes(trainer: Trainer) -> list[dict[str, Any]]:
+    """The global names that each `_prepare_inputs` of the trainer's classes sees."""
+    own = [vars(kind)["_prepare_inputs"] for kind in type(trainer).__mro__ if "_prepare_inputs" in vars(kind)]
+    return [inspect.unwrap(function).__globals__ for function in own]
+
+
+def _ordered(value: Sequence[object] | Tensor | None, order: Tensor) -> object:
+    if value is None or (isinstance(value, Tensor) and value.ndim == 0):
+        return value
+    return value[order.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in order.tolist()]

@@ -1,4 +1,12 @@
-"""`Collator` makes padded batches of merged tasks, for `Trainer` or a loop of your own, which trains by `loss`."""
+"""`Collator` makes padded batches of merged tasks, for `Trainer` or a loop of your own, which trains by `loss`.
+
+In a batch labels travel as one int64 tensor [batch, n, 4, 1 + width]. `[..., 0, 1:]` holds target ids, the rows below
+the bits of their float64 weights, advantages and log-probabilities: NaN where a label has none. All are filled with
+-100, and the first column is always -100. That shape survives what `Trainer` does with labels: it counts entries other
+than -100, over `labels[..., 1:]` for causal models and over all of `labels` for others (both count a label once for
+each row, which `loss` knows), moves them between devices, and casts floats, not integers. Nothing is shifted: a label
+stands at the position that predicts it.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +16,65 @@ from typing import Any, Final, Literal, NoReturn, cast, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow._core.checks import LARGEST_SIZE, IntArray, boolean, index_array, integer
+from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow.masks.batches import MaskGrid, per_head
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.layers import layered_dense, layered_rows
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone, unbound
-from attnflow.tasks.labels import Labels
-from attnflow.tasks.losses import LabelTensors, batched, packed
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import group, rollouts
 from attnflow.tasks.task import Task
-from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
+_NUMBERS: Final = ("weight", "advantage", "old_logprob")  # of a label, in the order of the rows
+_ROWS: Final = 1 + len(_NUMBERS)
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
 
 Tasks = Task | Sequence[Task]
 MaskForm = Literal["dense", "intervals"]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelTensors:
+    """What the positions of a batch predict, as tensors [batch, n, width]: up to `width` labels for each position.
+
+    Attributes:
+        targets: target ids, int64, -100 where there is no label.
+        weights: float64, 0 where there is no label.
+        advantages: float64, 0 where there is no label; None if no label of the batch has one, else NaN for one that
+            has none.
+        old_logprobs: log-probabilities in nats under the policy that sampled, as `advantages`.
+    """
+
+    targets: Int[Tensor, "*batch n width"]
+    weights: Float[Tensor, "*batch n width"]
+    advantages: Float[Tensor, "*batch n width"] | None
+    old_logprobs: Float[Tensor, "*batch n width"] | None
+
+    @classmethod
+    def of(cls, labels: object) -> LabelTensors:
+        """The "labels" of a `Collator` batch, or of the batch itself; see `Collator.label_tensors`."""
+        tensor = cast(Mapping[str, object], labels).get("labels") if isinstance(labels, Mapping) else labels
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
+        if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
+            raise ValueError(
+                f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
+                f"{tuple(tensor.shape)}: make the batch with af.tasks.Collator(family_fn), which says what each "
+                "position predicts; a plain tensor of token ids does not"
+            )
+        targets = tensor[..., 0, 1:]
+        numbers: list[Tensor | None] = []
+        for row in range(1, _ROWS):
+            values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
+            numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
+        return cls(targets, cast(Tensor, numbers[0]), *numbers[1:])
 
 
 class _Symbol(int):
@@ -50,7 +96,7 @@ class _Template:
 
     ids: Tensor  # [n, width]
     position_ids: Tensor  # [n]
-    labels: Tensor  # [n, rows, labels], see `attnflow.tasks.losses`
+    labels: Tensor  # [n, rows, labels]
     masks: tuple[Mask, ...]
     num_layers: int | None  # of a mask for each layer; None with one for all
 
@@ -73,40 +119,42 @@ class _Template:
         ids = torch.where(ids == NO_ID, last, ids).sort(dim=-1).values
         return torch.where(ids == last, NO_ID, ids), labels
 
+    def says(self, other: _Template, tokens: Sequence[int]) -> bool:
+        """Whether the tokens of a sample, put in, make what another template holds of itself."""
+        data = torch.tensor([*tokens, 0])
+        pairs = [*zip(self.filled(data), other.filled(data), strict=True), (self.position_ids, other.position_ids)]
+        same = all(torch.equal(mine, others) for mine, others in pairs)
+        return same and (self.num_layers, self.masks) == (other.num_layers, other.masks)
+
 
 class Collator:
     """Turns samples into a batch of merged tasks (one forward pass trains the whole family of every sample).
 
     A batch holds
-    - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width] filled with -100: call
-      `af.tasks.average_embeddings(model)` once, so that the model takes their mean (and trains the embedding);
+    - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width] filled with -100, which a model takes under
+      `af.tasks.average_embeddings(model)`;
     - `attention_mask`, by `masks`: "dense" [batch, 1, n, n], additive, of `dtype`, which any model takes; "intervals"
-      int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`: a model under `af.masks.attach(model, "batch")`
-      takes them with any backend (O(n) memory on the way and under FlexAttention; other models fail on them);
-      Of tasks with a mask per layer either form holds those of all layers (additive [batch, 1, layers x n, n]; int64
-      [batch, layers, rows, n]), and a model of that many layers takes it under `af.masks.attach(model, "batch")` alone;
+      int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
+      `af.masks.attach(model, "batch")` with any backend. Of tasks with a mask per layer either form holds those of all
+      layers (additive [batch, 1, layers x n, n]; int64 [batch, layers, rows, n]), for a model of that many layers
+      under `attach(model, "batch")` alone;
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
-    Sequences of unequal length are padded at the end: padding attends to itself alone and nothing attends to it, so a
-    sample's values do not depend on what it is batched with.
+    Sequences of unequal length are padded at the end: padding attends to itself alone and nothing attends to it. All
+    are plain tensors with the batch in front, which worker processes, pinning and `accelerate` handle.
 
-        af.tasks.average_embeddings(model)  # butterfly has averaged tokens
-        Trainer(model, args, train_dataset=samples, data_collator=af.tasks.Collator(af.tasks.butterfly),
+        Trainer(model, args, train_dataset=samples, data_collator=af.tasks.Collator(af.tasks.causal_lm),
                 compute_loss_func=af.tasks.loss)
-
-    All of them are plain tensors with the batch in front, which worker processes, pinning and `accelerate` handle.
 
     Args:
         family_fn: from the token ids of a sample to its tasks, which are merged; or to one task, which is taken as it
-            is, whatever its mask (windows, sparse layouts). `functools.partial` binds further arguments:
-            `Collator(partial(af.tasks.block_two_stream, block=4, mask_token=tokenizer.mask_token_id))`. Or
-            `af.tasks.rollouts`, whose samples are groups (with `Trainer`: `remove_unused_columns=False`).
+            is, whatever its mask. `functools.partial` binds further arguments. Or `af.tasks.rollouts`, whose samples
+            are groups (with `Trainer`: `remove_unused_columns=False`).
         by_length: whether the structure of the tasks depends on the number of tokens alone, so that one merge serves
-            all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False,
-            a merge per sample, for any other function, which may look at token values (documents, special tokens).
-            If you say True, it is tested: the function must not compare or compute with tokens, and its tasks for the
-            first sample of each length must be the ones that the shared structure gives.
+            all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False
+            for any other function. If you say True, it is tested: the function must not compare or compute with
+            tokens, and its tasks for the first sample of each length must be the ones that the shared structure gives.
         dtype: of the mask; must be the model's.
         pad_token: id at padded positions; any valid id, nothing reads it.
         pad_to_multiple_of: pad the merged length up to a multiple: batches of one length share a compiled model.
@@ -191,11 +239,12 @@ class Collator:
             return _Template.of(_one_task(self.family_fn(tokens)))
         if len(tokens) not in self._templates:
             family = self.family_fn([_Symbol(_SYMBOL + index) for index in range(len(tokens))])
-            if self._test_first and _with_data(family, tokens) != _with_data(self.family_fn(tokens), []):
+            template = _Template.of(_one_task(family))
+            if self._test_first and not template.says(_Template.of(_one_task(self.family_fn(tokens))), tokens):
                 raise ValueError(
                     "family_fn gives other tasks for these tokens than for its length alone: use by_length=False"
                 )
-            self._templates[len(tokens)] = _Template.of(_one_task(family))
+            self._templates[len(tokens)] = template
         return self._templates[len(tokens)]
 
     def _padded(self, samples: list[tuple[_Template, Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -226,6 +275,85 @@ class Collator:
             tables = additive(grid.dense(), self.dtype)
             return layered_dense(tables) if layered else tables
         return layered_rows(grid, self.min_width) if layered else grid.row_intervals(self.min_width)
+
+
+def loss(
+    outputs: object, labels: object, num_items_in_batch: Tensor | int | None = None, reduction: str = "mean"
+) -> Float[Tensor, "*rows"]:
+    """Weighted cross-entropy of all labels of a batch: `Trainer(compute_loss_func=af.tasks.loss)`.
+
+    Sum over labels of weight x cross-entropy, divided by the number of labels. HF's own loss would shift labels by
+    one position and take one label each: never pass these labels to a model. Weights may be negative.
+
+    Args:
+        outputs: logits [batch, n, vocabulary], or a model's output with `.logits`.
+        labels: the "labels" of a `Collator` batch, or the batch itself.
+        num_items_in_batch: what `Trainer` counts over accumulated batches; it counts each label once for each row.
+        reduction: "mean" over labels, "sum", or "none": weight x cross-entropy of each label, [batch, n, width], 0
+            where there is none; `Collator.label_tensors` has the rest, in the same places. With weights of
+            1 it is the negative log-probability of the target.
+
+    Returns:
+        A scalar; 0 for a batch without labels. With "none" a tensor [batch, n, width].
+
+    Raises:
+        ValueError: the labels carry advantages, which "mean" and "sum" would leave out.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    logits, tensors = _logits(outputs), LabelTensors.of(labels)
+    targets, weights = tensors.targets, tensors.weights
+    if logits.shape[:-1] != targets.shape[:-1]:
+        raise ValueError(
+            f"expected logits {[*targets.shape[:-1]]} + [vocabulary], one row for each position of the batch's labels, "
+            f"got {[*logits.shape]}: pass the outputs of the model on the same batch, with logits of every position"
+        )
+    if tensors.advantages is not None and reduction != "none":
+        raise ValueError(
+            'these labels carry advantages, which this loss does not use: take loss(..., reduction="none") and '
+            "af.tasks.Collator.label_tensors(batch) for a policy loss of your own, or give them to rollouts as weights="
+        )
+    places = (targets != NO_ID).nonzero(as_tuple=True)
+    chosen = logits[places[:-1]]
+    chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    terms = F.cross_entropy(chosen, targets[places], reduction="none") * weights[places].to(chosen.dtype)
+    if reduction == "none":
+        return terms.new_zeros(targets.shape).index_put(places, terms)
+    total = terms.sum()
+    if reduction == "sum":
+        return total
+    count = len(places[0]) if num_items_in_batch is None else num_items_in_batch / _ROWS
+    return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+
+
+def _logits(outputs: object) -> Tensor:
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"expected logits or a model output that has them, got {type(outputs).__name__}")
+    return logits
+
+
+def packed(task: Task) -> Int[Tensor, "n rows width"]:
+    """The labels of a task, filled with -100: target ids, and the bits of each number, NaN for one that is missing."""
+    labels, position = task.targets, task.targets.column("position")
+    count = np.bincount(position, minlength=task.size)
+    order = np.argsort(position, kind="stable")
+    place = position[order]
+    slot = np.arange(len(order)) - (np.cumsum(count) - count)[place]  # among the labels of its position
+    names = ("target_id", *_NUMBERS)
+    table = torch.full((task.size, len(names), max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
+    for row, name in enumerate(names):
+        table[place, row, slot] = torch.from_numpy(labels.column(name)[order].view(np.int64))
+    return table
+
+
+def batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows columns"]:
+    """The packed labels of several tasks, padded to n positions."""
+    width = max(each.shape[2] for each in labels)
+    table = torch.full((len(labels), n, _ROWS, 1 + width), NO_ID, dtype=torch.int64)
+    for row, each in enumerate(labels):
+        table[row, : len(each), :, 1 : 1 + each.shape[2]] = each
+    return table
 
 
 def _common_layers(layers: Sequence[int | None]) -> int | None:
@@ -262,22 +390,3 @@ def _tokens(feature: object) -> list[int]:
     if len(real) != len(tokens):
         raise ValueError(f"input_ids and attention_mask differ in length: {len(tokens)} and {len(real)}")
     return tokens[real != 0].tolist()
-
-
-def _with_data(tasks: Tasks, tokens: list[int]) -> list[Task]:
-    """Tasks with the data tokens of a sample put in for symbols, if they have any."""
-    return [_with_tokens(task, tokens) for task in ([tasks] if isinstance(tasks, Task) else tasks)]
-
-
-def _with_tokens(task: Task, tokens: list[int]) -> Task:
-    """A task over symbols with the data tokens of a sample put in."""
-    data = np.array([*tokens, 0])
-
-    def real(ids: IntArray) -> IntArray:
-        return np.where(ids >= _SYMBOL, data[np.maximum(ids - _SYMBOL, 0)], ids)
-
-    table, labels = task.sequence.table, task.targets.table.copy()
-    rows = [sorted(ids) for ids in Ragged(table.ids.indptr, real(table.ids.values)).lists()]
-    labels["target_id"] = real(labels["target_id"])
-    inputs = Inputs(TokenTable(Ragged.of(rows), table.position, table.provenance), task.sequence.index)
-    return Task(inputs, Labels(labels), task.mask if task.num_layers is None else task.masks)
