@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
+from transformers import Trainer, TrainingArguments
 
 import attnflow as af
 from attnflow.report.svg import encode
@@ -44,9 +45,13 @@ def bias() -> Any:
     """What a bias adds to the scores of SmolLM2 after a few steps of training."""
     loaded = af.load_model("smollm2-135m")
     af.bias.attach(loaded, af.bias.GuidanceConfig(), train="guidance")
-    settings = af.bias.TrainingConfig(steps=8, batch_size=2, learning_rate=1e-2)
+    ids = loaded.tokenizer(af.models.sample_text("sonnets", 6000), return_tensors="pt")["input_ids"][0]
+    rows = [{"input_ids": row, "labels": row} for row in ids.split(128)[:-1]]
     with tempfile.TemporaryDirectory() as folder:
-        af.bias.train(loaded, [af.models.sample_text("sonnets", 6000)], folder, settings, length=128)
+        options = TrainingArguments(
+            folder, max_steps=8, per_device_train_batch_size=2, learning_rate=1e-2, save_strategy="no", report_to="none"
+        )
+        Trainer(loaded.model, options, train_dataset=rows).train()
     return af.report.figure(af.bias.capture(loaded, SUM), layer=14)
 
 

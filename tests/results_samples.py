@@ -15,7 +15,6 @@ import attnflow as af
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
 from attnflow.bias.graph import BiasGraph, Edge
-from attnflow.bias.trained import Trained
 from attnflow.knowledge.conditions import Conditions
 from attnflow.masks import Mask
 from attnflow.tasks.derivation import derive
@@ -112,11 +111,6 @@ def _tiny_map(read: Callable[[Any], Any]) -> Any:
     return read(af.bias.capture(model, torch.tensor([[5, 6, 7, 8]])))
 
 
-def _tiny_run() -> Any:
-    curve = ({"step": 0.0, "loss": 2.5}, {"step": 4.0, "loss": 2.0, "learning_rate": 1e-3})
-    return Trained(Path("folder"), 4, 2.5, 2.0, 900, 20, curve, {"steps": 4}, {"attnflow": af.__version__})
-
-
 PLAIN: dict[Any, Any] = {
     int: 3,
     float: 0.25,
@@ -139,7 +133,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Conditions": lambda: Conditions(2, 3, 1, 2, 3, gated=False, residual=0.25),
     "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
-    "Trained": _tiny_run,
     "Trace": _tiny_trace,
     "DraftTree": lambda: af.masks.export.vllm(af.masks.tree([-1, 0, 0, 1])),
     "EngineMask": lambda: af.masks.export.te(af.masks.butterfly(2)),

@@ -8,10 +8,9 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.bias.documents import works
-from attnflow.bias.packing import Drawn
 from attnflow.models import load_model
 from experiments.bias_comparison.settings import Comparison
+from experiments.runner.packing import Drawn
 from experiments.runner.text import (
     TEST,
     VALIDATION,
@@ -19,6 +18,7 @@ from experiments.runner.text import (
     named_tokenizer,
     split_works,
     streamed,
+    works,
 )
 
 POEMS: Final = ("rape_of_lucrece", "passionate_pilgrim", "phoenix_and_the_turtle")  # to tune to

@@ -57,6 +57,14 @@ def map_of(model: nn.Module, rows: Tensor) -> list[Tensor]:
     return [torch.stack(layer) for layer in zip(*maps, strict=True)]
 
 
+def strength(model: nn.Module, rows: Tensor) -> dict[int, float]:
+    """|B| of each layer: root mean square of the row-centred bias over all pairs of some rows."""
+    seen = [capture(model, row, heads="all", queries="all", base=False) for row in rows]
+    squares = {one.layer: sum(float(m.layer(one.layer).bias.double().square().sum()) for m in seen) for one in seen[0]}
+    pairs = {one.layer: sum(int(m.layer(one.layer).allowed.sum()) for m in seen) for one in seen[0]}
+    return {layer: (squares[layer] / pairs[layer]) ** 0.5 for layer in squares}
+
+
 def similarity(one: Sequence[Tensor], other: Sequence[Tensor]) -> dict[str, list[float]]:
     """By layer: correlation of two biases on the same rows, and size of the second over that of the first."""
     correlation, size = list[float](), list[float]()

@@ -14,14 +14,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnflow._core.progress import Progress
-from attnflow.bias.checkpoints import newest
-from attnflow.bias.hf.capture import strength
 from attnflow.bias.kind import layer_biases
 from attnflow.models import load_model
 from experiments.bias_comparison import probes
 from experiments.bias_comparison.arms import Arm, arm_of, count_trained, fitted
 from experiments.bias_comparison.data import Rows, Texts, texts_of
-from experiments.bias_comparison.maps import look_at_sums, map_of, similarity
+from experiments.bias_comparison.maps import look_at_sums, map_of, similarity, strength
 from experiments.bias_comparison.probes import IGNORED, PROBES
 from experiments.bias_comparison.settings import CHANGES, Comparison, Part
 from experiments.bias_comparison.shuffle import shuffled
@@ -29,6 +27,7 @@ from experiments.geometry_init.model import build, token_losses
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, Read, Record, swept
 from experiments.runner.processes import launched
+from experiments.runner.saved import newest
 from experiments.runner.study import taken
 from experiments.runner.training import Loop, cosine, decayed, train
 
@@ -205,7 +204,7 @@ class Runs:
                 with shuffled(now, how, seed):
                     more[f"{how} shuffled"] = self._measure(now, rows, _RESULTS)["loss"]
         if arm.bias is not None and rows is not None and next(layer_biases(now), None) is not None:
-            more["strength"] = {str(layer): b for layer, b in strength(now, {"input_ids": rows.test[:8]}).items()}
+            more["strength"] = {str(layer): b for layer, b in strength(now, rows.test[:8]).items()}
         if self.part.name == "recall":
             more["distractors"] = {
                 str(count): _scores(now, probes.recall(self.config.tested, _generator(), distractors=count))["accuracy"]

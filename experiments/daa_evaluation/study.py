@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from attnflow._core.progress import Progress
 from attnflow.bias import AlibiConfig, GuidanceConfig, attach
 from attnflow.bias.kind import layer_biases
-from attnflow.bias.packing import Drawn
 from attnflow.models import load_model
 from experiments.evaluation.benchmarks import PROMPTINGS, Benchmark
 from experiments.evaluation.command import finished, maker, plain
 from experiments.evaluation.measure import Score, measure
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, repeated
+from experiments.runner.packing import Drawn
 from experiments.runner.processes import launched
 from experiments.runner.saved import newest_of, restore_weights
 from experiments.runner.text import DATA, split_text, stream_rows

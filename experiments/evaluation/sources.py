@@ -6,12 +6,12 @@ import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final, cast
 
 import yaml
 
 from attnflow._core.errors import MissingExtra
-from attnflow.bias.documents import read_documents
 from attnflow.models import sample_text
 from attnflow.models.packages import Packaged
 from experiments.runner.text import TEST
@@ -106,7 +106,8 @@ def held_out(source: str, pieces: int, characters: int) -> list[str]:
     """Pieces of text that a model is measured on.
 
     Args:
-        source: "shakespeare" for the works that no experiment trains on, or what `read_documents` takes.
+        source: "shakespeare" for the works that no experiment trains on, a text file, a folder of `.txt` and `.md`
+            files, or a data set.
         pieces: how many; as many from each document as from any other, at equal distances.
         characters: of each, cut where a line ends.
 
@@ -118,7 +119,7 @@ def held_out(source: str, pieces: int, characters: int) -> list[str]:
     elif ":" in source:
         documents = list(islice((row["text"] for row in rows(source)), pieces))
     else:
-        documents = read_documents(source)
+        documents = _documents(Path(source).expanduser())
     found: list[str] = []
     each = -(-pieces // len(documents))
     for text in documents:
@@ -157,6 +158,20 @@ def rows(source: str) -> Iterable[Item]:
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
     return cast(Iterable[Item], datasets.load_dataset(name, config or None, split=part or "validation", streaming=True))
+
+
+def _documents(path: Path) -> list[str]:
+    """The texts of a file, or of a folder of `.txt` and `.md` files.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: no text in it.
+    """
+    inside = sorted(one for one in path.rglob("*") if one.suffix.lower() in (".txt", ".md"))
+    documents = [one.read_text(encoding="utf-8") for one in (inside if path.is_dir() else [path])]
+    if not any(text.strip() for text in documents):
+        raise ValueError(f"{path} holds no text; of a folder its .txt and .md files are read")
+    return [text for text in documents if text.strip()]
 
 
 def _lines(packaged: Packaged) -> list[Item]:

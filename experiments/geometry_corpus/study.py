@@ -13,7 +13,6 @@ from typing import Any, Final, cast
 import torch
 
 from attnflow._core.progress import Progress
-from attnflow.bias.documents import works
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import tokenized
 from experiments.geometry_corpus.combination import averaged, measure, record
@@ -21,6 +20,7 @@ from experiments.geometry_corpus.counts import CUTS, OBJECTIVES, Cut, compare, c
 from experiments.runner import text as texts
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan
+from experiments.runner.text import works
 
 _SMALL: Final = (
     *("openai-community/gpt2", "EleutherAI/pythia-160m", "HuggingFaceTB/SmolLM2-360M"),

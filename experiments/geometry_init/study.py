@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
-from attnflow.bias.packing import Drawn
 from attnflow.geometry import score
 from experiments.geometry_init.model import INITIALISATIONS, PENALTIES, Objective, build, penalised, token_losses
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, choosing_loss, swept
+from experiments.runner.packing import Drawn
 from experiments.runner.text import load_text
 from experiments.runner.training import Loop, decayed, linear, train
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import attnflow as af
 from attnflow._core.progress import Progress
-from attnflow.bias.packing import Drawn
 from attnflow.tasks import Collator
 from experiments.hasse.arms import Arm, TaskOf, build
 from experiments.hasse.settings import Training
 from experiments.hasse.writing import words
 from experiments.runner.jobs import Job
+from experiments.runner.packing import Drawn
 from experiments.runner.text import Text, load_text
 from experiments.runner.training import Course, Loop, Measure, decayed, train
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import attnflow as af
 from attnflow._core.progress import Progress
-from attnflow.bias.packing import Drawn
 from attnflow.knowledge import Retrieval
 from experiments.knowledge_twins.models import Arm, build, sizes
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, choosing_loss, swept
+from experiments.runner.packing import Drawn
 from experiments.runner.text import load_text
 from experiments.runner.training import Loop, cosine, decayed, train
 

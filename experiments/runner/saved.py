@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -14,12 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from attnflow._core.files import seal, unseal
-from attnflow.bias.checkpoints import about, newest, rotate
+from attnflow._core.files import seal, sealed, unseal
 from experiments.runner.processes import Launch
 from experiments.runner.sharding import like, whole
 
 _KEPT: Final = 2  # checkpoints of a run
+_LOG: Final = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Checkpoints:
         place = self.launch.once(lambda: newest(self.folder))
         if place is None:
             return 0, []
-        said = about(place, contents=False)
+        said = sealed(place, contents=False)
         if said["identity"] != self.identity:
             keys = sorted({*self.identity, *said["identity"]})
             differ = [key for key in keys if self.identity.get(key) != said["identity"].get(key)]
@@ -119,7 +123,26 @@ class Checkpoints:
         held = {"log": course.log, "measured": course.measured, "seconds": course.seconds, "pending": list(pending)}
         (place / "course.json").write_text(json.dumps(held), encoding="utf-8")
         seal(place, {"resumable": True, "step": step, "identity": self.identity})
-        rotate(self.folder, _KEPT, None)
+        _rotate(self.folder)
+
+
+def by_step(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, complete or not, the newest first."""
+    steps = {path: _NAME.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ())}
+    found = [path for path, match in steps.items() if match and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint; those after it are named in the log, with the reason."""
+    for path in by_step(folder):
+        try:
+            sealed(path)
+        except ValueError as error:
+            _LOG.warning("%s; an earlier one is looked for", error)
+        else:
+            return path
+    return None
 
 
 def newest_of(folder: Path) -> Path:
@@ -171,3 +194,15 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     saved = cast("dict[str, object]", model.state_dict(keep_vars=True))
     return trained | {name: b for name, b in model.named_buffers() if name in saved}
+
+
+def _rotate(folder: Path) -> None:
+    """Keep the newest complete checkpoints; what kills have left of others goes, too."""
+    complete: list[Path] = []
+    for path in by_step(folder):
+        with suppress(ValueError):
+            sealed(path, contents=False)
+            complete.append(path)
+    for path in set(by_step(folder)) - set(complete[:_KEPT]):
+        unseal(path)  # first: a kill meanwhile leaves none that is complete in part
+        shutil.rmtree(path, ignore_errors=True)

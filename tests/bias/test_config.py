@@ -78,7 +78,7 @@ def test_alibi_is_the_papers_baseline():
         (RelativeConfig(), {"num_buckets": 2}, ValueError, "num_buckets must be at least 4"),
         (RelativeConfig(), {"max_distance": 8}, ValueError, "max_distance must exceed num_buckets // 4 = 8"),
         (GuidanceConfig(), {"layers": "some"}, ValueError, "layers must be one of 'every'"),
-        (GuidanceConfig(), {"layers": 3}, TypeError, r"for one layer, \[3\]"),
+        (GuidanceConfig(), {"layers": 3}, TypeError, r"such as \[0\], got 3"),
         (GuidanceConfig(), {"layers": []}, ValueError, "at least one layer, each once"),
         (GuidanceConfig(), {"layers": [1, 1]}, ValueError, "at least one layer, each once"),
         (GuidanceConfig(), {"layers": [-1]}, ValueError, "layers must be at least 0"),

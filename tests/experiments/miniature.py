@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnflow.bias.packing import Packed
 from experiments.runner import text as texts
 from experiments.runner.command import write_results
 from experiments.runner.experiment import Experiment
+from experiments.runner.packing import Packed
 from experiments.runner.study import Study, describe, trial
 from experiments.runner.text import Split, word_pieces
 

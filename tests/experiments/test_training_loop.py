@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnflow.bias.checkpoints import by_step
+from experiments.runner.saved import by_step
 from experiments.runner.training import Course, Diverged, Loop, train
 from tests.experiments.distributed_job import fit
 from tests.experiments.toy import Toy, run_study, run_toy

@@ -3,14 +3,12 @@
 import importlib
 import pkgutil
 import sys
-from pathlib import Path
 
 import pytest
 
 import attnflow as af
 from attnflow import masks, report
 from attnflow._core.results import Result
-from attnflow.bias.trained import Trained
 from attnflow.order import analyze
 from attnflow.report import registry
 from attnflow.report.svg import Svg
@@ -22,16 +20,6 @@ from tests.report.reading import parse_page, parse_svg
 from tests.report.test_page import bad_audit, clean_task, leaking_task
 from tests.report.test_score_chart import scores
 from tests.results_samples import TABLES
-
-
-def trained():
-    curve = tuple(
-        {"step": float(step), "loss": 3.0 - 0.1 * step, "eval_loss": 3.1 - 0.1 * step}
-        | {f"bias/layer_{layer}": 0.01 * step * layer for layer in (0, 2)}
-        for step in range(3)
-    )
-    return Trained(Path("folder"), 2, 3.1, 2.9, 10, 10, curve, {}, {})
-
 
 MAKERS = {
     "Mask": lambda: masks.butterfly(5),
@@ -45,7 +33,6 @@ MAKERS = {
     "GeometryScores": scores,
     "Survey": lambda: registry.Survey((scores(), scores("two")), {}),
     "Trace": trace,
-    "Trained": trained,
 }
 
 
@@ -108,7 +95,7 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
     for module in [module for module in sys.modules if module.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", "Trained"}
+    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace"}
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")
 

@@ -11,10 +11,9 @@ from attnflow.bias.content import BilinearConfig, CumulativeConfig, DotConfig, G
 from attnflow.bias.kind import CustomConfig
 from attnflow.bias.map import BiasMap
 from attnflow.bias.positions import AlibiConfig, DenseConfig, RelativeConfig
-from attnflow.bias.run import TrainingConfig
 
 if TYPE_CHECKING:
-    from attnflow.bias.hf import attach, capture, handle, load, save, train, trainer
+    from attnflow.bias.hf import attach, capture, load, save
 
 __all__ = [
     "AlibiConfig",
@@ -28,15 +27,11 @@ __all__ = [
     "KeyConfig",
     "LowRankConfig",
     "RelativeConfig",
-    "TrainingConfig",
     "attach",
     "attention",
     "capture",
-    "handle",
     "load",
     "save",
-    "train",
-    "trainer",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Final, Literal, TypeVar, get_args
+from typing import ClassVar, Final, Literal, TypeVar, cast, get_args
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -120,10 +120,8 @@ class BiasConfig(ABC):
                 raise ValueError(f"{field.name} must be one of {', '.join(map(repr, options))}, got {value!r}")
             if field.name in _POSITIVE:
                 integer(field.name, value, minimum=1)
-        if isinstance(self.layers, int):
-            raise TypeError(
-                f"layers must be a name or a list of indices, got {self.layers!r}; for one layer, [{self.layers}]"
-            )
+        if not isinstance(cast(object, self.layers), Sequence):
+            raise TypeError(f"layers must be a name or a list of indices, such as [0], got {self.layers!r}")
         if not isinstance(self.layers, str):
             # A tuple, so that the config is hashable and equal after JSON.
             object.__setattr__(self, "layers", tuple(integer("layers", layer) for layer in self.layers))

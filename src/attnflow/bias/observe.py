@@ -60,19 +60,6 @@ def observe(
     return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
-@torch.no_grad()
-def strength(call: Call, terms: int) -> float:
-    """Root mean square of the row-centred sum of the first terms of a call, over its allowed pairs; 0 without any.
-
-    Cost: time O(queries x keys) of each sequence; memory a few MB.
-    """
-    squares = pairs = 0.0
-    for block in _blocks(call, range(call.query.shape[2])):
-        _, centred, allowed = _centred(call, terms, block, slice(None))
-        squares, pairs = squares + float(centred.square().sum()), pairs + float(allowed.sum())
-    return (squares / pairs) ** 0.5 if pairs else 0.0
-
-
 def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
     """The queries as slices of neighbours, short enough for the scores of one to fit."""
     most = max(1, min(_MOST_ROWS, _SCORES // (call.num_heads * call.key.shape[2])))

@@ -69,7 +69,7 @@ GROUPS: Final = {
         mask_formats.mask_export,
         mask_formats.mask_debug,
     ),
-    "bias": _group("bias", "Look at what a learned bias does; train one.", bias.bias_show, bias.bias_train),
+    "bias": _group("bias", "Look at what a learned bias does.", bias.bias_show),
     "knowledge": knowledge,
 }
 knowledge.command("edit")(knowledge_edit.knowledge_edit)

@@ -1,19 +1,16 @@
-"""`attnflow bias show` and `bias train`: what a learned bias does on one text; a bias trained on text."""
+"""`attnflow bias show`: what a learned bias does on one text."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
 
 from attnflow._core.files import write_atomically
 from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
-
-Kind = Literal["guidance", "bilinear", "dot", "key", "cumulative", "lowrank", "dense", "alibi", "relative"]
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json", ".dot")
@@ -68,12 +65,12 @@ def bias_show(
         raise BadUsage(f"--query {query} is no position of a text of {len(prompt)} characters")
     with working(f"loading {model}") as spinner:
         from attnflow import bias as biases
-        from attnflow.bias.hf.saving import read
+        from attnflow.bias.hf.saving import check_place, read
 
         folder = Path(model) if bias is None else bias
         try:
             saved = read(folder)
-            saved.check(layer, head)
+            check_place(saved, layer, head)
         except FileNotFoundError as error:
             hint = "" if bias is not None else f"; {model} has no bias: give --bias DIR"
             raise BadUsage(f"{error}{hint}") from error
@@ -128,103 +125,3 @@ def bias_show(
     say(screen, f"{view}\n\n{graph}" if is_graph else str(view))
     if output is not None:
         say(screen, f"written: {output}")
-
-
-def bias_train(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a folder, a GGUF file or a hub id; a causal model.")
-    ],
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data", metavar="DATA", help="A text file, a .jsonl file, a folder, shakespeare, or a data set."
-        ),
-    ],
-    kind: Annotated[
-        Kind, typer.Option("--kind", help="Guidance is the paper's; alibi takes the place of RoPE in every layer.")
-    ] = "guidance",
-    train: Annotated[
-        Literal["guidance", "all"], typer.Option("--train", help="Only the bias, or the model as well.")
-    ] = "guidance",
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimiser steps.")] = 1000,
-    length: Annotated[int, typer.Option("--length", metavar="N", min=2, help="Tokens of a packed row.")] = 512,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Rows of a step.")] = 8,
-    rate: Annotated[
-        float | None,
-        typer.Option("--rate", metavar="X", help="Peak learning rate (default: 1e-3; 2e-5 with --train all)."),
-    ] = None,
-    every: Annotated[
-        int | None,
-        typer.Option(
-            "--every",
-            metavar="N",
-            min=1,
-            help="Steps between evaluations, and between checkpoints (default: a tenth of all, at least 50; a "
-            "twentieth, at least 10).",
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="For the results.")] = Path(
-        "attnflow-bias"
-    ),
-    json_output: JsonFlag = False,
-) -> None:
-    """Train a bias on text.
-
-    Attaches a bias (every other layer; alibi: every layer, without RoPE), trains it (AdamW, cosine, warm-up; packed
-    rows), and writes it to a folder with the curve as JSON, CSV and figure. A tenth of the text is held out. If it is
-    interrupted, the same command goes on from the last checkpoint.
-    """
-    peak = rate if rate is not None else (1e-3 if train == "guidance" else 2e-5)
-    _models.require(model)
-    with working("looking at the text") as spinner:
-        from attnflow import bias
-        from attnflow.bias.documents import read_documents
-        from attnflow.bias.hf.saving import KINDS
-        from attnflow.bias.run import check_folder, last_checkpoint, run_settings
-
-        config = KINDS[kind]()
-        spacing: dict[str, Any] = {}
-        if every is not None:
-            log_every = next(number for number in range(min(10, every), 0, -1) if every % number == 0)
-            spacing = {"log_every": log_every, "save_every": every, "evaluate_every": every}
-        try:  # what is wrong is said before the model is loaded
-            settings = bias.TrainingConfig(steps=steps, batch_size=batch, learning_rate=peak, **spacing)
-            check_folder(output, run_settings(settings, [config], train, length))
-            documents = read_documents(data)
-        except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            raise BadUsage(str(error)) from error
-        import torch
-
-        from attnflow.bias.hf.training import mixed_precision
-
-        spinner.stage(f"loading {model}")
-        loaded = _models.load(model)
-        if train == "all":
-            loaded.model.float()  # in half precision, small updates of the weights would be lost
-        torch.manual_seed(settings.seed)
-
-        def progress(step: int, total: int, what: str) -> None:
-            if sys.stderr.isatty():
-                spinner(step, total, what)
-            else:  # every logged step
-                print(f"step {step:,} of {total:,}: {what}", file=sys.stderr, flush=True)
-
-        try:
-            handle = bias.attach(loaded, config, train=train)
-            spinner.stage("evaluating the model as it is")
-            more: dict[str, Any] = {**mixed_precision(loaded.model), "log_level": "error"}
-            done = bias.train(loaded, documents, output, settings, length=length, progress=progress, **more)
-        except ValueError as error:
-            raise BadUsage(str(error)) from error
-        except KeyboardInterrupt as error:
-            step = last_checkpoint(output)
-            where = "from the start: no checkpoint was due yet" if step is None else f"from step {step:,}"
-            print(f"attnflow: interrupted; the same command goes on {where}", file=sys.stderr)
-            raise typer.Exit(130) from error
-    if json_output:
-        print_result(done)
-        return
-    screen = console()
-    say(screen, str(handle), "bold")
-    say(screen, str(done))
-    say(screen, f"written: {output} (af.bias.load(model, {str(output)!r}))")

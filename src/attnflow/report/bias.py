@@ -11,10 +11,9 @@ from attnflow._core import checks
 from attnflow._core.markup import columns, element, escape, percent, plural, token_label
 from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.bias.map import BiasMap
-from attnflow.bias.trained import Trained
 from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
-from attnflow.report.bias_chart import map_chart, query_name, token_name, training_chart
+from attnflow.report.bias_chart import map_chart, query_name, token_name
 from attnflow.report.charts import POSITIVE
 from attnflow.report.hasse_svg import bent, page, pair
 from attnflow.report.html import Content, Html, tag
@@ -50,19 +49,6 @@ def graph_part(graph: BiasGraph, _: Context) -> Part:
     """The reasoning graph alone."""
     title = f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph"
     return Part(title, [_graph(graph, "here")])
-
-
-def training_part(trained: Trained, _: Context) -> Part:
-    """The course of a training."""
-    curve = trained.curve
-    names = list(dict.fromkeys(name for entry in curve for name in entry))
-    columns = {name: html.numbers([entry.get(name, math.nan) for entry in curve]) for name in names}
-    picture = charts.in_page(lambda: training_chart(trained), "Losses and strength of the bias by step")
-    table = html.columns_table(columns, text_columns=0)
-    body = picture + tag("details", tag("summary", "Numbers"), table)
-    numbers = [(name, f"{value:.3f}") for name, value in (("Before", trained.before), ("After", trained.after))]
-    reading = f"Training takes the held-out loss from {trained.before:.3f} to {trained.after:.3f} nats per token."
-    return Part("Training of a bias", [Section("training", "Course of the training", body)], [reading], numbers)
 
 
 def _layers(bias_map: BiasMap) -> Section:

@@ -1,4 +1,4 @@
-"""Charts of a bias: keys that a query is drawn to (blue) or turned away from (red), weights, a training."""
+"""Charts of a bias: keys that a query is drawn to (blue) or turned away from (red), and weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from attnflow._core.markup import grouped, shorten, token_label
 from attnflow.bias.map import BiasMap
-from attnflow.bias.trained import Trained
-from attnflow.report.charts import INK, SERIES, SIGNED, SOFT, blank, chart, heat_map, literal, name_axis, table_size
+from attnflow.report.charts import INK, SIGNED, blank, chart, heat_map, literal, name_axis, table_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -170,41 +169,3 @@ def _heads(bias_map: BiasMap, head: int | None) -> str:
     if head is not None:
         return f", head {head}"
     return ", mean over heads" if not bias_map.heads else f", mean over {len(bias_map.heads)} heads"
-
-
-@chart
-def training_chart(trained: Trained, *, title: str | None = None) -> Figure:
-    """Losses and |B| of each layer against steps."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    curve = trained.curve
-    figure = blank(9.0, 3.6)
-    left, right = figure.subplots(1, 2)
-    for name, label, colour, mark in (("loss", "training", SOFT, ""), ("eval_loss", "held out", SERIES[1], "o")):
-        points = [(entry["step"], entry[name]) for entry in curve if name in entry]
-        left.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=4, linewidth=1.3, label=label)
-    left.set(xlabel="step", ylabel="loss (nats per token)")
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)  # above: no line is covered
-    layers = trained.layers
-    numbers = [int(name.rpartition("_")[2]) for name in layers]
-    colours, scale = colormaps["viridis"], Normalize(min(numbers, default=0), max([1, *numbers]))
-    highest = max((entry[name] for entry in curve for name in layers if name in entry), default=0.0)
-    ends: list[float] = []
-    for name, number in zip(layers, numbers, strict=True):
-        points = [(entry["step"], entry[name]) for entry in curve if name in entry]
-        right.plot(*zip(*points, strict=True), color=colours(scale(number)), linewidth=1.2)
-        if all(abs(points[-1][1] - end) > 0.03 * highest for end in ends):  # a number would lie on another one
-            place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
-            right.annotate(str(number), points[-1], fontsize=7, **place)
-            ends.append(points[-1][1])
-    right.set(xlabel="step", ylabel="|B|, row-centred")
-    if layers:
-        bar = figure.colorbar(ScalarMappable(scale, colours), ax=right, pad=0.06, fraction=0.05, label="layer")
-        bar.ax.invert_yaxis()  # layer 0 at the top, as everywhere
-        bar.locator.set_params(integer=True)
-    for axes in (left, right):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle(title or "")
-    return figure

@@ -16,7 +16,6 @@ from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
-from attnflow.bias.trained import Trained
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
@@ -26,8 +25,8 @@ from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
 from attnflow.report.audit import audit_chart, audit_part
-from attnflow.report.bias import bias_part, graph_part, graph_svg, training_part
-from attnflow.report.bias_chart import map_chart, training_chart
+from attnflow.report.bias import bias_part, graph_part, graph_svg
+from attnflow.report.bias_chart import map_chart
 from attnflow.report.charts import svg_of
 from attnflow.report.geometry import score_chart, scores_part
 from attnflow.report.hasse_svg import hasse_svg
@@ -103,7 +102,6 @@ KINDS: Final[dict[type, Kind]] = {
     GeometryScores: Kind(scores_part, score_chart, together=True),
     Survey: Kind(figure=_survey_figure),
     Trace: Kind(trace_part, trace_chart),
-    Trained: Kind(training_part, training_chart),
 }
 EXPANDED: Final = (Task, Derivation)  # a page shows their parts, see `_subjects`
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
-from attnflow.bias.hf import saving
+from attnflow.bias.hf.attach import handle_of
 from attnflow.bias.kind import layer_biases
+from attnflow.models.addons import read_addon, write_addon
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
 
@@ -47,7 +46,7 @@ def disturb(model: nn.Module, scale: float = 0.5) -> None:
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """The model without its bias."""
-    handle = af.bias.handle(model)
+    handle = handle_of(model)
     handle.enabled = False
     try:
         yield
@@ -98,11 +97,11 @@ def windows_roll_back() -> bool:
     return True
 
 
-def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: object) -> None:
-    """A saved bias as `save` would write it, with other tensors or another config."""
-    about = json.loads((folder / "bias_config.json").read_text()) | changes
-    del about["checksum"]
-    saving.write(folder, load_file(folder / "bias.safetensors") if tensors is None else tensors, about)
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, *, base=None, config=None) -> None:
+    """A saved bias as `save` would write it, with other tensors, or with changes of its config or its base."""
+    saved = read_addon(folder, "bias")
+    about = {**saved.config, **(config or {})}, {**saved.base, **(base or {})}
+    write_addon(folder, "bias", saved.tensors if tensors is None else tensors, *about)
 
 
 def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
@@ -114,4 +113,4 @@ def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return not ours and now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
-__all__ = ["disturb", "family", "outputs", "tokens"]
+__all__ = ["disturb", "family", "handle_of", "outputs", "tokens"]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 import attnflow as af
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, disturb, family
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, disturb, family, handle_of
 from tests.processes import leave
 
 STEPS, BATCH, LENGTH = 3, 4, 8
@@ -52,7 +52,7 @@ def main(mode, target):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trained = accelerator.prepare(model) if mode == "ddp" else model
     losses = train(trained, optimizer, data, accelerator.process_index, accelerator.num_processes, accelerator)
-    summary = str(af.bias.handle(model))
+    summary = str(handle_of(model))
     sharded = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"]
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     refused = ""

@@ -16,7 +16,7 @@ from transformers.models.t5 import modeling_t5
 
 import attnflow as af
 from attnflow.bias.kind import LayerBias
-from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, outputs, same_state, tokens
+from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, same_state, tokens
 from tests.models import WITHOUT_INTERFACE
 
 CHECKED = "Type-check error"  # which comes first while the tests run
@@ -31,7 +31,7 @@ def refused(model, error, match, *arguments, **options):
     assert model.config._attn_implementation is implementation
     assert all(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(ValueError, match="has no bias attached"):
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
 
 
 def test_options_out_of_range():
@@ -57,18 +57,14 @@ def test_options_out_of_range():
 
 def test_attaching_twice_and_detaching_twice():
     model = biased("Llama")
-    with pytest.raises(ValueError, match=r"has a bias attached already; af.bias.handle\(model\).remove\(\) first"):
+    with pytest.raises(ValueError, match=r"has a bias attached already; remove it by its handle first"):
         af.bias.attach(model, GUIDANCE)
     with pytest.raises(ValueError, match="has a bias attached already"):
         af.bias.attach(model.model, GUIDANCE)
     with pytest.raises(ValueError, match="a part of the model that the bias was attached to"):
-        af.bias.handle(model.model).remove()
-    af.bias.handle(model).remove()
-    for use in (
-        af.bias.handle,
-        lambda model: af.bias.save(model, "folder"),
-        lambda model: af.bias.capture(model, [5, 6]),
-    ):
+        handle_of(model.model).remove()
+    handle_of(model).remove()
+    for use in (lambda model: af.bias.save(model, "folder"), lambda model: af.bias.capture(model, [5, 6])):
         with pytest.raises(ValueError, match="has no bias attached"):
             use(model)
 
@@ -159,7 +155,7 @@ def test_t5_keeps_its_own_buckets_beside_the_bias():
             torch.testing.assert_close(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
             disturb(part)
             assert (outputs(model, input_ids=ids, decoder_input_ids=targets) - plain).abs().max() > 1e-4
-            af.bias.handle(part).remove()
+            handle_of(part).remove()
 
 
 def test_what_errors_advise_works():
@@ -172,16 +168,14 @@ def test_what_errors_advise_works():
     with pytest.raises(af.UnsupportedArchitecture, match="use rope='keep'"):
         af.bias.attach(gpt, af.bias.AlibiConfig())
     af.bias.attach(gpt, af.bias.AlibiConfig(rope="keep"))
-    with pytest.raises(ValueError, match=r"af\.bias\.handle\(model\)\.remove\(\) first"):
-        af.bias.attach(gpt, GUIDANCE)
-    af.bias.handle(gpt).remove()
+    handle_of(gpt).remove()
     af.bias.attach(gpt, af.bias.DenseConfig(max_length=4))
     disturb(gpt)
     with pytest.raises(
         ValueError, match=r"covers 4 positions, the sequence reaches 5; attach it with a larger max_length"
     ):
         outputs(gpt, input_ids=tokens(1, 6))
-    af.bias.handle(gpt).remove()
+    handle_of(gpt).remove()
     af.bias.attach(gpt, af.bias.DenseConfig(max_length=6))
     disturb(gpt)
     outputs(gpt, input_ids=tokens(1, 6))
@@ -201,7 +195,7 @@ def test_vision_models():
         assert torch.equal(model(pixels)[0], plain)
         disturb(model)
         assert (model(pixels)[0] - plain).abs().max() > 1e-4
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         assert torch.equal(model(pixels)[0], plain)
 
 
@@ -216,7 +210,7 @@ def test_parameters_of_the_paper_on_the_meta_device():
         "bias on 16 of 32 attention layers: 8,392,720 parameters (0.12 % of the base model's 6,738,415,616); "
         "6,746,808,336 are trained"
     )
-    assert all(parameter.is_meta for parameter in af.bias.handle(model).parameters())
+    assert all(parameter.is_meta for parameter in handle_of(model).parameters())
     assert af.bias.GuidanceConfig() == af.bias.GuidanceConfig(
         layers="every_other", hidden_dim=64, reference="unrotated", share_heads=True, init="zero"
     )
@@ -237,7 +231,7 @@ def test_guidance_only_training_freezes_and_detaching_thaws():
     assert (
         summary.num_trained == summary.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     )
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
 
 
@@ -249,7 +243,7 @@ def test_changing_the_attention_implementation_under_a_bias_is_noticed():
         outputs(model, input_ids=ids)
     with disabled(model):
         outputs(model, input_ids=ids)
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     assert model.config._attn_implementation == "eager"  # what the user has chosen last
     af.bias.attach(model, GUIDANCE)
     outputs(model, input_ids=ids)

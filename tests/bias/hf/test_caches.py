@@ -8,7 +8,18 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 from transformers.cache_utils import DynamicLayer
 
 import attnflow as af
-from tests.bias.hf.common import BIASES, GUIDANCE, biased, disabled, disturb, family, outputs, tokens, windows_roll_back
+from tests.bias.hf.common import (
+    BIASES,
+    GUIDANCE,
+    biased,
+    disabled,
+    disturb,
+    family,
+    handle_of,
+    outputs,
+    tokens,
+    windows_roll_back,
+)
 
 
 def pieces(model, ids, sizes, cache, **inputs):
@@ -136,7 +147,7 @@ def test_a_cache_that_another_bias_has_used_is_taken_over_when_it_is_empty():
     model, ids = biased("Llama"), tokens(1, 8)
     for make in (lambda: StaticCache(config=model.config, max_cache_len=20), lambda: DynamicCache(config=model.config)):
         pieces(model, ids, [8], cache := make())
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=5))
         disturb(model)
         with pytest.raises(ValueError, match="8 tokens of layer 0 that the bias has not seen"):
@@ -144,7 +155,7 @@ def test_a_cache_that_another_bias_has_used_is_taken_over_when_it_is_empty():
         cache.reset()
         if not int(cache.get_seq_length()):
             close(pieces(model, ids, [5, 3], cache), whole(model, ids))
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         af.bias.attach(model, GUIDANCE)
 
 
@@ -186,10 +197,10 @@ def test_both_halves_of_an_encoder_decoder_model():
             step = model(encoder_outputs=states, decoder_input_ids=token, past_key_values=cache, use_cache=True)
             parts.append(step.logits)
         close(torch.cat(parts, dim=1), moved)
-        af.bias.handle(model.get_decoder()).remove()  # the older one first
+        handle_of(model.get_decoder()).remove()  # the older one first
         encoder_alone = outputs(model, input_ids=ids, decoder_input_ids=targets)
         assert (encoder_alone - plain).abs().max() > 1e-3
         assert (encoder_alone - moved).abs().max() > 1e-3
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         assert torch.equal(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
     assert (moved - plain).abs().max() > 1e-3

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import attnflow as af
+from attnflow.bias.hf.attach import handle_of
 from tests.bias.hf.distributed_job import model_and_data, train
-from tests.faults.checkpoints import outcome
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,7 +39,7 @@ def test_two_processes_train_as_one(mode, tmp_path):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.05), data)
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
-    assert found["summary"] == str(af.bias.handle(model))
+    assert found["summary"] == str(handle_of(model))
     assert found["wrapper"] == ("DistributedDataParallel" if mode == "ddp" else "FSDPLlamaForCausalLM")
     assert found["sharded"] == (mode == "fsdp2")
     assert ("sharded over processes" in found["refused"]) == (mode == "fsdp2")
@@ -49,20 +48,3 @@ def test_two_processes_train_as_one(mode, tmp_path):
         torch.testing.assert_close(theirs, parameter.double(), rtol=1e-4, atol=1e-5)
         if "score_terms" in name and "output_bias" not in name:
             assert not torch.equal(parameter, before[name])  # trained in both
-
-
-@pytest.mark.slow
-def test_a_run_of_two_processes_that_was_killed_is_that_of_one(tmp_path):
-    """The losses of one process that reads the same rows, to rounding; after a kill, bit for bit those of two."""
-    for name, number, batch in (("one", 1, 2), ("two", 2, 1)):
-        done = processes(number, "distributed_training.py", tmp_path / name, "guidance", batch, 0)
-        assert done.returncode == 0, done.stderr[-3000:]
-    assert processes(2, "distributed_training.py", tmp_path / "cut", "guidance", 1, 5).returncode != 0
-    assert {path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-4"}
-    done = processes(2, "distributed_training.py", tmp_path / "cut", "guidance", 1, 0)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert outcome(tmp_path / "cut") == outcome(tmp_path / "two")
-    one, two = (json.loads((tmp_path / name / "training.json").read_text())["curve"] for name in ("one", "two"))
-    assert [entry["step"] for entry in two] == [entry["step"] for entry in one]
-    for mine, theirs in zip(one, two, strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-4)

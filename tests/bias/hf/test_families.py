@@ -14,6 +14,7 @@ from tests.bias.hf.common import (
     disabled,
     disturb,
     family,
+    handle_of,
     outputs,
     same_state,
     tokens,
@@ -41,7 +42,7 @@ def test_a_new_bias_leaves_every_output_as_it_was_bit_for_bit(name, dtype):
             with_gradients = outputs(model, input_ids=ids)
             with torch.no_grad():
                 without = outputs(model, input_ids=ids)
-            af.bias.handle(model).remove()
+            handle_of(model).remove()
             assert torch.equal(with_gradients, plain)
             assert torch.equal(without, plain)
             assert torch.equal(outputs(model, input_ids=ids), plain)
@@ -63,13 +64,13 @@ def test_a_trained_bias_acts_on_routes_alike_and_can_be_disabled_and_detached(na
         with disabled(model):
             assert torch.equal(outputs(model, input_ids=ids), plain)
         assert torch.equal(outputs(model, input_ids=ids), moved)
-        saved = [parameter.clone() for parameter in af.bias.handle(model).parameters()]
-        af.bias.handle(model).remove()
+        saved = [parameter.clone() for parameter in handle_of(model).parameters()]
+        handle_of(model).remove()
         assert torch.equal(outputs(model, input_ids=ids), plain)
         if name not in WITHOUT_SDPA:
             model.set_attn_implementation("eager")
             af.bias.attach(model, GUIDANCE)
-            for parameter, value in zip(af.bias.handle(model).parameters(), saved, strict=True):
+            for parameter, value in zip(handle_of(model).parameters(), saved, strict=True):
                 parameter.copy_(value)
             torch.testing.assert_close(outputs(model, input_ids=ids), moved, **tolerance)
 

@@ -5,7 +5,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attnflow as af
-from tests.bias.hf.common import BIASES, biased, disabled, disturb, family, outputs, padded, tokens, windows_roll_back
+from tests.bias.hf.common import (
+    BIASES,
+    biased,
+    disabled,
+    disturb,
+    family,
+    handle_of,
+    outputs,
+    padded,
+    tokens,
+    windows_roll_back,
+)
 
 FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBartDecoder"]
 OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
@@ -146,7 +157,7 @@ def test_attention_weights_of_generated_tokens(tmp_path):
     model = biased("Llama", eos_token_id=None)
     model.save_pretrained(tmp_path)
     assert "attnflow" not in (tmp_path / "config.json").read_text()
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     model.set_attn_implementation("eager")
     af.bias.attach(model, BIASES["guidance"])
     disturb(model)

@@ -11,7 +11,7 @@ import torch
 
 import attnflow as af
 from attnflow.models.loaded import Loaded
-from tests.bias.hf.common import GUIDANCE, biased, disturb, family, outputs, same_state, tokens
+from tests.bias.hf.common import GUIDANCE, biased, disturb, family, handle_of, outputs, same_state, tokens
 
 
 def test_it_prints_switches_and_takes_away():
@@ -51,12 +51,12 @@ def test_it_prints_switches_and_takes_away():
 
 def test_the_model_keeps_it_through_wrappers_copies_and_pickles():
     model, ids = biased("Llama"), tokens(1, 5)
-    handle = af.bias.handle(model)
-    assert af.bias.handle(torch.nn.Sequential(model)) is handle
-    assert af.bias.handle(Loaded(model, None)) is handle
+    handle = handle_of(model)
+    assert handle_of(torch.nn.Sequential(model)) is handle
+    assert handle_of(Loaded(model, None)) is handle
     buffer = io.BytesIO(pickle.dumps(model))
     for other in (copy.deepcopy(model), pickle.load(buffer)):
-        own = af.bias.handle(other)
+        own = handle_of(other)
         assert own is not handle
         assert own.model is other
         with torch.no_grad():

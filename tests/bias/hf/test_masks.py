@@ -8,7 +8,18 @@ import torch
 import attnflow as af
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, padded, tokens
+from tests.bias.hf.common import (
+    EVERY_OTHER_KIND,
+    GUIDANCE,
+    biased,
+    disabled,
+    disturb,
+    family,
+    handle_of,
+    outputs,
+    padded,
+    tokens,
+)
 from tests.catalogue_cases import CASES
 
 SQUARE = {case.mask.name: case.mask for case in CASES if 3 <= case.mask.num_queries == case.mask.num_keys <= 24}
@@ -92,7 +103,7 @@ def test_packed_documents_are_the_documents_one_by_one(name):
     }
     infinite = {"attention_mask": additive.masked_fill(~same, -torch.inf)}
     if name == "GPT2":
-        af.bias.handle(model).remove()  # a number per pair of absolute positions, which GPT-2 keeps to itself
+        handle_of(model).remove()  # a number per pair of absolute positions, which GPT-2 keeps to itself
         af.bias.attach(model, (*GUIDANCE, *(one for one in EVERY_OTHER_KIND if one.kind != "dense")))
         disturb(model)
     with torch.no_grad():
@@ -125,7 +136,7 @@ def test_merged_tasks_of_unequal_length(name, task):
     result = model(**batch, use_cache=False)
     check(watch, batch["attention_mask"][:, 0] == 0)
     af.tasks.loss(result, labels).backward()
-    assert all(parameter.grad is not None for parameter in af.bias.handle(model).parameters())
+    assert all(parameter.grad is not None for parameter in handle_of(model).parameters())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -150,22 +161,22 @@ def test_masks_and_biases_come_and_go_in_any_order(implementation, first, remove
         with disabled(model):
             assert torch.equal(run(), masked)
     assert torch.equal(run(), moved)
-    values = [parameter.detach().clone() for parameter in af.bias.handle(model).parameters()]
+    values = [parameter.detach().clone() for parameter in handle_of(model).parameters()]
     if first == "mask":
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
     handle = af.masks.attach(model, mask)
     if first == "mask":
         af.bias.attach(model, GUIDANCE)
         with torch.no_grad():
-            for parameter, value in zip(af.bias.handle(model).parameters(), values, strict=True):
+            for parameter, value in zip(handle_of(model).parameters(), values, strict=True):
                 parameter.copy_(value)
     assert torch.equal(run(), both)
     if removed_first == "mask":
         handle.remove()
         assert torch.equal(run(), moved)
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
     else:
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         assert torch.equal(run(), masked)
         handle.remove()
     assert torch.equal(run(), plain)
@@ -187,7 +198,7 @@ def test_a_query_with_nothing_allowed_gets_zero_under_a_bias():
 
 def test_impossible_implementations_say_why():
     model = biased("Llama")
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     af.bias.attach(model, GUIDANCE, backend="triton")
     with pytest.raises(ValueError, match=r"backend='triton' cannot compute this call: .*"):
         outputs(model, input_ids=tokens(1, 4))

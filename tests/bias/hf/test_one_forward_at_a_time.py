@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import attnflow as af
 from attnflow.bias.kind import layer_biases
-from tests.bias.hf.common import disabled
+from tests.bias.hf.common import disabled, handle_of
 from tests.models import tiny, tokens
 
 
@@ -78,7 +78,7 @@ def test_replicas_of_data_parallel_are_refused():
 def test_another_last_layer_is_another_base(tmp_path):
     model = attached()
     af.bias.save(model, tmp_path)
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     torch.nn.init.normal_(model.model.layers[-1].self_attn.q_proj.weight)
     with pytest.raises(af.AttnflowError, match="other weights of this architecture"):
         af.bias.load(model, tmp_path)
@@ -93,7 +93,7 @@ def test_a_custom_bias_is_compared_with_the_saved_one(tmp_path):
 
     af.bias.attach(model, af.bias.CustomConfig(lambda shape: Pairs(), name="pairs"))
     af.bias.save(model, tmp_path)
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     with pytest.raises(ValueError, match=r"the saved bias has the custom parts .*unrotated"):
         af.bias.load(
             model, tmp_path, custom=[af.bias.CustomConfig(lambda shape: Pairs(), name="pairs", reference="rotated")]

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import attnflow as af
-from tests.bias.hf.common import GUIDANCE, disabled, disturb, family, outputs, tokens
+from tests.bias.hf.common import GUIDANCE, disabled, disturb, family, handle_of, outputs, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.is_gradient_checkpointing:FutureWarning")
 
@@ -34,7 +34,7 @@ def test_the_bias_reads_adapted_projections_in_either_order(name):
     first = copy.deepcopy(model)
     af.bias.attach(first, GUIDANCE)
     disturb(first)
-    values = [parameter.detach().clone() for parameter in af.bias.handle(first).parameters()]
+    values = [parameter.detach().clone() for parameter in handle_of(first).parameters()]
     torch.manual_seed(1)
     after = lora(first)
     torch.manual_seed(1)
@@ -42,7 +42,7 @@ def test_the_bias_reads_adapted_projections_in_either_order(name):
     summary = af.bias.attach(before, GUIDANCE)
     with torch.no_grad():
         plain = outputs(before, input_ids=ids)
-        for parameter, value in zip(af.bias.handle(before).parameters(), values, strict=True):
+        for parameter, value in zip(handle_of(before).parameters(), values, strict=True):
             parameter.copy_(value)
         both = outputs(before, input_ids=ids)
         assert torch.equal(outputs(after, input_ids=ids), both)
@@ -55,7 +55,7 @@ def test_the_bias_reads_adapted_projections_in_either_order(name):
         assert (outputs(removed, input_ids=ids) - both).abs().max() > 1e-3
         with disabled(removed):
             assert torch.equal(outputs(removed, input_ids=ids), outputs(model, input_ids=ids))
-        af.bias.handle(removed).remove()
+        handle_of(removed).remove()
         assert torch.equal(outputs(removed, input_ids=ids), outputs(model, input_ids=ids))
 
 
@@ -64,10 +64,10 @@ def test_detaching_through_the_adapter_restores_the_adapted_model():
     plain = outputs(model, input_ids=ids)
     af.bias.attach(model, GUIDANCE)
     disturb(model)
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     assert torch.equal(outputs(model, input_ids=ids), plain)
     af.bias.attach(model.base_model.model, GUIDANCE)
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     assert torch.equal(outputs(model, input_ids=ids), plain)
 
 
@@ -86,7 +86,7 @@ def test_both_are_trained_together_and_saved_apart(tmp_path):
     from safetensors.torch import load_file
 
     assert not [name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if "score_terms" in name]
-    af.bias.handle(model).remove()
+    handle_of(model).remove()
     af.bias.load(model, tmp_path / "bias")
     assert torch.equal(outputs(model, input_ids=ids), expected)
 

@@ -8,7 +8,17 @@ from transformers.utils import logging
 
 import attnflow as af
 from attnflow.bias.kind import LayerBias
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, tokens
+from tests.bias.hf.common import (
+    EVERY_OTHER_KIND,
+    GUIDANCE,
+    biased,
+    disabled,
+    disturb,
+    family,
+    handle_of,
+    outputs,
+    tokens,
+)
 
 KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)
 
@@ -115,9 +125,9 @@ def test_a_copy_is_independent_and_has_its_own_hooks():
         assert torch.equal(outputs(model, input_ids=ids), expected)
         with disabled(model):
             assert torch.equal(outputs(twin, input_ids=ids), moved)
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         assert torch.equal(outputs(twin, input_ids=ids), moved)
-        af.bias.handle(twin).remove()
+        handle_of(twin).remove()
         assert torch.equal(outputs(twin, input_ids=ids), outputs(model, input_ids=ids))
 
 

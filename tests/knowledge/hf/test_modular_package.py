@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attnflow as af
+from attnflow.bias.hf.attach import handle_of
 from tests.models import modular, tokens
 
 
@@ -70,7 +71,7 @@ def test_a_learned_bias(train, tmp_path):
         again = modular(torch.float32, entries_per_token=5)
         af.bias.load(again, tmp_path)
         torch.testing.assert_close(again(input_ids=ids).logits, biased, rtol=1e-5, atol=1e-5)
-        af.bias.handle(model).remove()
+        handle_of(model).remove()
         torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=0, atol=0)
 
 

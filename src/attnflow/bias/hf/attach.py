@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import count
@@ -21,7 +20,7 @@ from attnflow.bias.config import BiasConfig
 from attnflow.bias.content import GuidanceConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
-from attnflow.bias.kind import CustomConfig, LayerBias, layer_biases
+from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import models_around
@@ -29,7 +28,6 @@ from attnflow.models.sites import models_around
 Train = Literal["guidance", "all"]
 
 _ATTRIBUTE: Final = "_attnflow_bias"  # of the model: the handle, so that copies and pickles of the model have theirs
-_LARGEST: Final = 1 << 28  # numbers of a bias, or four times those of its attention layers if that is more
 _log: Final = logging.getLogger("attnflow.bias")
 _attached: Final = count()
 
@@ -127,8 +125,7 @@ def attach(
         The handle: prints what was added, has `enabled`, and `remove()`.
 
     Raises:
-        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer, a
-            config that asks for far more numbers than the model has.
+        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer.
         UnsupportedArchitecture: attention that cannot be reached, with what is missing. The model is as it was.
 
     >>> import attnflow as af
@@ -140,7 +137,13 @@ def attach(
     289
     """
     model, _ = split(model)
-    configs = (config,) if isinstance(config, BiasConfig) else tuple(config)
+    return attach_to(model, None, (config,) if isinstance(config, BiasConfig) else tuple(config), train, backend)
+
+
+def attach_to(
+    model: nn.Module, layers: Sequence[Layer] | None, configs: Sequence[BiasConfig], train: Train, backend: str
+) -> BiasHandle:
+    """`attach` for one who has found the layers of the model already; None looks for them."""
     wrong = [one for one in configs if not isinstance(cast(object, one), BiasConfig)]
     if wrong or not configs:
         got = ", ".join(type(one).__name__ for one in wrong) or "none"
@@ -150,8 +153,8 @@ def attach(
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if next(layer_biases(model), None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias attached already; af.bias.handle(model).remove() first")
-    layers = layers_of(model)
+        raise ValueError(f"{type(model).__name__} has a bias attached already; remove it by its handle first")
+    layers = layers_of(model) if layers is None else layers
     children = _build(layers, configs, backend)
     around = models_around([layer.site for layer, _ in children])
     modules = [layer.site.module for layer, _ in children]
@@ -159,7 +162,7 @@ def attach(
         name = base_implementation(cast(PreTrainedConfig, owner.config))
         check_implementation(around[0], name, "the model's attention implementation", "bias")
     interception = intercept(around, dict.fromkeys(modules, biased), role="bias")
-    handle = BiasHandle(around[0], configs, len(layers), interception)
+    handle = BiasHandle(around[0], tuple(configs), len(layers), interception)
     if train == "guidance":
         handle._frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in handle._frozen:
@@ -173,7 +176,7 @@ def attach(
     return handle
 
 
-def handle(model: nn.Module | Loaded) -> BiasHandle:
+def handle_of(model: nn.Module) -> BiasHandle:
     """The handle of the bias that a model carries: wrapped (PEFT, DDP), copied or unpickled, too.
 
     Of a model with a bias on each half, such as BART, it is the newer one.
@@ -181,7 +184,6 @@ def handle(model: nn.Module | Loaded) -> BiasHandle:
     Raises:
         ValueError: no bias is attached.
     """
-    model, _ = split(model)
     handles = [module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__]
     if not handles and next(layer_biases(model), None) is not None:
         raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to; pass that")
@@ -203,18 +205,23 @@ def switched(model: nn.Module, enabled: bool) -> Generator[None]:
             bias.enabled = state
 
 
-def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias]]:
-    """Everything that attaching adds, without touching the model."""
+def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
+    """The configs of each layer that gets some, by its index, in the order in which their terms are summed."""
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):
             if not (isinstance(config.layers, str) and _shares_keys(layers[index])):
                 by_layer.setdefault(index, []).append(config)
+    return dict(sorted(by_layer.items()))
+
+
+def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias]]:
+    """Everything that attaching adds, without touching the model."""
+    by_layer = placed(layers, configs)
     if not by_layer:
         raise UnsupportedArchitecture("every chosen layer attends to the keys of an earlier one; choose layers=[...]")
-    _check_size(layers, by_layer)
     children: list[tuple[Layer, LayerBias]] = []
-    for index, chosen in sorted(by_layer.items()):
+    for index, chosen in by_layer.items():
         layer = layers[index]
         module, parameters = layer.site.module, list(layer.site.module.parameters())
         _check_reachable(layer, chosen)
@@ -242,26 +249,6 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
 def _shares_keys(layer: Layer) -> bool:
     """Whether it attends to the keys of an earlier layer, of which its bias would see nothing."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))
-
-
-def _check_size(layers: Sequence[Layer], by_layer: Mapping[int, Sequence[BiasConfig]]) -> None:
-    """Refuse a bias far larger than its model before memory is taken for it: a file may ask for any width."""
-    base = sum(parameter.numel() for layer in layers for parameter in layer.site.module.parameters())
-    limit, size = max(_LARGEST, 4 * base), 0
-    with torch.device("meta"):
-        for index, chosen in by_layer.items():
-            for config in chosen:
-                if isinstance(config, CustomConfig):  # whose code may compute with what it makes
-                    continue
-                try:
-                    size += sum(one.numel() for one in config.module(layers[index].shape).state_dict().values())
-                except (RuntimeError, OverflowError):  # of a size beyond 64 bits
-                    size = sys.maxsize
-                if size > limit:
-                    raise ValueError(
-                        f"{config} has at least {size:,} numbers ({4 * size / 1e9:,.1f} GB); a bias has at most "
-                        f"{limit:,} on this model: choose a smaller width or table"
-                    )
 
 
 def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:

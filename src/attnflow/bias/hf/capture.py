@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from attnflow._core import checks
 from attnflow.bias import observe
 from attnflow.bias.call import Call
-from attnflow.bias.hf.attach import handle, switched
+from attnflow.bias.hf.attach import switched
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.models.evaluation import evaluating
@@ -82,7 +82,6 @@ def capture(
     """
     model, brought = split(model)
     tokenizer = tokenizer or brought
-    handle(model)  # raises for a model without one
     biases = _chosen(model, layers)
     record = partial(_Recorder, model, biases, _heads(biases, heads), sequence)
     if callable(inputs):
@@ -109,25 +108,6 @@ def capture(
             pairs = zip(result.layers, plain.map("", None).layers, strict=True)
             result = replace(result, layers=tuple(replace(one, weights_base=other.weights) for one, other in pairs))
     return result if last is not None else replace(result, produced=())
-
-
-def strength(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, float]:
-    """|B| of each layer on a batch: the root mean square of B, row-centred over the keys that each query may see.
-
-    Softmax removes what is constant in a row, so that |B| before centring would also grow by what has no effect.
-    """
-    handle(model)  # raises for a model without a bias
-    layers: dict[int, float] = {}
-
-    def measure(bias: LayerBias, call: Call) -> None:
-        # Terms beyond the kinds are the finite part of the model's own mask.
-        layers[bias.shape.index] = observe.strength(call, len(bias.kinds))
-
-    tensors = {name: value for name, value in inputs.items() if name != "labels"}
-    biases = [bias for _, bias in layer_biases(model)]
-    with torch.no_grad(), evaluating(model), switched(model, True), _observing(biases, measure):
-        model(**tensors, **sparing(model))
-    return dict(sorted(layers.items()))
 
 
 @contextmanager
@@ -259,6 +239,8 @@ def _within(positions: Sequence[int], first: int, new: int) -> list[int]:
 
 def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
     biases = {bias.shape.index: (name.rpartition(".")[0], bias) for name, bias in layer_biases(model)}
+    if not biases:
+        raise ValueError(f"{type(model).__name__} has no bias attached; see af.bias.attach")
     if layers is None:
         return list(biases.values())
     missing = [layer for layer in layers if layer not in biases]

@@ -19,7 +19,8 @@ from attnflow._core.files import SEAL, seal, sealed, write_folder
 from attnflow._core.markup import plural
 from attnflow.knowledge.hf.store_reader import CHILD, StoreReader, store_readers
 from attnflow.knowledge.store import Store
-from attnflow.models.layers import Stack, same_weights, stack_of
+from attnflow.models.addons import same_weights
+from attnflow.models.layers import Stack, stack_of
 
 WEIGHTS: Final = "reader.safetensors"
 _FORMAT: Final = "attnflow-reader"

@@ -1,0 +1,228 @@
+"""Saved add-ons: what was added to a model (a bias, a reader), in a folder of its own, without the model.
+
+One format for all kinds. `KIND.safetensors` holds the tensors, and in its header the config, the identity of the base
+model, and a digest of the whole file: one rename replaces an older add-on, so that a folder always holds a whole one.
+`KIND_config.json` repeats the config for people to read; it is never read back. Nothing is unpickled or imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as decoded
+from safetensors.torch import save as encoded
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from attnflow._core.errors import WrongBase
+from attnflow._core.files import write_atomically
+
+_VERSION: Final = 1
+_NO_DIGEST: Final = "digest of this file".ljust(64, "-")  # in its place while it is computed
+_SAMPLES: Final = 16  # numbers of a matrix by which a model is recognised
+_ADAPTERS: Final = (".lora_", "modules_to_save")
+
+
+@dataclass(frozen=True)
+class Addon:
+    """A saved add-on, read without its model.
+
+    Attributes:
+        path: its file.
+        kind: such as "bias".
+        config: what `save` was given; every value in it is still to be checked.
+        base: identity of the model that it was made for.
+        tensors: by name, all finite.
+    """
+
+    path: Path
+    kind: str
+    config: Mapping[str, Any]
+    base: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def base_name(self) -> str:
+        """The name that the base model was loaded by; "" if it had none."""
+        return str(self.base.get("name") or "")
+
+    def check_base(self, here: Mapping[str, object], strict: bool = True) -> None:
+        """Refuse a model that the add-on was not made for.
+
+        Args:
+            here: the `identity` of the model.
+            strict: refuse other weights of the same sizes, too.
+
+        Raises:
+            WrongBase: another model, with what differs.
+        """
+        named = f" ({self.base_name})" if self.base_name else ""
+        for name in (name for name in here if name not in ("name", "samples")):
+            if self.base.get(name) != here[name]:
+                raise WrongBase(
+                    f"the {self.kind} in {self.path.parent} was made for another base model{named}: {name} is "
+                    f"{self.base.get(name)} there and {here[name]} here"
+                )
+        if strict and not same_weights(here["samples"], self.base.get("samples")):
+            raise WrongBase(
+                f"the {self.kind} in {self.path.parent} was made for other weights of this architecture"
+                f"{named or ' (unnamed)'}; load those, or pass strict=False if this model was trained on from there"
+            )
+
+    def check_fit(self, expected: Mapping[str, Tensor]) -> None:
+        """Refuse tensors of other names or shapes than `expected`, which may lie on the meta device."""
+        missing, extra = sorted(set(expected) - set(self.tensors)), sorted(set(self.tensors) - set(expected))
+        if missing or extra:
+            raise ValueError(f"{self.path} does not fit its config: missing {missing[:3]}, unexpected {extra[:3]}")
+        for name, tensor in self.tensors.items():
+            if tensor.shape != expected[name].shape:
+                got, want = tuple(tensor.shape), tuple(expected[name].shape)
+                raise ValueError(f"{self.path} does not fit its config: {name} has shape {got}, expected {want}")
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the saved values into tensors of the same names and shapes; a ValueError where they do not fit."""
+        self.check_fit(targets)
+        with torch.no_grad():
+            for name, tensor in targets.items():
+                tensor.copy_(self.tensors[name])
+
+
+def save_addon(
+    folder: str | os.PathLike[str],
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, object],
+    base: Mapping[str, object],
+) -> Path:
+    """Write an add-on to a folder, which is created if need be; other files there stay as they are.
+
+    Args:
+        folder: where to.
+        kind: names the files.
+        tensors: by name.
+        config: what else is needed to attach it again, as JSON holds it.
+        base: the `identity` of the model that it belongs to.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: tensors without values (meta device), sharded over processes, or with NaN or infinity in them.
+    """
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ValueError(f"the {kind} is on the meta device, where it has no values to save")
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise ValueError(
+            f"the {kind} is sharded over processes (FSDP), where each holds a part; save the whole state dict by "
+            f"Trainer or accelerate, load it into one model, and save the {kind} of that"
+        )
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if bad := _nonfinite(plain):
+        raise ValueError(f"the {kind} holds NaN or infinity in {', '.join(bad[:3])}, which is not saved")
+    return write_addon(Path(folder), kind, plain, config, base)
+
+
+def write_addon(
+    folder: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, object],
+    base: Mapping[str, object],
+) -> Path:
+    """Both files of an add-on whose tensors were checked."""
+    about = {"kind": kind, "version": _VERSION, "base": dict(base), "config": dict(config)}
+    content = encoded(dict(tensors), metadata={"attnflow": json.dumps(about), "sha256": _NO_DIGEST})
+    digest = hashlib.sha256(content).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    with write_atomically(folder / f"{kind}.safetensors") as file:
+        file.write(content.replace(_NO_DIGEST.encode(), digest.encode(), 1))
+    with write_atomically(folder / f"{kind}_config.json") as file:
+        file.write((json.dumps(about, indent=2) + "\n").encode())
+    return folder
+
+
+def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
+    """The add-on of a kind in a folder, whole and as it was saved.
+
+    Raises:
+        FileNotFoundError: none was saved there.
+        ValueError: a file that is damaged, of another kind or version, or holds NaN or infinity.
+    """
+    path = Path(folder) / f"{kind}.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no saved {kind}: {path.name} is missing")
+    content = path.read_bytes()
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        metadata = header["__metadata__"]
+        written, about = str(metadata["sha256"]), json.loads(metadata["attnflow"])
+        whole = hashlib.sha256(content.replace(written.encode(), _NO_DIGEST.encode(), 1)).hexdigest() == written
+        found = about["kind"], about["version"]
+        parts = cast("tuple[object, object]", (about["config"], about["base"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, or no saved {kind}: its header cannot be read") from error
+    if found != (kind, _VERSION):
+        raise ValueError(
+            f"{path} holds a {found[0]} of version {found[1]}, expected a {kind} of version {_VERSION}; update attnflow"
+        )
+    if not whole or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError(f"{path} is damaged, or was edited: it is not as it was saved")
+    try:
+        tensors = decoded(content)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if bad := _nonfinite(tensors):
+        raise ValueError(f"{path} holds NaN or infinity in {', '.join(bad[:3])}; make it again")
+    return Addon(path, kind, about["config"], about["base"], tensors)
+
+
+def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes: object) -> dict[str, object]:
+    """By what a base model is recognised: name, type, sizes, and a few weights of its first, middle and last layer.
+
+    Args:
+        config: of the model.
+        layers: whose weights are sampled; recognised in any precision.
+        without: parameters whose name contains it are left out, as adapters are.
+        sizes: more that must be equal.
+    """
+    return {
+        "name": str(getattr(config, "_name_or_path", "") or ""),
+        "model_type": str(getattr(config, "model_type", "")),
+        "num_layers": len(layers),
+        **sizes,
+        "samples": _weight_samples(layers, without),
+    }
+
+
+def _weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
+    samples: list[float] = []
+    for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
+        for name, parameter in layer.named_parameters():
+            ours = without in name or any(part in name for part in _ADAPTERS)
+            if not (ours or parameter.is_meta) and parameter.is_floating_point() and parameter.ndim == 2:
+                flat = parameter.detach().flatten()
+                samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
+                break
+    return samples
+
+
+def same_weights(here: object, saved: object) -> bool:
+    """Whether samples of weights are those that a file holds; no if it holds something else."""
+    try:
+        ours, theirs = torch.tensor(cast(Any, here)), torch.tensor(cast(Any, saved))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    scale = float(ours.abs().max()) if ours.numel() else 0.0
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs.float(), rtol=0.01, atol=2e-3 * scale)
+
+
+def _nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
