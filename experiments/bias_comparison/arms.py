@@ -21,7 +21,6 @@ from attnflow.bias import (
     KeyConfig,
     LowRankConfig,
     attach,
-    handle,
 )
 from attnflow.bias.config import BiasConfig, LayerShape, Placement
 from attnflow.bias.hf.layers import layers_of
@@ -141,8 +140,7 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions") -> G
         if trained == "additions":
             model.requires_grad_(False)
         if arm.bias is not None:
-            attach(model, arm.bias)
-            stack.callback(lambda: handle(model).remove())
+            stack.callback(attach(model, arm.bias).remove)
         if arm.ranks is not None:
             wrapped = _adapted(model, arm.ranks)
             stack.callback(lambda: wrapped.unload())
