@@ -23,7 +23,7 @@ from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.memory_layer.reader import KnowledgeReader
 from attnflow.knowledge.memory_layer.source import IndexedEntries
-from benchmarks.harness import OURS, RESULTS, Case, main
+from benchmarks.harness import OURS, RESULTS, ROOT, Case, main
 
 HERE = "benchmarks.bench_retrieval"
 MODEL = "SmolLM2-135M reads its entries"
@@ -139,7 +139,7 @@ def cases(device: str) -> Sequence[Case]:
 def newest() -> dict[tuple[str, int], dict[str, tuple[float, float]]]:
     """(what, tokens) -> provider -> (quality, seconds), of the last run of each."""
     found: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}
-    with RESULTS.open(newline="") as file:
+    with (ROOT / RESULTS).open(newline="") as file:
         for row in csv.DictReader(file):
             quality = _QUALITY.search(row["note"])
             if row["what"] in (MODEL, LAYER) and quality and row["p50"]:
