@@ -19,15 +19,6 @@ def test_clean_model(run: Callable, tiny_model: str) -> None:
     assert not any(line != line.rstrip() for line in out.splitlines())
 
 
-def test_json(run: Callable, tiny_model: str) -> None:
-    arguments = ["audit", tiny_model, "--text", "the rest of my life is not for me", "--tokens", "6", "--json"]
-    code, out, err = run(*arguments)
-    found = json.loads(out)
-    assert (code, err) == (0, "")
-    assert (found["order"], found["positions"], found["batch"]) == ("causal", 6, 2)
-    assert found["violations"] == []
-
-
 def test_a_leak_is_a_finding_with_its_module(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = loader.load_model
 
@@ -136,51 +127,6 @@ def test_a_saved_order_of_another_model(run: Callable, tiny_model: str, tmp_path
     code, _, err = run("audit", tiny_model, "--against", str(path))
     assert code == 2
     assert "damaged: it has no flows" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ids", "1,2", "--text", "the"], "give --text or --ids, not both"),
-        (["--ids", "1,x"], "--ids must be integers with commas"),
-        (["--ids", "1,99"], "lie in [0, 21), got 99"),
-        (["--ids", "1,-2"], "lie in [0, 21), got -2"),
-        (["--ids", "1"], "expected at least 2 tokens, got 1"),
-        (["--text", ""], "expected at least 2 tokens, got 0"),
-        (["--tokens", "1"], "--tokens"),
-        (["--order", "casual"], "unknown order 'casual': did you mean causal?"),
-        (["--order", "none.json"], "cannot read none.json"),
-        (["--mode", "guess"], "--mode"),
-    ],
-)
-def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:
-    code, out, err = run("audit", tiny_model, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-
-
-def test_orders_of_another_size(run: Callable, tiny_model: str, tmp_path: Path) -> None:
-    window = tmp_path / "window.json"
-    window.write_text(json.dumps({"name": "causal", "parameters": {"n": 9}}))
-    code, _, err = run("audit", tiny_model, "--tokens", "8", "--order", str(window))
-    assert code == 2
-    assert "expected an order over 8 positions" in err
-
-
-def test_no_such_model(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    code, out, err = run("audit", str(tmp_path / "nothing"))
-    assert (code, out) == (2, "")
-    assert "nothing" in err
-    code, _, err = run("audit", str(tmp_path))
-    assert code == 2
-    assert "no config.json" in err
-    code, _, err = run("audit", "")
-    assert (code, err[:23]) == (2, "attnflow: name a model:")
-    code, _, err = run("audit", "butterfly")
-    assert code == 2
-    assert "butterfly is a mask: see `attnflow report butterfly`" in err
 
 
 @pytest.mark.slow

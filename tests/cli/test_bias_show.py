@@ -109,23 +109,6 @@ def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
     assert "does not name its base model: attnflow bias show MODEL --bias" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layer", "7"], "layer must be one of those with a bias, [0, 1], got 7"),
-        (["--query", "99"], "--query 99 is no position of a text of 22 characters"),
-        (["--query", "-5", "--generate", "3"], "query must be one of the captured positions"),
-        (["--head", "9"], "head must be one of the base model's, 0 to 3, got 9"),
-        (["--threshold", "0"], "threshold must be positive"),
-        (["-o", "map.gif"], "the name must end in .svg or .png"),
-    ],
-)
-def test_bad_usage(run, tiny_model, saved, arguments, message):
-    code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
 @pytest.mark.parametrize(("query", "more", "size"), [("6", [], 6), ("-9", [], 6), ("8", ["--generate", "3"], 8)])
 def test_a_query_beyond_the_text_is_refused_before_the_model_is_loaded(
     run, tiny_model, saved, monkeypatch, query, more, size

@@ -1,6 +1,5 @@
 """`attnflow geometry`: scores of models in text, JSON and files, and what happens to models that cannot be scored."""
 
-import csv
 import json
 import math
 import sys
@@ -94,14 +93,6 @@ def test_a_bad_model_does_not_stop_the_others(run: Callable, tiny_model: str, tm
     assert [line.split(": ")[1] for line in lines] == bad
 
 
-def test_without_any_model_scored_it_fails(run: Callable, tmp_path: Path) -> None:
-    target = tmp_path / "out.html"
-    code, out, err = run("geometry", str(tmp_path / "nothing"), "--json", "-o", str(target))
-    assert (code, out) == (2, "")
-    assert "no file or folder" in err
-    assert not target.exists()
-
-
 def test_a_defect_does_not_stop_the_others(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["attnflow.geometry.score"]
     score = vars(module)["score"]
@@ -127,12 +118,6 @@ def test_figures(run: Callable, tiny_model: str, tmp_path: Path, picture: str) -
     assert parse_svg(target.read_text()).tag == "svg"
 
 
-def test_png(run: Callable, tiny_model: str, tmp_path: Path) -> None:
-    target = tmp_path / "figure.png"
-    assert run("geometry", tiny_model, "-o", str(target)).code == 0
-    assert target.read_bytes()[:4] == b"\x89PNG"
-
-
 def test_report_shows_heads_and_failures(run: Callable, tiny_model: str, t5: str, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     code, _, _ = run("geometry", tiny_model, t5, str(tmp_path / "nothing"), "-o", str(target))
@@ -140,34 +125,6 @@ def test_report_shows_heads_and_failures(run: Callable, tiny_model: str, t5: str
     assert code == 1
     assert {attributes.get("id") for attributes in page.of("section")} >= {"geometry", "layers", "heads"}
     assert f"{tmp_path / 'nothing'} could not be shown" in page.text
-
-
-def test_csv_of_several_models_has_one_head_line(run: Callable, tiny_model: str, t5: str, tmp_path: Path) -> None:
-    target = tmp_path / "scores.csv"
-    assert run("geometry", tiny_model, t5, "-o", str(target)).code == 0
-    with target.open() as file:
-        lines = list(csv.DictReader(file))
-    assert [line["model"] for line in lines] == [tiny_model] * 2 + [t5] * 4
-    assert all(abs(float(line["symmetry"])) <= 1 for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-o", "out.gif"], "must end in .svg or .png or .html or .csv or .json"),
-        (["other", "-o", "out.svg", "--picture", "heads"], "--picture heads shows one model, got 2"),
-        (["--gamma", "nan"], "gamma must be finite"),
-        (["--attention", "both"], "both"),
-        (["--mode", "sum"], "sum"),
-        (["--picture", "plan"], "plan"),
-        (["--config", "num_attention_heads"], "--config takes NAME=VALUE"),
-        (["--config", "num_attention_heads=four"], "must be a whole number, got 'four'"),
-    ],
-)
-def test_bad_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:
-    code, out, err = run("geometry", tiny_model, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
 
 
 def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_path: Path) -> None:

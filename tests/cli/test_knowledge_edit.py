@@ -33,14 +33,3 @@ def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):
     report = EditReport.from_dict(json.loads(found.out))
     assert found.code == (0 if report.ok else 1)
     assert report.facts[0].after > report.facts[0].before
-
-
-def test_what_is_refused(run, tiny_model, tmp_path):
-    out = ["-o", str(tmp_path / "edited")]
-    assert "give --prompt and --answer" in run("knowledge", "edit", tiny_model, *out).err
-    assert "give --prompt and --answer" in run("knowledge", "edit", tiny_model, "--prompt", "the", *out).err
-    asked = ["--prompt", "the thy", "--answer", "be"]
-    assert "there is no file" in run("knowledge", "edit", tiny_model, *asked, "--keep", "nothing.txt", *out).err
-    assert "subject 'me' is not in" in run("knowledge", "edit", tiny_model, *asked, "--subject", "me", *out).err
-    assert run("knowledge", "edit", tiny_model, *asked, "--layers", "7", *out).code == 2
-    assert not (tmp_path / "edited").exists()

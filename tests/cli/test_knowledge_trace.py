@@ -51,18 +51,6 @@ def test_the_command_and_the_library_name_the_same_entries(run, tiny_model):
     assert [int(line.split()[3]) for line in few] == [one.entry for one in more]
 
 
-def test_token_ids_instead_of_a_text(run, tiny_model):
-    loaded = load_model(tiny_model)
-    ids = loaded.tokenizer(TEXT)["input_ids"]
-    by_text = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--json").out)
-    by_ids = Trace.from_json(run("knowledge", "trace", tiny_model, "--ids", ",".join(map(str, ids)), "--json").out)
-    assert by_ids.tokens == tuple(map(str, ids))
-    assert [one.entry for one in by_ids.fired()] == [one.entry for one in by_text.fired()]
-    for arguments in ((), (TEXT, "--ids", "1,2")):
-        assert "give a TEXT or --ids, one of them" in run("knowledge", "trace", tiny_model, *arguments).err
-    assert "--ids must be integers" in run("knowledge", "trace", tiny_model, "--ids", "a").err
-
-
 def test_files(run, tiny_model, tmp_path):
     for suffix in ("svg", "png", "html", "csv", "json"):
         file = tmp_path / f"trace.{suffix}"
@@ -95,24 +83,6 @@ def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
     edited = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
     assert strongest not in [one.entry for one in edited.fired(-1, count=12)]
     assert float(edited.logits[-1]) != pytest.approx(float(before.logits[-1]), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--layer", "2"), "layers must list some of the layers with entries, 0 to 1"),
-        (("--position", "9"), "position must be one of the traced"),
-        (("--target", "I my"), "a target must be one token"),
-        (("--store", "nowhere"), "there is no store at nowhere"),
-        (("--position", "99"), "--position 99 is no position of this text"),
-        (("--top", "3", "--count", "5"), "lists more than the --top 3"),
-        (("-o", "trace.dot"), "the name must end in .svg or .png or .html or .csv or .json"),
-    ],
-)
-def test_what_cannot_be_is_said(run, tiny_model, arguments, message):
-    code, out, err = run("knowledge", "trace", tiny_model, TEXT, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
 
 
 def test_an_empty_text_and_a_store_of_another_model_are_refused(run, tiny_model, tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import attnflow
 from attnflow.cli import _main, mask
 
 
@@ -21,10 +20,6 @@ def attnflow_process(*arguments: str, **environment: str) -> subprocess.Complete
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
-
-
-def test_version(run: Callable) -> None:
-    assert run("--version") == (0, f"attnflow {attnflow.__version__}\n", "")
 
 
 def commands() -> list[list[str]]:
@@ -48,29 +43,6 @@ def test_every_command_has_json_and_few_flags(run: Callable, command: list[str])
     flags = [line for line in out.splitlines() if line.startswith("  -") and "--help" not in line]
     assert any("--json" in line for line in flags)
     assert len(flags) <= 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "Missing command"),
-        (["mask"], "Missing command"),
-        (["mask", "lst"], "No such command 'lst'"),
-        (["--bogus"], "No such option: --bogus"),
-        (["mask", "list", "extra"], "extra"),
-        (["mask", "show"], "NAME"),
-        (["mask", "show", "causal", "--n", "x"], "--n"),
-        (["mask", "show", "causal", "--n", "-1"], "--n"),
-        (["mask", "show", "causal", "--n"], "--n"),
-    ],
-)
-def test_bad_usage_is_one_message_on_stderr(run: Callable, arguments: list[str], message: str) -> None:
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("attnflow: ")
-    assert message in err
-    assert "--help`" in err
-    assert "Traceback" not in err
 
 
 def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +106,6 @@ def test_progress_goes_to_a_terminal_only_and_not_into_the_output(tmp_path: Path
     )
     assert "merging butterfly of 3 tokens" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["equals_closed_form"]
-
-
-def test_waiting_threads_do_not_spin() -> None:
-    probe = (
-        "import os, sys; from attnflow.cli import main; main(['--version']);"
-        "sys.exit('torch' in sys.modules or os.environ.get('OMP_WAIT_POLICY') != sys.argv[1])"
-    )
-    for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
-        command = [sys.executable, "-c", probe, expected]
-        assert subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False).returncode == 0
 
 
 def test_as_a_process() -> None:

@@ -56,52 +56,7 @@ def test_tasks_that_the_package_writes(run: Callable, tmp_path: Path) -> None:
     assert json.loads(out)["allowed_pairs"] == af.masks.butterfly(4).nnz
 
 
-def test_combined_masks(run: Callable, tmp_path: Path) -> None:
-    mask = {"and": [{"name": "full", "parameters": {"n": 4}}, {"name": "causal", "parameters": {"n": 4}}]}
-    assert run("mask", "check", write(tmp_path, next_token(mask))).code == 0
-    assert (
-        run("mask", "check", write(tmp_path, next_token({"or": [mask, {"name": "full", "parameters": {"n": 4}}]}))).code
-        == 1
-    )
-
-
 def test_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = next_token({"name": "causal", "parameters": {"n": 4}})
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(spec)))
     assert run("mask", "check", "-").code == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mask": None}, "mask: expected a JSON object, got null"),
-        ({"mask": {"name": "causal", "parameters": {"n": 5}}}, r"as long as the inputs (4)"),
-        ({"mask": {"name": "casual"}}, "did you mean causal"),
-        ({"labels": [{"position": 9, "target": {"id": 1, "position": 1}}]}, "position 9"),
-        ({"labels": [{"position": 0}]}, "labels[0]: label lacks target"),
-        ({"labels": 3}, "labels: expected a list, got 3"),
-        ({"inputs": [1, 2, "x", 4]}, "inputs[2]: id: expected an integer, got the text"),
-        ({"inputs": [1, 2, -3, 4]}, "inputs[2]: id must be at least 0"),
-        ({"extra": 1}, "unknown name 'extra'"),
-    ],
-)
-def test_bad_specs(run: Callable, tmp_path: Path, change: dict[str, object], message: str) -> None:
-    spec = {**next_token({"name": "causal", "parameters": {"n": 4}}), **change}
-    code, out, err = run("mask", "check", write(tmp_path, spec))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert str(tmp_path) in err
-    assert "Traceback" not in err
-
-
-def test_missing_parts_and_files(run: Callable, tmp_path: Path) -> None:
-    code, _, err = run("mask", "check", write(tmp_path, {"inputs": [], "labels": []}))
-    assert code == 2
-    assert "lacks mask" in err
-    code, _, err = run("mask", "check", str(tmp_path / "none.json"))
-    assert code == 2
-    assert "none.json: No such file" in err
-    (tmp_path / "bad.json").write_text('{"inputs": [1,]}')
-    code, _, err = run("mask", "check", str(tmp_path / "bad.json"))
-    assert code == 2
-    assert "bad.json is not JSON" in err

@@ -73,29 +73,3 @@ def test_output(run: Callable, tmp_path: Path) -> None:
     assert code == 0
     assert f"written         {target}" in out
     assert target.read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["buterfly", "--tokens", "5"], "unknown family 'buterfly': did you mean butterfly?"),
-        (["butterfly"], "--tokens"),
-        (["butterfly", "--tokens", "0"], "--tokens"),
-        (["butterfly", "--tokens", "10001"], "--tokens"),
-        (["butterfly", "--tokens", "1"], "at least 2 tokens, got 1"),
-        (["causal_lm", "--tokens", "5", "--block", "2"], "has no parameter 'block'"),
-        (["block_two_stream", "--tokens", "10", "--block", "4"], "must be a multiple of block = 4, got 10; pad to 12"),
-        (["block_two_stream", "--tokens", "10"], "needs block"),
-        (["block_two_stream", "--tokens", "10", "--block", "10"], "needs at least 2 blocks"),
-        (["block_two_stream", "--tokens", "8", "--block", "2", "--set", "block=4"], "--set block=... is given twice"),
-        (["multi_token_prediction", "--tokens", "8", "--set", "horizon=0"], "horizon must be at least 1"),
-        (["masked_lm", "--tokens", "4", "--set", "masked=4"], r"masked must hold positions in [0, 4), got 4"),
-        (["masked_lm", "--tokens", "4", "--set", "masked="], "masked must name at least one place"),
-        (["permutation_lm", "--tokens", "4", "--set", "permutation=0,1"], "permutation must be a permutation"),
-        (["causal_lm", "--tokens", "8", "-o", "x.pdf"], "the name must end in"),
-    ],
-)
-def test_bad_usage(run: Callable, arguments: list[str], message: str) -> None:
-    code, out, err = run("mask", "merge", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err

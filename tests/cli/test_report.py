@@ -61,29 +61,3 @@ def test_model(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pyte
     code, out, _ = run("report", tiny_model, "--tokens", "8", "-o", str(target))
     assert code == 1
     assert "It reports a leak." in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["butterfly"], "--output"),
-        (["butterfly", "-o", "x.svg"], "the name must end in .html, got '.svg'"),
-        (["butterfly", "-o", "none/x.html"], "there is no folder"),
-        (["butterfly", "--n", "-1", "-o", "x.html"], "--n"),
-        (["butterfly", "--set", "m=3", "-o", "x.html"], "has no parameter 'm'"),
-        (["butterfly", "--text", "the", "-o", "x.html"], "--text belongs to models"),
-        (["none.json", "-o", "x.html"], "cannot read none.json"),
-        (["none.json", "--n", "3", "-o", "x.html"], "belong to masks of the catalogue"),
-        (["buterfly", "--n", "3", "-o", "x.html"], "'buterfly' is none: did you mean butterfly?"),
-        (["buterfly", "-o", "x.html"], "folder 'buterfly': did you mean butterfly?"),
-    ],
-)
-def test_bad_usage(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run("report", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert not list(tmp_path.iterdir())

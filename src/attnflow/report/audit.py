@@ -63,8 +63,6 @@ def audit_part(report: AuditReport, _: Context) -> Part:
 
 def _effort(report: AuditReport) -> list[tuple[str, Content]]:
     passes = plural(report.forward_passes, "forward pass", "forward passes")
-    if report.backward_passes:
-        passes += f", {plural(report.backward_passes, 'backward pass', 'backward passes')}"
     tested = f"{percent(report.coverage)} of {grouped(report.forbidden)}"
     return [
         ("Order tested", report.order),

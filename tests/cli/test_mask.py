@@ -1,3 +1,6 @@
+"""`attnflow mask list` and `mask show`: the catalogue, a mask in text, JSON and files, files in place of names."""
+
+import io
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -6,8 +9,76 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.cli._arguments import EXAMPLES
+from attnflow.cli._arguments import EXAMPLES, mask_argument
+from attnflow.cli._output import BadUsage
+from attnflow.masks.spec import mask_from_dict, named_masks
 from attnflow.report import mask as mask_section
+
+
+def test_text(run: Callable) -> None:
+    code, out, err = run("mask", "list")
+    assert (code, err) == (0, "")
+    assert "sliding_window(n, window, causal=true)\n    Causal: q - window < k <= q" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert not any(line != line.rstrip() for line in out.splitlines())
+
+
+def test_json_lists_every_mask_of_the_catalogue(run: Callable) -> None:
+    code, out, err = run("mask", "list", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["schema"] == "attnflow.mask.list/1"
+    assert {mask["name"] for mask in found["masks"]} == set(named_masks())
+    document = next(mask for mask in found["masks"] if mask["name"] == "document")
+    assert document["signature"] == 'document(lengths, inner="causal")'
+    assert document["parameters"][1] == {
+        "name": "inner",
+        "kind": "text",
+        "required": False,
+        "default": "causal",
+        "choices": ["causal", "full"],
+    }
+    for mask in found["masks"]:
+        assert mask["relation"]
+        assert mask["example"].startswith(f"attnflow mask show {mask['name']} ")
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_every_catalogue_mask_is_made_by_its_example(name: str) -> None:
+    words = EXAMPLES[name].split()
+    n = int(words[words.index("--n") + 1]) if "--n" in words else None
+    settings = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    mask = mask_argument(name, n, settings)
+    assert mask.name == name
+    spec = {"name": name, "parameters": json.loads(json.dumps(dict(mask.parameters)))}
+    assert mask_from_dict(spec) == mask
+
+
+def test_examples_name_catalogue_masks_only() -> None:
+    assert set(EXAMPLES) == set(named_masks())
+
+
+def test_typed_values_reach_the_mask() -> None:
+    mask = mask_argument("sliding_window", 9, ["window=3", "causal=False"])
+    assert mask == af.masks.sliding_window(9, 3, causal=False)
+    assert mask_argument("document", None, ["lengths=[2, 1]", "inner=full"]) == af.masks.document([2, 1], "full")
+    assert mask_argument("document", None, ["lengths="]) == af.masks.document([])
+    assert mask_argument("tree", None, ["parents=-1,0"]) == af.masks.tree([-1, 0])
+    assert mask_argument("causal", None, []) == af.masks.causal(16)
+    assert mask_argument("full", 3, ["num_keys=5"]).shape == (3, 5)
+
+
+def test_a_file_stands_for_its_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"name": "causal", "parameters": {"n": 3}}
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec), encoding="utf-8-sig")
+    assert mask_argument(str(file), None, []) == af.masks.causal(3)
+    file.write_text(json.dumps({"inputs": [1, 2, 3], "labels": [], "mask": spec}))
+    assert mask_argument(str(file), None, []) == af.masks.causal(3)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(spec)))
+    assert mask_argument("-", None, []) == af.masks.causal(3)
+    with pytest.raises(BadUsage, match="belong to masks of the catalogue"):
+        mask_argument(str(file), 3, [])
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
@@ -59,12 +130,6 @@ def test_json(run: Callable) -> None:
     assert sum(found["blocks"][0][kind] for kind in ("full", "partial", "empty")) == 16
 
 
-@pytest.mark.parametrize("n", ["0", "1"])
-def test_tiny(run: Callable, n: str) -> None:
-    assert run("mask", "show", "causal", "--n", n).code == 0
-    assert json.loads(run("mask", "show", "causal", "--n", n, "--json").out)["num_keys"] == int(n)
-
-
 def test_masks_without_an_order_say_why(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     out = run("mask", "show", "full", "--n", "3", "--set", "num_keys=5").out
     assert "order           none: queries and keys are different sequences" in out
@@ -95,23 +160,6 @@ def test_svg_png_and_html(run: Callable, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"mask.svg", "mask.png", "mask.html"}
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("mask.gif", "the name must end in .svg or .png or .html, got '.gif'"),
-        ("mask", "the name must end in"),
-        ("none/mask.svg", "there is no folder"),
-        ("folder.svg", "it exists and is not a plain file"),
-    ],
-)
-def test_bad_outputs_write_nothing(run: Callable, tmp_path: Path, output: str, message: str) -> None:
-    (tmp_path / "folder.svg").mkdir()
-    code, out, err = run("mask", "show", "causal", "-o", str(tmp_path / output))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
-
-
 def test_a_failed_write_leaves_the_old_file(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "mask.svg"
     target.write_text("old")
@@ -125,15 +173,6 @@ def test_a_failed_write_leaves_the_old_file(run: Callable, tmp_path: Path, monke
     assert err == f"attnflow: {target}: No space left on device\n"
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["mask.svg"]
-
-
-def test_a_link_is_followed_and_kept(run: Callable, tmp_path: Path) -> None:
-    real, link = tmp_path / "real.svg", tmp_path / "link.svg"
-    real.write_text("old")
-    link.symlink_to(real)
-    assert run("mask", "show", "causal", "-o", str(link)).code == 0
-    assert link.is_symlink()
-    assert real.read_text().startswith("<svg")
 
 
 def test_a_bare_format_names_the_file_after_the_mask(run, tmp_path, monkeypatch):

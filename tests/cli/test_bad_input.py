@@ -1,0 +1,255 @@
+"""Every command with something mistyped: one message and exit code 2; no network, no file, no model before its turn."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import attnflow as af
+from attnflow.models import loader
+
+TASK = '{"inputs": [1, 2], "labels": [], "mask": {"name": "causal", "parameters": {"n": 2}}}'
+CASES = [
+    ("mask shw", "did you mean 'show'"),
+    ("mask list --jsn", "--json"),
+    ("mask show cusal", "did you mean causal"),
+    ("mask show sliding_window --set windw=3", "did you mean window"),
+    ("mask show sliding_window --set window=three", "window must be an integer"),
+    ("mask show causal -o causal.swg", "must end in .svg"),
+    ("mask show none.json", "cannot read none.json"),
+    ("mask check none.json", "cannot read none.json"),
+    ("mask check bad.json", "bad.json is not JSON"),
+    ("mask check task.json --layers x", "--layers"),
+    ("mask exprt causal", "did you mean 'export'"),
+    ("mask export cusal --to varlen", "did you mean causal"),
+    ("mask export causal --to varlin", "did you mean varlen"),
+    ("mask export causal --to varlen -o causal.jsn", "must end in .json"),
+    ("mask debug none.npy", "cannot read none.npy"),
+    ("mask debug task.json --against casual", "did you mean causal"),
+    ("mask debug task.json --set window=3", "--set belongs to the mask of --against"),
+    ("mask merge buterfly --tokens 5", "did you mean butterfly"),
+    ("mask merge block_two_stream --tokens 8 --set blok=2", "did you mean block"),
+    ("mask merge butterfly --tokens five", "--tokens"),
+    ("mask merge butterfly", "--tokens"),
+    ("mask merge butterfly --tokens 0", "--tokens"),
+    ("mask merge butterfly --tokens 10001", "--tokens"),
+    ("mask merge butterfly --tokens 1", "at least 2 tokens, got 1"),
+    ("mask merge causal_lm --tokens 5 --block 2", "has no parameter 'block'"),
+    ("mask merge block_two_stream --tokens 10 --block 4", "must be a multiple of block = 4, got 10; pad to 12"),
+    ("mask merge block_two_stream --tokens 10", "needs block"),
+    ("mask merge block_two_stream --tokens 10 --block 10", "needs at least 2 blocks"),
+    ("mask merge block_two_stream --tokens 8 --block 2 --set block=4", "--set block=... is given twice"),
+    ("mask merge multi_token_prediction --tokens 8 --set horizon=0", "horizon must be at least 1"),
+    ("mask merge masked_lm --tokens 4 --set masked=4", "masked must hold positions in [0, 4), got 4"),
+    ("mask merge masked_lm --tokens 4 --set masked=", "masked must name at least one place"),
+    ("mask merge permutation_lm --tokens 4 --set permutation=0,1", "permutation must be a permutation"),
+    ("mask merge causal_lm --tokens 8 -o x.pdf", "the name must end in"),
+    ("audit nope", "no file or folder 'nope'"),
+    ("audit smolm2-135m", "did you mean smollm2-135m?"),
+    ("audit butterfly", "butterfly is a mask"),
+    ("audit nobody/nothing", "HF_HUB_OFFLINE is set"),
+    ("audit smollm2-135m --order casual", "did you mean causal?"),
+    ("audit smollm2-135m --order bad.json", "bad.json is not JSON"),
+    ("audit smollm2-135m --mode vpj", "--mode"),
+    ("audit smollm2-135m --ids 1,x", "--ids must be integers"),
+    ("audit smollm2-135m --text hi --ids 1,2", "not both"),
+    ("audit smollm2-135m --against none.json", "cannot read none.json"),
+    ("audit smollm2-135m --against bad.json", "bad.json is not JSON"),
+    ("audit smollm2-135m --against task.json", "task.json holds no measured order"),
+    ("audit smollm2-135m --against task.json --tokens 4", "leave out --text, --ids and --tokens"),
+    ("audit smollm2-135m --save order.json --against task.json", "--save or --against, not both"),
+    ("audit smollm2-135m --save order.txt", "must end in .json"),
+    ("audit smollm2-135m --save nowhere/order.json", "there is no folder"),
+    ("audit smollm2-135m --sav order.json", "--save"),
+    ("audit smollm2-135m --agianst order.json", "--against"),
+    ("geometry minlm", "did you mean minilm?"),
+    ("geometry ./nothing", "no file or folder './nothing'"),
+    ("geometry minilm --attention croos", "--attention"),
+    ("geometry minilm --mode exces", "--mode"),
+    ("geometry minilm --picture plan", "--picture"),
+    ("geometry minilm --gamma two", "--gamma"),
+    ("geometry minilm --config heads", "--config takes NAME=VALUE"),
+    ("geometry minilm -o scores.pgn", "must end in"),
+    ("bias show nope", "nope"),
+    ("bias show smollm2-135m --bias nodir", "nodir"),
+    ("bias show smollm2-135m --bias nodir --query 5000", "--query 5000"),
+    ("bias show smollm2-135m --bias nodir -o map.gif", "must end in"),
+    ("bias show smollm2-135m --bias nodir --top-k 2 -o map.png", "graph"),
+    ("bias train smolm2-135m --data notes.txt", "did you mean smollm2-135m?"),
+    ("bias train smollm2-135m --data none.txt", "none.txt"),
+    ("bias train smollm2-135m --data notes.txt --kind guidence", "--kind"),
+    ("bias train smollm2-135m --data notes.txt --train gidance", "--train"),
+    ("knowledge build store none.txt", "none.txt"),
+    ("knowledge build store notes.txt --encoder minlm", "did you mean minilm?"),
+    ("knowledge build store --from-model smolm2-135m", "did you mean smollm2-135m?"),
+    ("knowledge build store notes.txt --split lines", "--split"),
+    ("knowledge search nostore hi", "no store"),
+    ("knowledge insert nostore --text hi", "no store"),
+    ("knowledge delete nostore 3", "no store"),
+    ("knowledge delete nostore three", "valid integer"),
+    ("knowledge stats nostore", "no store"),
+    ("knowledge trace gpt9 hi", "no file or folder 'gpt9'"),
+    ("knowledge trace smollm2-135m hi -o trace.gif", "must end in"),
+    ("knowledge trace smollm2-135m hi --layer x", "--layer"),
+    ("report buterfly -o out.html", "did you mean butterfly?"),
+    ("report minlm -o out.html", "did you mean minilm"),
+    ("report butterfly -o out.htm", "must end in .html"),
+    ("report butterfly --set m=3 -o out.html", "has no parameter 'm'"),
+    ("report smollm2-135m --n 3 -o out.html", "--n and --set belong to masks"),
+    ("report none.json -o out.html", "cannot read none.json"),
+    ("report smollm2-135m -o nowhere/out.html", "there is no folder"),
+    ("doctr", "did you mean 'doctor'"),
+    ("doctor --jsn", "--json"),
+    ("", "Missing command"),
+    ("mask", "Missing command"),
+    ("--bogus", "No such option: --bogus"),
+    ("mask list extra", "extra"),
+    ("mask show", "NAME"),
+    ("mask show causal --n x", "--n"),
+    ("mask show causal --n -1", "--n"),
+    ("mask show causal --n", "--n"),
+    ("mask show zzzz", "unknown mask 'zzzz' (`attnflow mask list` shows all)"),
+    ("mask show sliding_window", "needs window; for example: attnflow mask show sliding_window --set window=4"),
+    ("mask show sliding_window --set window=0", "window must be at least 1, got 0"),
+    ("mask show sliding_window --set window=", "window must be an integer"),
+    ("mask show sliding_window --set window=3 --set causal=maybe", "causal must be true or false"),
+    ("mask show sliding_window --n 4 --set window=3 --set n=5", "n is given twice"),
+    ("mask show sliding_window --set window=3 --set window=4", "--set window=... is given twice"),
+    ("mask show sliding_window --set window", "--set takes NAME=VALUE"),
+    ("mask show causal --n 1000000000000", "n is at most 4,194,304 by name"),
+    ("mask show document --n 4 --set lengths=3", "has no parameter n"),
+    ("mask show document --set lengths=3,,4", "lengths must be integers with commas"),
+    ("mask show document --set lengths=3,4 --set inner=half", "inner must be one of causal, full"),
+    ("mask show block_causal --n 10 --set block=4", "n must be a multiple of block = 4, got 10; pad to 12"),
+    ("mask show tree --set parents=0,0", "parents[0] must be -1"),
+    ("mask show permutation_lm --set permutation=0,2", "permutation must be a permutation"),
+    ("mask show task.json --n 3", "belong to masks of the catalogue"),
+    ("mask show causal -o mask", "the name must end in"),
+    ("mask show causal -o nowhere/mask.svg", "there is no folder"),
+    ("mask show causal -o folder.svg", "it exists and is not a plain file"),
+    ("report butterfly", "--output"),
+    ("report butterfly --n -1 -o x.html", "--n"),
+    ("report butterfly --text the -o x.html", "--text belongs to models"),
+    ("report none.json --n 3 -o x.html", "belong to masks of the catalogue"),
+    ("report buterfly --n 3 -o x.html", "'buterfly' is none: did you mean butterfly?"),
+    ("audit smollm2-135m --tokens 1", "--tokens"),
+    ("audit ''", "name a model:"),
+    ("geometry minilm --config heads=four", "must be a whole number, got 'four'"),
+    ("geometry minilm smollm2-135m -o out.svg --picture heads", "--picture heads shows one model, got 2"),
+]
+
+# Refused once a tiny model is read, which TINY names.
+OF_A_MODEL = [
+    ("audit TINY --ids 1,99", "lie in [0, 21), got 99"),
+    ("audit TINY --ids 1,-2", "lie in [0, 21), got -2"),
+    ("audit TINY --ids 1", "expected at least 2 tokens, got 1"),
+    ("audit TINY --text ''", "expected at least 2 tokens, got 0"),
+    ("audit TINY --tokens 8 --order nine.json", "expected an order over 8 positions"),
+    ("audit empty", "no config.json"),
+    ("geometry TINY --gamma nan", "gamma must be finite"),
+    ("bias show TINY --bias BIAS --text 'I the of' --layer 7", "layer must be one of those with a bias, [0, 1], got 7"),
+    ("bias show TINY --bias BIAS --text 'I the of' --query 99", "--query 99 is no position of a text of 8 characters"),
+    ("bias show TINY --bias BIAS --text 'I the of' --head 9", "head must be one of the base model's, 0 to 3, got 9"),
+    ("bias show TINY --bias BIAS --text 'I the of' --threshold 0", "threshold must be positive"),
+    ("bias show TINY", "has no bias: give --bias DIR"),
+    ("bias show no-such-model --bias empty", "holds no saved bias"),
+    ("knowledge trace TINY 'I the of' --layer 2", "layers must list some of the layers with entries, 0 to 1"),
+    ("knowledge trace TINY 'I the of' --position 9", "position must be one of the traced"),
+    ("knowledge trace TINY 'I the of' --target 'I my'", "a target must be one token"),
+    ("knowledge trace TINY 'I the of' --store nowhere", "there is no store at nowhere"),
+    ("knowledge trace TINY 'I the of' --top 3 --count 5", "lists more than the --top 3"),
+    ("knowledge trace TINY ''", "the text is empty"),
+    ("knowledge trace TINY", "give a TEXT or --ids, one of them"),
+    ("knowledge trace TINY --ids a", "--ids must be integers"),
+    ("knowledge edit TINY -o edited", "give --prompt and --answer"),
+    ("knowledge edit TINY --prompt the -o edited", "give --prompt and --answer"),
+    ("knowledge edit TINY --prompt 'the thy' --answer be --keep nothing.txt -o edited", "there is no file"),
+    ("knowledge edit TINY --prompt 'the thy' --answer be --subject me -o edited", "subject 'me' is not in"),
+]
+CHECKED = [  # changes of a task of four tokens, and what `mask check` says of it
+    ({"mask": None}, "mask: expected a JSON object, got null"),
+    ({"mask": {"name": "causal", "parameters": {"n": 5}}}, r"as long as the inputs (4)"),
+    ({"mask": {"name": "casual"}}, "did you mean causal"),
+    ({"labels": [{"position": 9, "target": {"id": 1, "position": 1}}]}, "position 9"),
+    ({"labels": [{"position": 0}]}, "labels[0]: label lacks target"),
+    ({"labels": 3}, "labels: expected a list, got 3"),
+    ({"inputs": [1, 2, "x", 4]}, "inputs[2]: id: expected an integer, got the text"),
+    ({"inputs": [1, 2, -3, 4]}, "inputs[2]: id must be at least 0"),
+    ({"extra": 1}, "unknown name 'extra'"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a few files, without a network."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("one\ntwo\nthree\n")
+    Path("bad.json").write_text("{")
+    Path("task.json").write_text(TASK)
+    Path("nine.json").write_text('{"name": "causal", "parameters": {"n": 9}}')
+    Path("empty").mkdir()
+    Path("folder.svg").mkdir()
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def bias(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved bias of the tiny model."""
+    model = af.load_model(tiny_model).model
+    af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every"))
+    return str(af.bias.save(model, tmp_path_factory.mktemp("bias") / "mine"))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("a model was loaded, or the network was asked")
+
+
+def is_refused(run: Callable, words: list[str], message: str) -> None:
+    before = sorted(Path().iterdir())
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("attnflow: ")
+    assert message.lower() in err.lower()
+    assert "unexpected error" not in err.lower()
+    assert "defect" not in err
+    assert "Traceback" not in err
+    assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(("command", "message"), CASES, ids=[command for command, _ in CASES])
+def test_a_typo(run: Callable, monkeypatch: pytest.MonkeyPatch, command: str, message: str) -> None:
+    monkeypatch.setattr(loader, "load_model", refuse)
+    is_refused(run, shlex.split(command), message)
+
+
+@pytest.mark.parametrize(("command", "message"), OF_A_MODEL, ids=[command for command, _ in OF_A_MODEL])
+def test_what_a_model_refuses(run: Callable, tiny_model: str, bias: str, command: str, message: str) -> None:
+    named = {"TINY": tiny_model, "BIAS": bias}
+    is_refused(run, [named.get(word, word) for word in shlex.split(command)], message)
+
+
+@pytest.mark.parametrize(("change", "message"), CHECKED, ids=[message for _, message in CHECKED])
+def test_a_bad_task(run: Callable, change: dict[str, object], message: str) -> None:
+    labels = [{"position": i, "target": {"id": 11 + i, "position": i + 1}} for i in range(3)]
+    task = {"inputs": [10, 11, 12, 13], "labels": labels, "mask": {"name": "causal", "parameters": {"n": 4}}}
+    Path("task.json").write_text(json.dumps(task | change))
+    is_refused(run, ["mask", "check", "task.json"], message)
+
+
+@pytest.mark.parametrize(
+    "command", ["report buterfly -o out.html", "audit nope", "geometry minlm", "knowledge trace gpt9 hi"]
+)
+def test_a_typo_waits_for_nothing(command: str) -> None:
+    """Processor time, not wall time: other work on this machine says nothing about ours."""
+    environment = os.environ | {"PYTHONPATH": str(Path(af.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    before = os.times().children_user
+    arguments = [sys.executable, "-m", "attnflow", *command.split()]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 2
+    assert os.times().children_user - before < 3
