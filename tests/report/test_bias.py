@@ -1,15 +1,17 @@
-"""The report on a bias: what it says, whole and safe, on hostile tokens and on a bias of zero."""
+"""A bias as a page, as charts and as a graph: signed, blue positive, named, whole and safe."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 import torch
 
-from attnflow import masks
+from attnflow import report
 from attnflow.bias.map import BiasMap, LayerMap
-from attnflow.order import analyze
-from attnflow.report import html, page
-from tests.report.reading import parse_page, parse_svg, texts
+from attnflow.report import figure, html, page
+from attnflow.report.bias import STRONGEST
+from attnflow.report.svg import encode
+from tests.bias.test_graph import BIAS, TRIANGLE, table
+from tests.bias.test_map import make
+from tests.report.reading import parse_page, parse_svg, texts, with_class
 
 N = 6
 
@@ -60,41 +62,16 @@ def test_sections_and_what_they_say():
     assert len(report.html.encode()) < 400_000
 
 
-def test_maps_name_layers_queries_and_tokens():
-    last, *layers = svgs(page(found()).sections[1].body.markup)
-    assert {"The", "cat", "mat", "0", "4", "layer", "key"} <= set(texts(last))
-    assert len(layers) == 2
-    assert "bias, row-centred: layer 4, mean over heads" in texts(layers[1])
-    for svg in (last, *layers):
-        (image,) = [node for node in svg.iter("image") if node.get("width") == str(N)]
-        assert image.get("href").startswith("data:image/png;base64,")
-        assert image.get("height") == str(2 if svg is last else N)  # a pixel for each pair
-
-
 def test_the_extremes_are_listed_in_numbers():
     given = found()
     listed = page(given).sections[1].body.markup
     assert f"cat {float(given.layer(4).bias[0, 5, 1]):+.3f}" in listed
 
 
-def test_weights_beside_each_other():
-    (chart,) = svgs(page(found()).sections[2].body.markup)
-    assert {"base model", "same queries and keys, without it", "with the bias"} <= set(texts(chart))
-    (without,) = svgs(page(found(base=False)).sections[2].body.markup)
-    assert "base model" not in texts(without)
-
-
 def test_a_bias_of_zero_says_so():
     report = page(found(scale=0.0))
     assert [section.name for section in report.sections] == ["bias"]
     assert "attends exactly as its base model does" in read(report).text
-
-
-def test_one_query_and_encoders():
-    report = page(found(queries=[5]))
-    assert "every query" not in read(report).text
-    assert "explains everything" in read(report).text
-    assert "may have cycles" in read(page(found(causal=False))).text
 
 
 @pytest.mark.parametrize("token", ["</script><script>alert(1)</script>", "\u202e\x00", "&lt;", "字" * 40, ""])
@@ -109,19 +86,6 @@ def test_hostile_tokens(token):
         assert svg.tag == "svg"
 
 
-def test_titles():
-    assert page(found(), title="Mine").title == "Mine"
-    assert page(replace(found(), model="m")).title == "Attention bias of m"
-
-
-def test_an_order_and_a_bias_on_one_page():
-    report = page(analyze(masks.causal(N)), found())
-    names = [section.name for section in report.sections]
-    assert names[-4:] == ["bias", "maps", "weights", "graph"]
-    assert "order" in names
-    assert "drawn most to cat" in read(report).text
-
-
 def test_long_contexts_show_the_keys_that_matter():
     n, torch_n = 3000, torch.ones(1, 8, 3000)
     bias = 0.1 * torch.randn(1, 8, n)
@@ -134,3 +98,116 @@ def test_long_contexts_show_the_keys_that_matter():
     assert len(report.html.encode()) < 1_500_000
     assert "the 180 of 3\u202f000 with the largest values" in report.html
     assert "w1234 +" in report.sections[1].body.markup
+
+
+def image(figure):
+    return figure.axes[0].images[0]
+
+
+def test_all_layers_of_the_last_query():
+    found = make(produced=("", "", "", "11"))
+    figure = report.figure(found)
+    axes = figure.axes[0]
+    assert image(figure).get_cmap().name == "coolwarm_r"
+    low, high = image(figure).get_clim()
+    assert low == -high
+    table = np.stack([found.layer(n).bias[0, 3] for n in (0, 2)])
+    np.testing.assert_allclose(image(figure).get_array(), table)
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["a", "b", "↵", "<d>"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["0", "2"]
+    assert "query <d> → 11" in axes.get_title()
+    blue, red = (image(figure).to_rgba(np.array([v]))[0] for v in (high, low))
+    assert blue[2] > blue[0]
+    assert red[0] > red[2]
+
+
+def test_one_layer_leaves_forbidden_pairs_out():
+    found = make()
+    figure = report.figure(found, layer=2)
+    shown = image(figure).get_array()
+    assert np.ma.getmaskarray(shown).tolist() == (~found.allowed(2)).tolist()
+    assert figure.axes[0].get_ylabel() == "query"
+    weights = report.figure(found, picture="weights", layer=2)
+    assert image(weights).get_clim()[0] == 0.0
+    row = report.figure(found, layer=2, query=1, head=None)
+    assert image(row).get_array().shape == (1, 2)  # keys that this query cannot see are not there
+    with pytest.raises(ValueError, match="layer must be one of"):
+        report.figure(found, layer=1)
+
+
+def test_three_ways():
+    daa, alibi = make(seed=1), make(seed=2)
+    figure = report.figure(alibi, daa, picture="compare", names=["ALiBi", "DAA"], layer=0)
+    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert [axes.get_title(loc="left") for axes in panels] == ["base model", "ALiBi", "DAA"]
+    heights = [[patch.get_height() for patch in axes.patches] for axes in panels]
+    expected = [alibi.layer(0).weights_base, alibi.layer(0).weights, daa.layer(0).weights]
+    for bars, weights in zip(heights, expected, strict=True):
+        np.testing.assert_allclose(bars, weights[0, 3].tolist(), rtol=1e-6)
+    names = [axes.get_title(loc="left") for axes in report.figure(daa, picture="compare", layer=0).axes]
+    assert names[:3] == ["base model", "same queries and keys, without it", "with the bias"]
+    other = BiasMap("tiny", ("x", "b", "c", "d"), daa.queries, daa.layers)
+    with pytest.raises(ValueError, match="'b' has other tokens than 'a'"):
+        report.figure(daa, other, picture="compare", names=["a", "b"])
+    with pytest.raises(ValueError, match="a name for each of 2 maps, got 1"):
+        report.figure(daa, alibi, picture="compare", names=["a"])
+    with pytest.raises(ValueError, match='compared by picture="compare"'):
+        report.figure(daa, alibi)
+
+
+def test_a_dominant_first_token_is_cut_and_says_its_weight():
+    layer = make().layers[0]
+    weights = torch.tensor([[[0.9, 0.05, 0.03, 0.02]]])
+    one = LayerMap(0, "x", *(t[:, 3:] for t in (layer.bias, layer.raw, layer.allowed)), weights, weights, weights)
+    found = BiasMap("tiny", make().tokens, (3,), (one,))
+    figure = report.figure(found, picture="compare")
+    assert figure.axes[0].patches[0].get_height() < 0.1
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.90"]
+
+
+def test_dollar_signs_are_no_formulas():
+    given = make()
+    found = BiasMap("$m$", ("$", "$5^{", "a$b$", "\\$"), given.queries, given.layers, produced=("$", "$", "$", "$_$"))
+    compared = report.figure(found, picture="compare", names=["$a$"])
+    for drawn in (report.figure(found), report.figure(found, layer=0), compared):
+        encode(drawn, ".svg")
+    assert report.figure(found).axes[0].get_title().count(r"\$") == 3
+
+
+def test_svg_has_a_box_for_each_token_and_an_arrow_for_each_edge():
+    graph = table(BIAS, TRIANGLE, tokens=["<5>", "+", " six "]).graph(top_k=2)
+    root = parse_svg(figure(graph).markup)
+    assert len(with_class(root, "af-node")) == 3
+    assert len(with_class(root, "af-edge")) == 3
+    assert {"<5>", "+", "six"} <= set(texts(root))
+    heights = {node.find("title").text: float(node.find("rect").get("y")) for node in with_class(root, "af-node")}
+    assert heights["'<5>', position 0"] > heights["'+', position 1"] > heights["' six ', position 2"]  # flows upwards
+    assert {"2.00", "1.00", "0.50"} <= set(texts(root))  # each arrow carries its bias
+    strongest = with_class(root, "af-edge")[-1]
+    assert strongest.find("title").text == "<5> → +: +2.000"
+    assert figure(graph) == figure(graph)
+    inside = figure(graph, standalone=False).markup
+    assert "<style>" not in inside
+    assert "af-page" not in inside
+
+
+def test_large_graphs_show_their_strongest_edges():
+    torch.manual_seed(0)
+    n = 40
+    triangle = torch.ones(1, n, n, dtype=torch.bool).tril()
+    graph = table(torch.randn(n, n).tril().tolist(), triangle).graph(top_k=5)
+    assert len(graph.edges) > 100
+    assert len(with_class(parse_svg(figure(graph).markup), "af-edge")) == STRONGEST
+    root = parse_svg(figure(graph, max_edges=30).markup)
+    assert len(with_class(root, "af-edge")) == 30
+    assert f"the 30 strongest of {len(graph.edges)} edges" in " ".join(" ".join(texts(root)).split())
+
+
+def test_a_page_has_the_drawing_and_the_edges():
+    made = page(table(BIAS, TRIANGLE, tokens=["<script>", "&", "b"]).graph(top_k=2))
+    read = parse_page(made.html)
+    assert len(read.of("script")) == 1
+    assert "<script> (0)" in read.text
+    assert "+2.00" in read.text
+    assert len(list(read.of("tr"))) == 4
+    assert [section.name for section in made.sections] == ["graph"]

@@ -1,12 +1,18 @@
-"""The report on the geometry of models: complete, well-formed, escaped, and small whatever the number of heads."""
+"""The geometry of models on a page and as charts: complete, well-formed, escaped."""
 
+import inspect
 import math
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 
+from attnflow import report
+from attnflow.geometry import directionality, symmetry
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores, MatrixScores
+from attnflow.report import geometry as charts
 from attnflow.report import page
 from attnflow.report.geometry import background
 from tests.report.reading import parse_page, parse_svg, texts
@@ -70,46 +76,11 @@ def test_several_models_with_the_published_values_and_a_failure():
     assert {node.get("class").split()[0] for node in marks} >= {"af-fill-s0", "af-fill-s1", "af-fill-s2"}
 
 
-def test_layers_have_a_line_for_each_attention_and_a_table():
-    report = page(scores(parts=(("decoder", "self"), ("decoder", "cross"))))
-    (chart,) = svgs(report)[1:2]
-    assert chart.find("title").text == "Scores by layer"
-    lines = [node.get("class") for node in chart.iter("path") if "af-stroke-s" in node.get("class", "")]
-    assert {"af-stroke-s0", "af-stroke-s1"} <= set(lines)
-    assert "Numbers of org/model: decoder, cross" in parse_page(report.html).text
-
-
 def test_heads_are_one_pixel_each():
     report = page(scores(layers=3, heads=2))
     heads = next(svg for svg in svgs(report) if svg.find("title").text.startswith("Scores of each head"))
     maps = [(node.get("width"), node.get("height")) for node in heads.iter("image")]
     assert maps.count(("2", "3")) == 2
-
-
-def test_a_report_on_hundreds_of_layers_and_heads_stays_small():
-    report = page(scores(layers=126, heads=128))
-    assert len(report.html) < 2_000_000
-    parse_page(report.html)
-
-
-def test_without_heads_there_are_no_maps():
-    assert [section.name for section in page(scores(heads=0)).sections] == ["geometry", "layers"]
-
-
-def test_only_failures():
-    report = page(problems={"one": "no such file"})
-    assert [section.name for section in report.sections] == ["problems"]
-    assert "one could not be shown: no such file" in parse_page(report.html).text
-
-
-def test_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one result"):
-        page()
-
-
-def test_attention_without_symmetry_alone():
-    shown = parse_page(page(scores(parts=(("decoder", "cross"),))).html)
-    assert "No model has a full matrix of self-attention" in shown.text
 
 
 def test_names_are_escaped():
@@ -125,3 +96,103 @@ def test_other_readings_have_no_published_background(mode):
     report = page(scores(mode=mode))
     assert "published" not in parse_page(report.html).text
     assert "mode norm" in parse_page(report.html).text
+
+
+def plain_scores(model="one", layers=3, heads=2, kinds=("self",), **reading):
+    rows = [
+        MatrixScores(layer, head, kind, 0.1 * layer if kind == "self" else math.nan, -0.2, 1.0, 0, 1)
+        for layer in range(layers)
+        for kind in kinds
+        for head in ("all", *range(heads))
+    ]
+    return GeometryScores(model, tuple(rows), **reading)
+
+
+def labels(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.texts]
+
+
+def test_plane_has_a_mark_with_whiskers_for_each_model_and_the_published_ones_behind(tmp_path):
+    figure = report.figure(plain_scores(), plain_scores("two"), picture="plane")
+    (axes,) = figure.axes
+    *published, one, two = labels(figure)
+    assert (one, two) == ("one", "two")
+    counts = [int(label.rpartition("(")[2].rstrip(")")) for label in published]
+    assert sum(counts) == len(charts.background())
+    assert [label.partition("(")[0] for label in published] == [
+        "published, language ", "published, vision ", "published, audio "
+    ]  # fmt: skip
+    mark = next(c for c in axes.containers if c.get_label() == "one")
+    assert (mark.lines[0].get_xdata()[0], mark.lines[0].get_ydata()[0]) == pytest.approx((0.1, -0.2))
+    horizontal = mark.lines[2][0].get_segments()[0]
+    assert horizontal[:, 0] == pytest.approx([0.05, 0.15])
+    assert "symmetry" in axes.get_xlabel()
+    assert "excess, gamma 2" in axes.get_ylabel()
+    figure.savefig(tmp_path / "plane.svg")
+    assert (tmp_path / "plane.svg").stat().st_size > 5000
+
+
+def test_layers_have_a_line_for_each_model():
+    figure = report.figure(plain_scores(), plain_scores("two", layers=5), picture="layers", title="both")
+    symmetry, directionality = figure.axes
+    assert [list(line.get_xdata()) for line in symmetry.lines[1:]] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert list(symmetry.lines[1].get_ydata()) == pytest.approx([0.0, 0.1, 0.2])
+    assert list(directionality.lines[1].get_ydata()) == [-0.2] * 3
+
+
+def test_heads_are_maps_of_layers_by_heads():
+    figure = report.figure(plain_scores(layers=4, heads=3, kinds=("self", "cross")), picture="heads")
+    maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    assert [m.shape for m in maps] == [(4, 3)] * 4
+    assert maps[0][:, 1].tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert figure.axes[0].get_ylim()[0] > figure.axes[0].get_ylim()[1]  # layer 0 is at the top
+    assert {axes.images[0].get_cmap().name for axes in figure.axes if axes.images} == {"coolwarm_r"}
+    assert maps[2].mask.all()  # no symmetry, and no colour that would look like one
+
+
+def test_models_that_were_read_in_different_ways_are_not_mixed():
+    with pytest.raises(ValueError, match="excess, gamma 2 and norm, gamma 2; score them alike"):
+        report.figure(plain_scores(), plain_scores(mode="norm"), picture="plane")
+
+
+def test_what_a_figure_cannot_show_is_named():
+    with pytest.raises(ValueError, match="per_head=True"):
+        report.figure(plain_scores(heads=0), picture="heads")
+    with pytest.raises(ValueError, match="one model"):
+        report.figure(plain_scores(), plain_scores("two"), picture="heads")
+    draw = inspect.unwrap(charts.score_chart)
+    with pytest.raises(ValueError, match="got 'pie'"):
+        draw(plain_scores(), picture="pie")
+
+
+def band(axes):
+    return next(patch for patch in axes.patches if patch.get_label().startswith("chance"))
+
+
+@pytest.mark.parametrize(("mode", "spread"), [("excess", 4.7), ("norm", 3.2)])
+def test_the_band_of_chance_is_drawn_where_the_width_is_known(mode, spread):
+    rows = tuple(replace(row, width=256) for row in plain_scores(mode=mode))
+    figure = report.figure(replace(plain_scores(mode=mode), matrices=rows))
+    bounds = band(figure.axes[0]).get_window_extent().transformed(figure.axes[0].transData.inverted())
+    assert (bounds.y0, bounds.y1) == pytest.approx((-2 * spread / 16, 2 * spread / 16))
+    symmetry, directionality = report.figure(replace(plain_scores(mode=mode), matrices=rows), picture="layers").axes
+    assert band(symmetry).get_height() == pytest.approx(5.6 / 256)
+    assert band(directionality).get_height() == pytest.approx(4 * spread / 16)
+    assert not [label for label in labels(report.figure(plain_scores(mode=mode))) if "chance" in label]
+
+
+def test_chance_is_what_random_weights_do():
+    torch.manual_seed(0)
+    width, low, high = 128, -1.8 / 128, 3.8 / 128
+    forms = torch.stack([torch.randn(32, width).T @ torch.randn(32, width) for _ in range(200)])
+    inside = (symmetry(forms) > low) & (symmetry(forms) < high)
+    assert inside.double().mean() > 0.9
+    assert (directionality(forms).abs() < 2 * 4.7 / width**0.5).double().mean() > 0.9
+
+
+def test_each_layer_of_a_single_model_is_numbered_and_coloured():
+    figure = report.figure(plain_scores(layers=4))
+    assert {text.get_text() for text in figure.axes[0].texts} == {"0", "1", "2", "3"}
+    dots = next(c for c in figure.axes[0].collections if c.get_label() == "layers, by number")
+    assert dots.get_array().tolist() == [0, 1, 2, 3]
+    assert figure.axes[0].get_title() == "one: symmetry and directionality"

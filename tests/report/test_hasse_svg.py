@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from attnflow import masks
 from attnflow.order import analyze
-from attnflow.report import figure
 from attnflow.report.hasse_svg import hasse_svg, runs
 from tests.report.reading import parse_svg, texts, with_class
 from tests.strategies import square_masks
@@ -109,13 +108,6 @@ def test_hostile_labels_stay_text():
     )
 
 
-def test_labels_are_cut_and_kept_whole_in_the_tooltip():
-    labels = ["a" * 50, "b"]
-    root = parse_svg(hasse_svg(analyze(masks.causal(2)).hasse, labels=labels))
-    assert ("a" * 19) + "…" in texts(root)
-    assert any("a" * 50 in node.text for node in root.iter("title"))
-
-
 @settings(max_examples=50)
 @given(st.lists(st.text(max_size=40), min_size=5, max_size=5))
 def test_any_text_makes_well_formed_xml(labels):
@@ -140,17 +132,3 @@ def test_wrong_arguments_are_refused():
         hasse_svg(hasse, highlight=[0, 7])
     with pytest.raises(ValueError, match="max_nodes must be at least 2"):
         hasse_svg(hasse, max_nodes=1)
-
-
-def test_the_method_of_the_diagram_is_the_same_picture():
-    hasse = analyze(masks.butterfly(4)).hasse
-    assert figure(hasse, highlight=[0, 1]).markup == hasse_svg(hasse, highlight=[0, 1])
-
-
-def test_runs():
-    assert runs([]) == ""
-    assert runs([3]) == "3"
-    assert runs([3, 4]) == "3, 4"
-    assert runs([0, 1, 2, 5]) == "0–2, 5"
-    assert runs([1, 4, 7, 10, 13]) == "1, 4, …, 13"
-    assert runs([0, 2, 3, 5, 6, 7]) == "0, 2, 3, 5–7"

@@ -1,6 +1,5 @@
 """What pages show of a family of tasks: its subtasks, the merged task, the proof; each compared with what it says."""
 
-import base64
 import re
 
 import numpy as np
@@ -65,15 +64,6 @@ def test_the_proof_says_of_each_node_what_it_stands_for_and_what_flows_into_it(n
     )
 
 
-@pytest.mark.parametrize("name", sorted(named_families()))
-def test_lanes_hold_one_kind_of_input_and_a_position_at_most_once(name):
-    shown = family(name)
-    for lane in range(shown["lanes"]):
-        cells = [cell for cell in shown["merged"] if cell["lane"] == lane]
-        assert len({cell["kind"] for cell in cells}) == 1
-        assert len({cell["column"] for cell in cells}) == len(cells)
-
-
 def test_the_streams_of_the_butterfly_are_its_lanes():
     lanes = [[] for _ in range(3)]
     for cell in family(text="a b c d")["merged"]:
@@ -98,20 +88,6 @@ def test_a_pair_too_many_leaks_and_the_page_says_how():
         )
     assert plane(shown["tile"], "extra").nonzero()[0].tolist() == [1]
     assert family(page=page)["total"] == 0
-
-
-def test_what_is_not_typed_suits_the_text():
-    for size in (3, 5, 8):
-        text = " ".join("abcdefgh"[:size])
-        for name in named_families():
-            settings = family(name, text if name != "block_two_stream" or size != 1 else TEXT)["settings"]
-            if name == "permutation_lm":
-                assert sorted(map(int, settings["permutation"].split(","))) == list(range(size))
-    assert family("block_two_stream", settings={"block": "3", "predict_first": "true"})["settings"] == {
-        "block": "3",
-        "predict_first": "true",
-    }
-    assert family("butterfly", settings={"block": " "})["settings"] == {}
 
 
 def test_the_code_and_the_task_that_are_taken_away_are_what_is_shown():
@@ -165,16 +141,3 @@ def test_the_list_of_families_has_what_a_form_needs():
 )
 def test_what_cannot_be_a_family_is_refused_in_words(message, error):
     assert re.search(re.escape(error), refused(session(), "family", **{"name": "butterfly", "text": TEXT, **message}))
-
-
-def test_the_longest_text_is_answered_in_a_message_of_moderate_size():
-    import json
-
-    for name in sorted(named_families()):
-        assert len(json.dumps(family(name, " ".join(["word"] * MAX_WORDS)))) < 400_000
-
-
-def test_words_of_any_script_stay_what_they_are():
-    shown = family("causal_lm", "知識 \u202eabc </script> 𝔘 '\"")
-    assert shown["words"] == ["知識", "\u202eabc", "</script>", "𝔘", "'\""]
-    assert base64.b64decode(shown["tile"]["planes"]["allowed"])

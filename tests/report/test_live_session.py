@@ -14,7 +14,6 @@ from attnflow._core.mask_examples import EXAMPLES
 from attnflow.masks.spec import named_masks
 from attnflow.report.live.design import Design
 from attnflow.report.live.session import Session
-from attnflow.testing import oracles
 from tests.report.live_cases import do, plane, refused, session
 
 
@@ -71,14 +70,6 @@ def test_painting_is_what_a_brush_does_to_a_table(batches):
     assert again.layers[0].mask == mask_of(page)
 
 
-def test_a_painted_mask_is_combined_as_it_is_drawn():
-    page = session()
-    do(page, "paint", strokes=[[0, 1, 7, 8, 1]])
-    drawn = mask_of(page)
-    do(page, "combine", sign="and", name="full")
-    assert mask_of(page) == drawn
-
-
 def test_a_stack_has_a_mask_for_each_layer_and_its_product_flows():
     page = session()
     do(page, "pick", name="sliding_window", settings={"window": "2"})
@@ -133,13 +124,6 @@ def test_labels_leak_with_a_witness_and_stop_when_the_input_is_masked():
     assert do(page, "leaks")["labels"] == 0
 
 
-def test_dead_positions_are_those_that_no_label_reads():
-    page = session()
-    do(page, "label", position=3, token=4)
-    report = do(page, "leaks")
-    assert (report["dead"], report["dead_text"]) == ([4, 5, 6, 7], "4–7")
-
-
 def test_the_difference_to_another_mask():
     page = session()
     do(page, "against", name="sliding_window", settings={"window": "4"})
@@ -179,24 +163,6 @@ def test_a_design_comes_back_from_its_link():
     do(other, "restore", design=json.loads(state["design"]))
     assert other.design == page.design
     assert mask_of(other) == mask_of(page)
-
-
-def test_what_does_not_fit_a_new_size_is_named():
-    page = session()
-    do(page, "labels", kind="next")
-    do(page, "against", name="full")
-    notices = do(page, "pick", name="causal", settings={"n": "4"})["notices"]
-    assert "4 labels" in notices[0]
-    assert "comparison has ended" in notices[1]
-    do(page, "stack")
-    assert "remove the other layers first" in refused(page, "pick", name="causal", settings={"n": "6"})
-
-
-def test_a_question_about_a_design_that_is_no_more_costs_nothing():
-    page = session()
-    do(page, "invert")
-    assert do(page, "flow", revision=0) == {"ok": True, "stale": True}
-    assert do(page, "flow", revision=1)["classes"] > 0
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 200])
@@ -239,19 +205,6 @@ def test_arrivals_are_the_layers_of_receptive_fields(spec):
         for layers in range(n + 1):
             expected = flow.receptive_field(position, layers).tolist()
             assert sorted(key for key, when in first.items() if when <= layers) == expected
-
-
-def test_arrivals_of_a_stack_follow_its_layers_in_order():
-    page = session({"name": "sliding_window", "parameters": {"n": 7, "window": 2}})
-    do(page, "stack")
-    do(page, "stack")
-    do(page, "pick", layer=1, name="dilated_window", settings={"window": "2", "dilation": "3"})
-    flow = page.design.flow
-    for position in range(7):
-        runs = do(page, "field", position=position)["runs"]
-        for layers in range(4):
-            reached = sorted(key for start, end, when in runs for key in range(start, end) if when <= layers)
-            assert reached == flow.receptive_field(position, layers).tolist()
 
 
 def test_the_diagram_holds_every_position_in_one_box():
@@ -301,13 +254,6 @@ def test_exports_come_with_their_refusals():
     assert "varlen cannot say" in answer["refused"]
     assert len(answer["pair"]) == 2
     assert "unknown format" in refused(page, "export", format="nothing")
-
-
-def test_costs_are_those_of_masks_cost():
-    page = session({"name": "sliding_window", "parameters": {"n": 1024, "window": 64}})
-    reply = do(page, "cost", num_heads=9)
-    assert reply["skipped"] == masks.cost(masks.sliding_window(1024, 64)).skipped
-    assert [row["backend"] for row in reply["backends"]] == ["eager", "sdpa", "flex"]
 
 
 REFUSED = [
@@ -401,12 +347,6 @@ def test_nothing_of_a_page_opens_a_file(tmp_path):
     assert opened == []
 
 
-def test_the_closure_of_the_page_is_that_of_brute_force():
-    page = session({"dense": ["0100", "0010", "0000", "1001"]})
-    reached = oracles.closure(mask_of(page).dense().numpy())
-    assert do(page, "flow")["closure_density"] == reached.mean()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "own"), [("smollm2-135m", masks.causal(16)), ("minilm", masks.full(16))])
 def test_a_design_is_compared_with_a_models_own_mask(model, own):
@@ -423,10 +363,3 @@ def test_a_design_is_compared_with_a_models_own_mask(model, own):
 @pytest.mark.parametrize("model", ["gpt2", "/etc/passwd", "../smollm2-135m", ""])
 def test_no_other_model_is_read_for_a_page(model):
     assert "expected one of the installed models" in refused(session(), "against", model=model)
-
-
-def test_a_command_for_the_studio_advises_the_studio(capsys):
-    from attnflow.cli import main
-
-    assert main(["studio", "sliding_window", "--no-open"]) == 2
-    assert "attnflow studio sliding_window --set window=4" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,6 @@
-"""The numbers of a report, against dense tables and brute force."""
+"""The numbers and pictures of a mask, against dense tables and brute force."""
+
+import re
 
 import numpy as np
 import pytest
@@ -7,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks, testing
-from attnflow.masks.costs import CostModel, block_sparsity, mask_memory
 from attnflow.order import analyze
-from attnflow.report.mask import computed_pairs
-from attnflow.report.mask_picture import block_sizes, grid, square_grid, ticks
+from attnflow.report.mask_picture import grid, mask_svg, mask_text, square_grid, ticks
 from attnflow.report.order import growth
+from tests.report.reading import parse_svg, texts
 from tests.strategies import dense_masks, permuted_masks, square_masks
 
 
@@ -77,44 +78,132 @@ def test_growth_of_a_long_sequence_is_sampled_from_end_to_end():
     assert np.array_equal(sizes, np.minimum(positions[None] + 1, 1 + 100 * np.arange(21)[:, None]))
 
 
-@settings(max_examples=100)
-@given(st.one_of(dense_masks(9), permuted_masks(9)), st.integers(1, 10))
-def test_block_sparsity_is_that_of_the_block_mask(mask, block):
-    if 0 in mask.shape:
-        return
-    found, torch_mask = block_sparsity(mask, block), mask.block_mask(block)
-    assert found.full == int(torch_mask.full_kv_num_blocks.sum())
-    assert found.partial == int(torch_mask.kv_num_blocks.sum())
-    assert found.total == -(-mask.num_queries // block) * -(-mask.num_keys // block)
-    kept = found.full + found.partial
-    assert found.used == pytest.approx(mask.nnz / (kept * block * block) if kept else 0.0)
+RECTANGLE = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-([\d.]+)z")
+DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+
+
+def painted(root):
+    """The opacity of each cell, from the paths that a viewer fills."""
+    side = float(root.get("data-box").split()[2])
+    shape, step = ([int(v) for v in root.get(name).split()] for name in ("data-shape", "data-step"))
+    cells = np.zeros([-(-size // s) for size, s in zip(shape, step, strict=True)])
+    for path in root.iter("path"):
+        if "af-cell" in path.get("class", ""):
+            assert RECTANGLE.sub("", path.get("d")) == ""
+            for x, y, width, height, back in RECTANGLE.findall(path.get("d")):
+                assert width == back
+                assert float(height) == side
+                first, length, row = (round(float(v) / side) for v in (x, width, y))
+                assert not cells[row, first : first + length].any()  # nothing is painted twice
+                cells[row, first : first + length] = float(path.get("fill-opacity"))
+    return cells
+
+
+@settings(max_examples=50)
+@given(st.one_of(dense_masks(7), permuted_masks(7)), st.booleans())
+def test_small_masks_are_drawn_pair_by_pair(mask, standalone):
+    root = parse_svg(mask_svg(mask, standalone=standalone))
+    table = mask.dense().numpy()
+    assert np.array_equal(painted(root), table.astype(float))
+    assert root.get("data-cells") == "".join("A_"[int(allowed)] for allowed in table.ravel())
+    shown = texts(root)
+    assert {"key →"} <= set(shown)
+    for size in mask.shape:
+        assert size == 0 or str(size - 1) in shown
 
 
 @pytest.mark.parametrize(
-    ("n", "sizes"), [(1, [128]), (10, [128, 4]), (64, [128, 32, 16]), (1024, [128, 64, 32]), (9999, [128])]
+    "mask", [masks.causal(500), masks.big_bird(1024), masks.full(70, 300), masks.butterfly(90)], ids=repr
 )
-def test_short_sequences_get_smaller_blocks(n, sizes):
-    assert block_sizes(masks.causal(n)) == sizes
+def test_large_masks_are_shaded_by_their_share(mask):
+    root = parse_svg(mask_svg(mask))
+    step, opacity = [int(v) for v in root.get("data-step").split()], painted(root)
+    table = mask.dense().numpy()
+    share = np.array(
+        [
+            [table[q : q + step[0], k : k + step[1]].mean() for k in range(0, mask.num_keys, step[1])]
+            for q in range(0, mask.num_queries, step[0])
+        ]
+    )
+    assert max(opacity.shape) <= 96
+    assert np.array_equal(opacity == 0, share == 0)
+    assert np.array_equal(opacity == 1, share == 1)
+    order = np.argsort(share.ravel(), kind="stable")
+    assert (np.diff(opacity.ravel()[order]) >= 0).all()
+    coded = np.array([DIGITS.index(digit) for digit in root.get("data-cells")]).reshape(share.shape) / 63
+    assert np.abs(coded - share).max() < 0.02
+    assert any("allowed per block" in text for text in texts(root))
 
 
-def test_prices_state_their_formula():
-    model = CostModel(num_layers=3, num_heads=2, head_dim=5, bytes_per_score=4)
-    pairs = sum(min(10, q + 1) for q in range(300))
-    assert computed_pairs(masks.sliding_window(300, 10)) == {
-        "every pair": 300 * 300,
-        "causal pairs": 300 * 301 // 2,
-        "this mask's pairs": pairs,
-        "its blocks of 128": 5 * 128 * 128,  # three on the diagonal, two below it
-    }
-    assert "causal pairs" not in computed_pairs(masks.full(3, 5))
-    assert (model.flops(pairs), model.score_bytes(pairs)) == (4 * 5 * 2 * 3 * pairs, 4 * 2 * pairs)
-    with pytest.raises(ValueError, match="head_dim must be at least 1"):
-        CostModel(head_dim=0)
+def test_a_long_mask_is_small_and_needs_no_table(monkeypatch):
+    monkeypatch.setattr(masks.Mask, "dense", lambda *_: pytest.fail("built n x n"))
+    monkeypatch.setattr(masks.Mask, "dense_chunks", lambda *_, **__: pytest.fail("built n x n in chunks"))
+    for mask in (masks.causal(131_072), masks.block_two_stream(512, 64)):
+        assert len(mask_svg(mask)) < 60_000
 
 
-def test_memory_of_a_mask():
-    memory = mask_memory(masks.causal(1024))
-    assert memory["intervals"] == 8 * 1025 + 4 * 1024 + 4 * 1024
-    block_mask = masks.causal(1024).block_mask()
-    parts = [getattr(block_mask, name) for name in dir(block_mask) if name.endswith(("num_blocks", "_indices"))]
-    assert memory["blocks"] == sum(part.nbytes for part in parts if part is not None)
+HALVES = {" ": (0, 0), "▀": (1, 0), "▄": (0, 1), "█": (1, 1)}
+
+
+def picture(text, mask):
+    """The lines of the picture, without header, axis, row numbers and key."""
+    body = text.split("\n\n")[1].splitlines()
+    label = len(str(mask.num_queries - 1))
+    lines = [line for line in body if line[: label + 2].strip().isdigit() or not line[: label + 2].strip()]
+    return [line[label + 2 :] for line in lines]
+
+
+@settings(max_examples=100)
+@given(st.one_of(dense_masks(9), permuted_masks(9)), st.booleans())
+def test_small_masks_show_every_pair(mask, plain):
+    text = mask_text(mask, width=60, ascii_only=plain)
+    assert repr(mask)[:40] in text
+    if 0 in mask.shape:
+        assert text.endswith("no pairs to show")
+        return
+    lines = picture(text, mask)[1:]
+    yes, no = ("#", ".") if plain else ("■", "·")
+    assert [line.split(" ") for line in lines] == [
+        [yes if allowed else no for allowed in row] for row in mask.dense().tolist()
+    ]
+    assert not plain or text.isascii()
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.butterfly(15), masks.causal(63), masks.big_bird(64, 4), masks.full(33, 60)], ids=repr
+)
+def test_half_blocks_are_exact(mask):
+    lines = picture(mask_text(mask, width=100, ascii_only=False), mask)[1:]
+    rows = [[HALVES[sign] for sign in line.ljust(mask.num_keys)] for line in lines]
+    table = np.array([[pair[half] for pair in row] for row in rows for half in (0, 1)], dtype=bool)
+    assert np.array_equal(table[: mask.num_queries], mask.dense().numpy())
+    assert not table[mask.num_queries :].any()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    "mask", [masks.causal(500), masks.big_bird(2048), masks.full(10, 3000), masks.full(3000, 10)], ids=repr
+)
+def test_shades_say_nothing_some_all(mask, plain):
+    text = mask_text(mask, width=80, ascii_only=plain)
+    lines = picture(text, mask)[1:]
+    step = next(s for s in range(1, 10_000) if f" by {s:,} key" in text)
+    shades = " .-+#" if plain else " ░▒▓█"
+    table = mask.dense().numpy()
+    assert len(lines) == -(-mask.num_queries // (2 * step))
+    for r, line in enumerate(lines):
+        for c, sign in enumerate(line.ljust(-(-mask.num_keys // step))):
+            part = table[2 * r * step : 2 * (r + 1) * step, c * step : (c + 1) * step]
+            assert (sign == " ") == (not part.any())
+            assert (sign == shades[-1]) == part.all()
+            if 0 < part.mean() < 1:
+                assert shades.index(sign) == 1 + min(2, int(part.mean() * 3))
+
+
+@settings(max_examples=80)
+@given(st.integers(20, 140), st.integers(0, 700), st.integers(0, 700), st.booleans())
+def test_it_fits_the_width(width, queries, keys, plain):
+    text = mask_text(masks.full(queries, keys), width=width, ascii_only=plain)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert len(text.splitlines()) <= 45
+    assert not plain or text.isascii()

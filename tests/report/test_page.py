@@ -19,8 +19,6 @@ from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.masks.costs import CostModel
 from attnflow.order import analyze
 from attnflow.report import page
-from attnflow.report.html import Html
-from attnflow.report.page import Section
 from attnflow.tasks import Label, Task, Token, Verification, check
 from attnflow.tasks.verification import TaskDifference
 from tests.report.reading import parse_page
@@ -49,7 +47,6 @@ def audit_report(violations=(), modules=()):
         positions=8,
         batch=2,
         forward_passes=17,
-        backward_passes=0,
         coverage=0.875,
         forbidden=28,
         noise=0.0,
@@ -226,21 +223,6 @@ def test_hostile_names_stay_text():
         assert "\u202e" not in made.html
         assert "\x00" not in made.html
         made.html.encode("utf-8")
-
-
-def test_a_section_of_ones_own_joins_the_page():
-    own = Section("bias", "Bias", Html("<p>of its own</p>"))
-    made = page(masks.causal(4), own, own)
-    assert [section.name for section in made.sections][-2:] == ["bias", "bias-2"]
-    assert "of its own" in parse_page(made.html).text
-
-
-def test_several_results_of_a_kind_have_sections_of_their_own():
-    made = page(masks.causal(4), masks.full(3), audit_report(), bad_audit())
-    names = [section.name for section in made.sections]
-    assert names[:2] == ["audit", "mask"]
-    assert {"mask-2", "order-2", "audit-2"} <= set(names)
-    assert "full(n=3" in parse_page(made.html).text
 
 
 def test_wrong_arguments_are_refused():

@@ -17,8 +17,8 @@ from attnflow.tasks.verification import TaskDifference
 from tests.bias.test_map import make as bias_map
 from tests.knowledge.test_provenance import made as trace
 from tests.report.reading import parse_page, parse_svg
+from tests.report.test_geometry import plain_scores as scores
 from tests.report.test_page import bad_audit, clean_task, leaking_task
-from tests.report.test_score_chart import scores
 from tests.results_samples import TABLES
 
 MAKERS = {

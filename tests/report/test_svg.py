@@ -43,15 +43,6 @@ def test_a_diagram_is_drawn_with_its_boxes_arrows_and_names():
         assert box.x1 <= figure.bbox.x1
 
 
-def test_turned_and_anchored_text_stands_where_it_belongs():
-    turned = '<g transform="translate(40,20) rotate(-90)"><text x="0" y="0">$a$</text></g>'
-    markup = f'<svg width="100" height="50">{turned}</svg>'
-    (text,) = _figure_of(markup).axes[0].texts
-    assert text.get_position() == pytest.approx((40.0, 20.0))
-    assert text.get_rotation() == pytest.approx(90.0)
-    assert text.get_text() == r"\$a\$"
-
-
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
 def test_equal_drawings_make_equal_files(suffix, tmp_path):
     files = [report.figure(masks.causal(8)).savefig(tmp_path / f"{n}{suffix}").read_bytes() for n in range(2)]

@@ -10,12 +10,9 @@ import attnflow as af
 from attnflow import masks
 from attnflow.report.live.design import MAX_POSITIONS
 from attnflow.report.live.session import Session
-from attnflow.studio.limits import Limits
 from tests.refused import refused
 
 pytest.importorskip("anywidget")
-
-from attnflow.report.live.comm import MESSAGE_BYTES
 
 
 class View:
@@ -57,18 +54,6 @@ def test_what_was_painted_is_read_back():
     assert "causal(n=8)" in repr(widget)
 
 
-def test_observers_learn_of_changes_and_of_nothing_else():
-    widget, seen = af.report.widget(masks.causal(8)), []
-    widget.observe(lambda change: seen.append(widget.mask.nnz), "revision")
-    view = View(widget)
-    for op in ("state", "catalogue", "flow", "diagram", "leaks", "cost", "difference", "code"):
-        assert view.ask(op)["ok"]
-    assert seen == []
-    assert view.ask("invert")["ok"]
-    assert not view.ask("pick", name="nothing")["ok"]
-    assert seen == [28]
-
-
 def test_a_mask_that_is_assigned_is_shown_and_can_be_undone():
     widget = af.report.widget(masks.causal(8), labels=list("abcdefgh"))
     view = View(widget)
@@ -106,30 +91,10 @@ def test_a_task_comes_with_its_labels_and_goes_with_those_that_were_set():
     assert len(widget.task.labels) == 4
 
 
-def test_anything_else_is_refused():
-    with refused(TypeError, "expected a mask, a mask per layer, a flow or a task, got dict"):
-        af.report.widget({})
-    with refused(TypeError, "got list"):
-        af.report.widget([1])
-
-
 def test_views_hear_their_own_replies_and_all_hear_of_changes():
     widget = af.report.widget(masks.causal(8))
     one, two = View(widget, "one"), View(widget, "two")
     assert one.ask("invert")["revision"] == two.ask("state")["revision"] == widget.revision == 1
-
-
-@pytest.mark.parametrize(
-    "content",
-    [None, "state", 3, [], {}, {"view": "a"}, {"message": {"op": "invert"}}, {"view": 3, "message": {"op": "invert"}},
-     {"view": "a" * 41, "message": {"op": "invert"}}, {"view": "a", "message": "invert"},
-     {"view": "a", "message": None}],
-    ids=repr,
-)  # fmt: skip
-def test_what_is_no_message_is_not_answered_and_changes_nothing(content):
-    widget = af.report.widget(masks.causal(8))
-    assert View(widget).say(content) == []
-    assert (widget.revision, widget.mask) == (0, masks.causal(8))
 
 
 @pytest.mark.parametrize(
@@ -147,19 +112,6 @@ def test_it_takes_structured_operations_within_the_limits_and_nothing_else(messa
     assert (widget.revision, widget.mask) == (0, masks.causal(8))
 
 
-def test_the_state_that_a_page_may_set_is_none():
-    widget = af.report.widget(masks.causal(8))
-    state = {key: value for key, value in widget.get_state().items() if not key.startswith("_")}
-    assert set(state) <= {"revision", "layout", "tabbable", "tooltip"}
-    assert "eval(" not in widget.get_state()["_esm"]
-
-
-def test_messages_are_as_long_as_those_of_a_page():
-    assert Limits().message_bytes == MESSAGE_BYTES
-    reply = View(af.report.widget(masks.causal(8))).ask("load", text="x" * MESSAGE_BYTES)
-    assert reply == {"id": 1, "ok": False, "error": "a message has at most 2,097,152 bytes"}
-
-
 def test_an_interrupted_kernel_says_so_and_goes_on(monkeypatch):
     widget = af.report.widget(masks.causal(8))
     view = View(widget)
@@ -174,19 +126,3 @@ def test_without_anywidget_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "attnflow.report.live.comm")
     with pytest.raises(af.MissingExtra, match=r"the studio in a notebook needs anywidget.*attnflow\[widget\]"):
         af.report.widget(masks.causal(8))
-
-
-@pytest.mark.parametrize(
-    ("subject", "labels", "error"),
-    [
-        (masks.full(2, 3), None, "as many queries as keys"),
-        (masks.causal(MAX_POSITIONS + 1), None, "1 to 131,072 positions"),
-        ([masks.causal(2)] * 65, None, "1 to 64, got 65"),
-        ([], None, "got 0"),
-        ([masks.causal(2), masks.causal(3)], None, "masks of one size"),
-        (masks.causal(2), ["a"], "a label for each of 2 positions, got 1"),
-    ],
-)
-def test_what_does_not_fit_is_refused(subject, labels, error):
-    with pytest.raises(ValueError, match=error):
-        af.report.widget(subject, labels=labels)

@@ -1,7 +1,5 @@
 """The first screen in a real browser: everything that is designed on it, by pointer, and what follows from it."""
 
-import json
-
 import pytest
 
 from attnflow import masks
@@ -42,40 +40,6 @@ def test_every_mask_of_the_catalogue_can_be_chosen(page):
         assert mask_of(page).name == name
         assert page.get_by_role("alert").count() == 0
         assert page.locator(".relation").text_content().strip()
-
-
-def test_parameters_of_a_mask(page):
-    choose(page, "prefix_lm")
-    assert mask_of(page) == masks.prefix_lm(16, 6)
-    page.get_by_label("prefix", exact=True).fill("3")
-    settled(page)
-    assert mask_of(page) == masks.prefix_lm(16, 3)
-    page.get_by_label("n", exact=True).fill("20")
-    settled(page)
-    assert mask_of(page) == masks.prefix_lm(20, 3)
-    assert page.locator(".subject").text_content() == "20 positions"
-    choose(page, "sliding_window")
-    page.get_by_label("causal", exact=True).uncheck()
-    settled(page)
-    assert mask_of(page) == masks.sliding_window(20, 4, causal=False)
-    choose(page, "global_tokens")
-    page.get_by_label("indices", exact=True).fill("1,5")
-    page.get_by_label("indices", exact=True).press("Enter")
-    settled(page)
-    assert mask_of(page) == masks.global_tokens(20, [1, 5])
-
-
-def test_a_value_that_the_mask_refuses_is_said_and_changes_nothing(page):
-    before = ink(page)
-    page.get_by_label("window", exact=True).fill("0")
-    page.get_by_role("alert").filter(has_text="window must be at least 1").wait_for()
-    settled(page)
-    assert ink(page) == before
-    assert layer_title(page).startswith("sliding_window(n=16, window=4")
-    page.get_by_label("window", exact=True).fill("2")
-    settled(page)
-    assert page.get_by_role("alert").count() == 0
-    assert mask_of(page) == masks.sliding_window(16, 2)
 
 
 def test_and_or_not(page):
@@ -194,70 +158,6 @@ def test_labels_their_leaks_and_the_witness_in_both_views(page):
     assert ink(page) == before
 
 
-def test_one_label_a_masked_input_dead_positions_and_tokens(page):
-    page.get_by_text("One position, tokens").click()
-    page.get_by_label("position", exact=True).fill("3")
-    page.get_by_label("token", exact=True).fill("3")
-    page.get_by_role("button", name="Label on / off").click()
-    settled(page)
-    assert "1 leak" in page.locator("#answer").text_content()
-    page.get_by_role("button", name="[MASK] there").click()
-    settled(page)
-    assert "No leak: proved for 1 label" in page.locator("#answer").text_content()
-    assert "Dead, no label reads them: 4–15 (12)" in page.locator("#answer").text_content()
-    page.get_by_label("text", exact=True).fill("the cat sat on the mat")
-    page.get_by_label("text", exact=True).press("Enter")
-    settled(page)
-    assert design(page)["tokens"][1] == "cat"
-    page.mouse.move(*cell(page, 1, 1))
-    page.get_by_text("1 “cat” ← 1 “cat”: itself").wait_for()
-    page.get_by_role("button", name="Label on / off").click()
-    settled(page)
-    assert "labels" not in design(page)
-
-
-def test_the_difference_to_another_mask_and_to_a_file(page, tmp_path):
-    page.get_by_label("Compare with", exact=True).select_option("causal")
-    settled(page)
-    missing = (masks.causal(16) & ~WINDOW).nnz
-    assert f"0 more {missing} fewer" in page.locator(".compare .legend").text_content()
-    same, fewer = colours(page, (9, 9), (9, 2))
-    assert same != fewer
-    page.get_by_label("Compare with", exact=True).select_option("")
-    settled(page)
-    assert "fewer" not in page.locator(".compare").text_content()
-    file = tmp_path / "mask.json"
-    file.write_text(masks.sliding_window(16, 3).to_json())
-    page.get_by_label("Compare with a file").set_input_files(file)
-    settled(page)
-    assert "13 more 0 fewer" in page.locator(".compare .legend").text_content()
-    assert design(page)["against"]["mask"]["parameters"]["window"] == 3
-
-
-def test_files_are_read_by_the_page_and_sent_as_data(page, tmp_path):
-    file = tmp_path / "mask.json"
-    file.write_text(masks.tree([-1, 0, 0, 1]).to_json())
-    page.get_by_label("Open").set_input_files(file)
-    settled(page)
-    assert mask_of(page) == masks.tree([-1, 0, 0, 1])
-    for text, message in [("no JSON", "is not JSON"), ('{"name": "causall"}', "unknown"), ("[1]", "object")]:
-        file.write_text(text)
-        page.get_by_label("Open").set_input_files(file)
-        page.get_by_role("alert").filter(has_text=message).wait_for()
-    settled(page)
-    assert mask_of(page) == masks.tree([-1, 0, 0, 1])
-
-
-def test_cost_by_backend(page):
-    page.get_by_role("tab", name="Cost").click()
-    text = page.locator("#answer").text_content()
-    assert "0.0 % of 1 block of 128 are skipped" in text
-    assert "FlexAttention" in text
-    page.get_by_label("n", exact=True).fill("1024")
-    settled(page)
-    page.get_by_text("of 64 blocks of 128 are skipped").wait_for()
-
-
 def test_code_to_copy(page):
     page.get_by_role("tab", name="Code").click()
     page.get_by_text("import attnflow as af").wait_for()
@@ -274,22 +174,6 @@ def test_code_to_copy(page):
     assert page.locator("#answer").get_by_role("button").last.is_disabled()
 
 
-def test_every_export_is_text_or_a_refusal_that_says_why(page):
-    page.get_by_role("tab", name="Code").click()
-    chosen = page.get_by_label("Code for", exact=True)
-    names = chosen.locator("option").evaluate_all("all => all.map((each) => each.value)")
-    assert {"attnflow", "flex", "flashmask", "varlen", "splash"} <= set(names)
-    for name in names:
-        chosen.select_option(name)
-        settled(page)
-        text, refusal = page.locator("#answer code"), page.locator("#answer .trouble")
-        assert text.count() + refusal.count() == 1
-        shown = (text if text.count() else refusal).text_content()
-        assert shown.strip(), name
-        if text.count() and name not in ("attnflow", "flex"):
-            json.loads(shown)
-
-
 def test_the_address_holds_the_design(page, studio):
     choose(page, "longformer")
     page.get_by_role("button", name="Next token").click()
@@ -302,14 +186,6 @@ def test_the_address_holds_the_design(page, studio):
     page.get_by_role("button", name="Copy link").click()
     page.get_by_text("Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == page.url
-
-
-def test_an_address_without_the_token_says_so(browser, studio):
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(studio.origin + "/#token=wrong")
-    page.get_by_role("alert").filter(has_text="lacks the studio's token").wait_for()
-    context.close()
 
 
 def test_a_studio_that_has_ended_says_how_to_start_it(browser):

@@ -3,7 +3,7 @@
 import pytest
 
 from attnflow import masks
-from tests.studio.browser import cell, choose, colours, fact, ink, mask_of, settled
+from tests.studio.browser import cell, colours, fact, ink, mask_of, settled
 
 pytestmark = pytest.mark.slow
 
@@ -46,29 +46,3 @@ def test_a_long_mask_is_drawn_from_tiles_zoomed_and_painted(page, n):
     page.get_by_role("button", name="Whole").click()
     page.locator(f".page[data-span='{n}']").wait_for()
     settled(page)
-
-
-def test_zooming_shows_the_pairs_themselves(page):
-    page.get_by_label("n", exact=True).fill("16384")
-    choose(page, "dilated_window")
-    page.locator("canvas").focus()
-    for _ in range(11):
-        page.get_by_role("button", name="Zoom in").click()
-    page.locator(".page[data-span='8']").wait_for()
-    settled(page)
-    mask = masks.dilated_window(16_384, 3, 2)
-    first = int(page.locator("canvas").get_attribute("data-place").strip("[]").split(",")[3])
-    shown = {
-        mask.allows(q, k): colour
-        for q in range(first, first + 8)
-        for k in range(first, first + 8)
-        for colour in colours(page, (q, k))
-    }
-    assert len(set(shown.values())) == 2
-
-
-def test_too_many_positions_are_refused_and_nothing_changes(page):
-    page.get_by_label("n", exact=True).fill("200000")
-    page.get_by_role("alert").filter(has_text="131,072").wait_for()
-    settled(page)
-    assert mask_of(page) == masks.sliding_window(16, 4)

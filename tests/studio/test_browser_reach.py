@@ -3,7 +3,7 @@
 import pytest
 
 from attnflow import masks
-from tests.studio.browser import CONTRAST, SIZES, cell, choose, ink, look, mask_of, nameless, opened, settled
+from tests.studio.browser import CONTRAST, SIZES, cell, ink, mask_of, nameless, opened, settled
 
 pytestmark = pytest.mark.slow
 
@@ -47,31 +47,6 @@ def test_everything_by_keys_alone(page):
     page.locator(".page[data-span='16']").wait_for()
     page.keyboard.press("Escape")
     page.get_by_text("Point at a row").wait_for()
-
-
-def test_panels_by_keys_alone(page):
-    tab_to(page, "[role=tab]")
-    page.keyboard.press("ArrowRight")
-    assert page.get_by_role("tab", name="Cost").get_attribute("aria-selected") == "true"
-    page.keyboard.press("ArrowRight")
-    assert page.get_by_role("tab", name="Code").get_attribute("aria-selected") == "true"
-    page.keyboard.press("ArrowRight")
-    settled(page)
-    page.evaluate("document.activeElement.blur()")
-    page.get_by_label("Catalogue").focus()
-    page.keyboard.press("ArrowUp")
-    settled(page)
-    assert mask_of(page) == masks.prefix_lm(16, 6)
-    tab_to(page, "[aria-label='Labels of all positions'] button")
-    page.keyboard.press("Enter")
-    settled(page)
-    assert "15" in page.locator("#labels-title").text_content()
-    tab_to(page, "summary")
-    page.keyboard.press("Enter")
-    assert page.get_by_label("position", exact=True).is_visible()
-    tab_to(page, "input[type=range]")
-    page.keyboard.press("Home")
-    assert page.get_by_label("Layers", exact=True).input_value() == "0"
 
 
 def test_the_focus_is_seen_wherever_it_goes(page):
@@ -123,29 +98,3 @@ def test_on_a_phone_a_finger_paints_and_else_scrolls(browser, studio):
         settled(page)
         assert mask_of(page).allows(2, 9)
         assert page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "none"
-
-
-def test_who_wants_no_motion_sees_none(browser, studio):
-    moving = """() => [...document.querySelectorAll('*')].filter((e) => {
-      const style = getComputedStyle(e);
-      return style.transitionDuration.split(', ').some((t) => t !== '0s') || style.animationName !== 'none';
-    }).length"""
-    with opened(browser, studio, reduced_motion="reduce") as page:
-        assert page.evaluate(moving) == 0
-    with opened(browser, studio, reduced_motion="no-preference") as page:
-        assert page.evaluate(moving) > 0
-
-
-def test_nothing_jumps_while_it_computes(page):
-    before = page.evaluate(PLACES)
-    for name in ("causal", "full", "prefix_lm", "sliding_window"):
-        page.get_by_label("Catalogue").select_option(name)
-        assert page.evaluate(PLACES) == before
-        settled(page)
-        assert page.evaluate(PLACES) == before
-    page.mouse.move(*cell(page, 5, 5))
-    page.get_by_text("5 ← 5").wait_for()
-    assert page.evaluate(PLACES) == before
-    look(page)
-    choose(page, "longformer")
-    assert page.evaluate(PLACES) == before

@@ -36,10 +36,6 @@ def test_bundling_again_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "studio.js").read_bytes() == BUNDLE.read_bytes()
 
 
-def test_the_page_is_small():
-    assert BUNDLE.stat().st_size < 120_000
-
-
 def test_the_page_asks_nothing_of_a_network_and_runs_no_text():
     code, page = BUNDLE.read_text().split("*/", 1)[1], (ASSETS / "studio.html").read_text()
     addresses = set(re.findall(r"https?://[^\"'`\s)]+", code + page))
@@ -55,12 +51,6 @@ def test_one_module_serves_the_page_the_widget_and_the_report():
     text = BUNDLE.read_text()
     assert not re.search(r"</script|<!--", text, re.IGNORECASE)
     assert re.search(r"export\s*\{\s*\w+ as default\s*\}", text)
-
-
-def test_the_licences_of_what_is_bundled_come_with_it():
-    script = BUNDLE.read_text()
-    assert script.count("MIT License") == 2
-    assert script.count("Permission is hereby granted") == 2
 
 
 def test_the_sources_compute_nothing_about_masks_and_set_no_markup():

@@ -102,39 +102,6 @@ def test_a_pair_that_is_added_leaks_and_shows_its_way(families):
     assert families.locator(".cell.leak").count() == 0
 
 
-def test_a_pair_is_added_by_a_click_on_the_matrix(families):
-    write(families, "a b c")
-    choose(families, "block_two_stream")
-    canvas = families.locator("canvas")
-    box = canvas.bounding_box()
-    canvas.click(position={"x": box["width"] - 12, "y": box["height"] / 2})
-    settled(families)
-    assert families.locator(".pairs li").count() == 1
-
-
-def test_a_mistake_is_said_and_what_there_was_stays(families):
-    choose(families, "block_two_stream")
-    write(families, "a b c d e")
-    families.get_by_role("spinbutton", name="block").fill("2")
-    families.get_by_role("alert").filter(has_text="multiple of block").wait_for()
-    settled(families)
-    assert families.locator(".merged .cell").count() > 0
-    write(families, "a b c d e f")
-    assert families.get_by_role("alert").filter(has_text="multiple of block").count() == 0
-    write(families, "")
-    families.get_by_role("alert").filter(has_text="1 to 32 words").wait_for()
-
-
-def test_a_node_is_looked_at_by_pointing(families):
-    families.locator(".merged .cell").nth(3).hover()
-    assert "node 3 of 22" in families.locator(".proof").text_content()
-    families.mouse.move(2, 2)
-    assert "node 14 of 22" in families.locator(".proof").text_content()
-    families.locator(".merged .cell").nth(3).click()
-    families.mouse.move(2, 2)
-    assert "node 3 of 22" in families.locator(".proof").text_content()
-
-
 def test_the_merged_task_is_opened_as_a_mask_and_the_family_is_still_there(families):
     families.get_by_role("button", name="Open as a mask").click()
     families.locator(".layer").first.wait_for()
@@ -143,27 +110,6 @@ def test_the_merged_task_is_opened_as_a_mask_and_the_family_is_still_there(famil
     assert families.locator("#labels-title").text_content().endswith("8")
     families.get_by_role("button", name="Families").click()
     assert verdict(families).startswith("No leak")
-
-
-def test_its_code_is_copied(families):
-    families.get_by_role("button", name="Copy code").click()
-    assert "af.tasks.butterfly(tokens)" in families.evaluate("navigator.clipboard.readText()")
-
-
-def test_by_keyboard_alone(families):
-    families.get_by_role("button", name="Copy code").wait_for()  # another test may have copied just now
-    reached = []
-    families.keyboard.press("Tab")
-    for _ in range(40):
-        focused = families.evaluate(
-            "document.activeElement.getAttribute('aria-label') ?? document.activeElement.innerText"
-        )
-        reached.append(focused.strip()[:40])
-        if focused == "Node of the proof" and reached.count(focused) == 1:
-            families.keyboard.press("ArrowRight")
-            assert "node 15 of 22" in families.locator(".proof").text_content()
-        families.keyboard.press("Tab")
-    assert {"Node of the proof", "Node after", "Let it", "Copy code", "Open as a mask"} <= set(reached)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

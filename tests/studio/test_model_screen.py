@@ -101,48 +101,6 @@ def test_a_trace_and_the_entries_of_another_token(page):
     page.locator(".heat figcaption", has_text="Share of active entries").wait_for()
 
 
-def test_what_was_asked_of_another_text_is_marked_and_a_mistake_is_said(page):
-    run(page, "Audit")
-    page.get_by_role("textbox").fill("the of and")
-    page.get_by_text("The text has changed since").wait_for()
-    page.get_by_role("textbox").fill("the")
-    page.locator(".work").get_by_role("button", name="Run again").click()
-    page.get_by_role("alert").filter(has_text="at least 2 tokens").wait_for()
-    assert page.locator(".view .verdict").count() == 1, "what there was stays"
-    page.get_by_role("textbox").fill("the of and to in I that his")
-    run(page, "Audit")
-    assert page.get_by_role("alert").count() == 0
-
-
-def test_results_stay_while_another_screen_is_shown(page):
-    run(page, "Audit")
-    page.get_by_role("button", name="Families").click()
-    page.get_by_role("button", name="Model", exact=True).click()
-    assert page.locator(".view .verdict").is_visible()
-
-
-def test_the_views_are_chosen_by_keys(page):
-    page.get_by_role("tab", name="Audit").click()
-    page.keyboard.press("ArrowRight")
-    assert page.get_by_role("tab", name="Geometry").get_attribute("aria-selected") == "true"
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.id") == "model-view"
-    page.get_by_role("tab", name="Geometry").focus()
-    page.keyboard.press("ArrowLeft")
-    assert page.get_by_role("tab", name="Audit").get_attribute("aria-selected") == "true"
-
-
-def test_work_is_stopped_and_done_again(browser, server):
-    with opened(browser, server) as page:
-        page.get_by_role("button", name="Model", exact=True).click()
-        page.get_by_role("progressbar").wait_for()
-        page.locator(".work").get_by_role("button", name="Stop").click()
-        page.get_by_role("alert").filter(has_text="stopped").wait_for()
-        page.get_by_role("button", name="Read it again").click()
-        page.get_by_text("LlamaForCausalLM").wait_for()
-        assert page.get_by_role("alert").count() == 0
-
-
 def test_a_leak_is_marked_on_the_map_with_its_layer_and_module(browser, folder):
     from tests.studio.server import serving
 

@@ -40,16 +40,6 @@ def ask(page, op, **message):
         heard.append(reply["progress"])
 
 
-def test_without_a_model_a_page_is_told_so_and_names_none():
-    with serving() as bare, bare.page() as page:
-        assert ask(page, "model", model="smollm2-135m")[0] == {"id": 7, "ok": True, "model": None}
-        for op in ("audit", "geometry", "bias", "trace"):
-            assert "started without a model" in ask(page, op, text="a b")[0]["error"]
-        page.socket.send('{"op": "stop", "what": "model"}')
-        assert "started without a model" in json.loads(page.socket.recv(timeout=60))["error"]
-        assert page.ask("state")["ok"]
-
-
 def test_the_model_is_the_one_of_the_command_line(server, folder):
     with server.page() as page:
         reply, heard = ask(page, "model", model="/etc/passwd", path="/etc/passwd", bias="/etc")
@@ -102,14 +92,6 @@ def test_masks_do_not_wait_for_the_model_and_its_work_is_stopped(server):
         assert ask(page, "audit", text=TEXT)[0]["verdict"] == "clean", "a new process reads the model again"
 
 
-def test_work_on_the_model_has_an_end(folder):
-    with serving(model={"model": folder, "bias": None}, model_seconds=0.2) as hasty, hasty.page() as page:
-        reply, _ = ask(page, "model")
-        assert (reply["ok"], reply["restarted"]) == (False, True)
-        assert "stopped after 0.2 seconds" in reply["error"]
-        assert page.ask("state")["ok"]
-
-
 def test_the_process_of_a_model_ends_with_its_page(server):
     with server.page() as page:
         assert ask(page, "model")[0]["ok"]
@@ -121,13 +103,6 @@ def test_the_process_of_a_model_ends_with_its_page(server):
         time.sleep(0.1)
     else:
         pytest.fail("it is still there")
-
-
-def test_a_model_that_is_not_there_is_said(tmp_path):
-    with serving(model={"model": str(tmp_path), "bias": None}) as empty, empty.page() as page:
-        reply, _ = ask(page, "model")
-        assert not reply["ok"]
-        assert reply["error"]
 
 
 @pytest.mark.parametrize(

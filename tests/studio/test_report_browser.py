@@ -41,21 +41,6 @@ def ready(page):
     page.locator(".reader[data-settled=true]").wait_for()
 
 
-def test_rows_light_up_what_they_have_read_by_layer(opened):
-    page = opened()
-    ready(page)
-    page.locator("canvas").focus()
-    page.keyboard.press("PageDown")
-    page.locator("#readout", has_text="after 4 layers 11 has read 12 of 12").wait_for()
-    slider = page.get_by_role("slider")
-    slider.focus()
-    slider.press("Home")
-    slider.press("ArrowRight")
-    page.locator("#readout", has_text="after 1 layer 11 has read 4 of 12").wait_for()
-    assert "word11" in page.locator("#readout").text_content()
-    assert page.locator(".node.here").count() == 1
-
-
 def test_the_way_of_a_leak_is_drawn_and_code_is_there_to_copy(opened):
     page = opened()
     ready(page)
@@ -92,18 +77,3 @@ def test_the_still_pictures_stand_where_no_script_runs_on_paper_and_for_other_ma
     page.emulate_media(media="print")
     assert page.locator("#mask [data-attnflow-still] svg").is_visible()
     assert not page.locator("canvas").is_visible()
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_it_follows_the_page_in_width_and_theme(opened, width):
-    page = opened(width, color_scheme="dark")
-    ready(page)
-    host = page.locator("[data-attnflow-studio] > div")
-    assert host.get_attribute("data-theme") == "dark"
-    page.get_by_role("button", name="Light").click()
-    page.locator("[data-attnflow-studio] > div[data-theme=light]").wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    for part in ("canvas", ".hasse", "#answer"):
-        box = page.locator(part).bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width

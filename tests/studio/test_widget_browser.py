@@ -111,35 +111,6 @@ def test_a_program_shows_another_mask(notebook):
     settled(page)
 
 
-def test_neither_document_styles_the_other_and_letters_stay_inside(notebook):
-    page = notebook(af.report.widget(masks.causal(8)))
-    style = "(element, name) => getComputedStyle(element)[name]"
-    assert page.locator("#mine").evaluate(style, "borderTopWidth") == "9px"
-    assert page.locator("#one").get_by_role("button", name="Undo").evaluate(style, "borderTopWidth") == "1px"
-    assert page.locator("#one .panel").first.evaluate(style, "display") == "block"
-    assert page.title() == ""
-    assert page.locator("#one > div").get_attribute("data-lm-suppress-shortcuts") == "true"
-    page.locator("#mine").focus()
-    page.keyboard.press("f")
-    assert page.locator("#one").get_by_role("radio", name="Look").is_checked()
-    for hidden in ("Theme", "Copy link"):
-        assert page.locator("#one").get_by_role("button", name=hidden).count() == 0
-
-
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [1280, 900, 390])
-def test_it_is_as_wide_and_as_light_as_its_cell(notebook, dark, width):
-    page = notebook(af.report.widget(masks.causal(8)), dark=dark, width=width)
-    assert page.locator("#one > div").get_attribute("data-theme") == ("dark" if dark else "light")
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    for name in ("canvas", "[aria-label='Hasse diagram']", ".tabs", "select"):
-        box = page.locator("#one").locator(name).first.bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width
-    page.evaluate("dark => document.body.style.background = dark ? 'oklch(0.98 0 0)' : 'oklch(0.2 0 0)'", dark)
-    page.locator(f"#one > div[data-theme={'light' if dark else 'dark'}]").wait_for()
-
-
 def test_it_says_when_no_kernel_answers_and_goes_on_when_one_does(notebook):
     page = notebook(af.report.widget(masks.causal(8)))
     page.evaluate("""async () => {
@@ -158,11 +129,3 @@ def test_it_says_when_no_kernel_answers_and_goes_on_when_one_does(notebook):
     page.evaluate("wake()")
     page.locator("#late .page[data-settled=true]").wait_for()
     assert "kernel" not in page.locator("#late footer").text_content()
-
-
-def test_a_view_that_is_closed_leaves_nothing_behind(notebook):
-    page = notebook(af.report.widget(masks.causal(8)))
-    assert page.evaluate("handlers['msg:custom'].size") == 2
-    page.evaluate("ends.forEach((end) => end())")
-    assert page.evaluate("[...Object.values(handlers)].map((set) => set.size)") == [0, 0]
-    assert page.evaluate("[one.childElementCount, two.childElementCount]") == [0, 0]
