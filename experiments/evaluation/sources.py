@@ -13,7 +13,7 @@ import yaml
 
 from attnflow._core.errors import MissingExtra
 from attnflow.models import sample_text
-from attnflow.models.packages import Packaged
+from attnflow.models.names import Packaged
 from experiments.runner.text import TEST
 
 Item = Mapping[str, Any]

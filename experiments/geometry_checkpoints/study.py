@@ -15,6 +15,7 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.progress import Progress
 from attnflow.geometry.factored import full_scores
 from attnflow.geometry.published import published_of
+from attnflow.geometry.score import layers_of
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.checkpoints import open_weights
 from experiments.geometry_checkpoints.checkpoints import Checkpoint, of_the_hub, shipped
@@ -109,7 +110,7 @@ def scored(source: str, checkpoint: Checkpoint, progress: Progress) -> dict[str,
         if row.head != "all":
             heads[row.name].append(row)
     layers: list[dict[str, object]] = []
-    for row, other, layer in zip(full, norm, af.geometry.query_keys(source), strict=True):
+    for row, other, layer in zip(full, norm, layers_of(source)[1], strict=True):
         published = as_published(layer)
         layers.append(
             {

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.text_results import Inspection, Matches
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 
 pytest.importorskip("lancedb")
 

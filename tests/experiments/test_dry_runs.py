@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnflow.models import packages
+from attnflow.models import names as packages
 from attnflow.models.loaded import Loaded
 from experiments.bias_comparison import data, study
 from experiments.claims.claim import Measured

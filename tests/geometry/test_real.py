@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from attnflow.geometry.score import query_keys, score
+from attnflow.geometry.score import layers_of, score
 from attnflow.models.loader import load_model
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 from tests.memory import PEAK
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def test_scores_of_released_models(name):
 @pytest.mark.parametrize("name", VALUES)
 def test_files_hold_what_the_loaded_model_holds(name):
     model = load_model(name, dtype="float32", tokenizer=False).model
-    for ours, theirs in zip(query_keys(name), query_keys(model), strict=True):
+    for ours, theirs in zip(layers_of(name)[1], layers_of(model)[1], strict=True):
         assert (ours.layer, ours.num_heads, ours.num_kv_heads) == (theirs.layer, theirs.num_heads, theirs.num_kv_heads)
         assert torch.equal(ours.query().detach(), theirs.query().detach())
         assert torch.equal(ours.key().detach(), theirs.key().detach())

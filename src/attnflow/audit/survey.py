@@ -18,8 +18,7 @@ from attnflow.models.evaluation import seed_all
 from attnflow.models.watching import Call, Watch
 
 if TYPE_CHECKING:
-    from attnflow.models.asked import Asked
-    from attnflow.models.mask_request import MaskRequest
+    from attnflow.models.mask_request import Asked, MaskRequest
 
 
 @dataclass
@@ -160,7 +159,7 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
 def _asking() -> AbstractContextManager[Asked | None]:
     if "transformers" not in sys.modules:  # then the model is none of its own
         return nullcontext()
-    from attnflow.models.asked import asking
+    from attnflow.models.mask_request import asking
 
     return asking()
 

@@ -36,7 +36,7 @@ def require(name: str) -> None:
 def require_model(name: str, with_settings: bool) -> None:
     """Answer a typo at once, where a mask or a model may be meant; `with_settings`: parameters of a mask came along."""
     from attnflow._core.plain import close_to
-    from attnflow.models.packages import MODELS
+    from attnflow.models.names import MODELS
 
     if with_settings:
         raise BadUsage(f"--n and --set belong to masks, and {name!r} is none{close_to(name, EXAMPLES)}")

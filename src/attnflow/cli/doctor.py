@@ -23,7 +23,7 @@ def doctor(json_output: JsonFlag = False) -> None:
     with working("examining the environment"):
         from torch.utils.collect_env import get_pretty_env_info
 
-        from attnflow.models.packages import MODELS, TEXTS
+        from attnflow.models.names import MODELS, TEXTS
 
         torch_says = get_pretty_env_info().strip()
         wanted = _requirements()

@@ -3,7 +3,7 @@
 from attnflow.geometry.initialise import init_skew_, init_symmetric_
 from attnflow.geometry.monitor import monitor
 from attnflow.geometry.penalty import penalty
-from attnflow.geometry.score import query_keys, score
+from attnflow.geometry.score import score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores
 
@@ -14,7 +14,6 @@ __all__ = [
     "init_symmetric_",
     "monitor",
     "penalty",
-    "query_keys",
     "score",
     "symmetry",
 ]

@@ -47,9 +47,9 @@ def score(
     position, gains of norms and 1/sqrt(head_dim) have no part in M. With latent attention (DeepSeek), queries and keys
     are the products of their low-rank factors, without the norm between them.
 
-    Where the queries and keys of a family lie is in a registry. For a model in memory, what the registry lacks is
-    probed: noise in place of what the submodules of an attention module put out shows of which rows of which weights
-    its queries and keys consist. A layer that attends to the keys of an earlier one is scored with those.
+    A model in memory is probed: noise in place of what the submodules of an attention module put out shows of which
+    rows of which weights its queries and keys consist. A layer that attends to the keys of an earlier one is scored
+    with those. For files, tables of the families say where queries and keys are.
 
     Args:
         source: a torch module; a folder that holds a model; a file of safetensors, GGUF, `.bin` or `.pt`; or the id of
@@ -75,7 +75,7 @@ def score(
     forward pass of 16 tokens, once for each model.
     """
     check_reading(gamma, mode)
-    weights, layers = _open(source, attention, config)
+    weights, layers = layers_of(source, attention, config)
     rows: list[MatrixScores] = []
     for done, layer in enumerate(layers, 1):
         try:
@@ -97,20 +97,10 @@ def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool
     return rows + rows_of(layer, head_scores(*arguments), query.shape[1]) if per_head else rows
 
 
-def query_keys(
-    source: Source, attention: Attention = "self", *, config: Mapping[str, object] | None = None
-) -> list[AttentionLayer]:
-    """The layers that `score` scores; `query()` and `key()` of each read its weights, in float32.
-
-    Raises:
-        As `score`.
-    """
-    return _open(source, attention, config)[1]
-
-
-def _open(
-    source: Source, attention: Attention, config: Mapping[str, object] | None
+def layers_of(
+    source: Source, attention: Attention = "self", config: Mapping[str, object] | None = None
 ) -> tuple[Weights, list[AttentionLayer]]:
+    """What is read of a model, and its layers; `query()` and `key()` of each read its weights, in float32."""
     check_attention(attention)
     weights = open_weights(source.model if isinstance(source, Loaded) else source)
     layers = [layer for layer in stored_layers(weights, config) if attention in ("all", layer.kind)]

@@ -1,8 +1,9 @@
 """What a model is: how it is loaded, where it attends, which tensors it has.
 
-`loader`, `packages` and `hub` get a model; `checkpoints` reads tensors from files without building one; `attention`,
-`places` and `sites` say where its layers are, `families` how their weights are named and laid out, and `noise`, `probe`
-and `probed` what queries and keys are made of where no family says it.
+Read `sites` first: where a model attends. `attention` says what the queries and keys there are made of, by the `probe`,
+or by the tables in `families` for files. `feed_forward` and `experts` do so for the other layers. `interception` stands
+around attention while the model runs, `watching` around any module, and a `trial` leaves the model as it was.
+`loader`, `names` and `hub` get a model; `checkpoints` reads tensors from files without building one.
 """
 
 from importlib.util import find_spec
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.lazy import on_demand
-from attnflow.models.packages import MODELS, MissingPackage, sample_text
+from attnflow.models.names import MODELS, sample_text
 
 if TYPE_CHECKING:
     from attnflow.models.loaded import Loaded
     from attnflow.models.loader import load_model
 
-__all__ = ["MODELS", "Loaded", "MissingPackage", "load_model", "sample_text"]
+__all__ = ["MODELS", "Loaded", "load_model", "sample_text"]
 
 
 def _home(name: str) -> object:

@@ -72,3 +72,8 @@ def check_names(folder: str, model: PreTrainedModel, report: Mapping[str, Any]) 
             f"{folder} holds the weights of another model than its config describes: {missing} of {own} tensors of a "
             f"{type(model).__name__} are missing, {theirs} are of no use to it"
         )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without what follows in other lines."""
+    return str(error).strip().split("\n")[0][:300]

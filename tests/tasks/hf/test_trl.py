@@ -5,7 +5,7 @@ import torch
 
 import attnflow as af
 from attnflow.models.evaluation import precision
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
 from tests.models import CAUSAL
 

@@ -34,7 +34,7 @@ from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.knowledge.least_change import least_change
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
-from attnflow.models.packages import sample_text
+from attnflow.models.names import sample_text
 
 Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
 

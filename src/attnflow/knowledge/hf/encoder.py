@@ -29,7 +29,7 @@ from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 
 Pooling = Literal["mean", "first"]
 

@@ -10,7 +10,7 @@ from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.catalogue import causal, full
 from attnflow.masks.spec import named_masks
-from attnflow.models.packages import MODELS
+from attnflow.models.names import MODELS
 from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, labels_of, stroke_of, tokens_of
 from attnflow.tasks.task import Task
 

@@ -1,0 +1,158 @@
+"""Models in GGUF files: unpacked once, into a folder of this user, where each is whole and undamaged, or not there."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, TypeVar, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from attnflow._core.errors import MissingExtra
+from attnflow._core.files import seal, sealed, sweep, write_folder
+from attnflow.models.checkpoints import BadCheckpoint, open_weights
+from attnflow.models.fitting import check_sizes, first_line
+
+_LOG: Final = logging.getLogger("attnflow.models")
+_Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
+
+
+def load_gguf(
+    file: Path, dtype: torch.dtype, tokenizer: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model of a GGUF file and, if it is asked for, its tokenizer: unpacked once, then loaded from the cache.
+
+    A model read from GGUF by transformers counts as quantised: it refuses to be saved or trained. Its weights are
+    therefore copied into a fresh model of the same class. That takes seconds, so that the result, in float32, goes to
+    the cache, under the hash of the file's content and the version of transformers; the logits are identical.
+    """
+
+    def unpacked(folder: Path) -> PreTrainedModel:
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    model = _cached(f"{gguf_key(file)}-model", unpacked, lambda: _unpack(file))
+    model.config._name_or_path = model.name_or_path = str(file.parent)
+    model.config.dtype = dtype
+    nn.Module.to(model, dtype)
+    return model, gguf_tokenizer(file) if tokenizer else None
+
+
+def gguf_key(file: Path) -> str:
+    """What the entries of a file are called after: the hash of its content, and the version that unpacked it."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+    return f"gguf-{digest}-transformers-{transformers.__version__}"
+
+
+def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a GGUF file, likewise."""
+
+    def unpacked(folder: Path) -> PreTrainedTokenizerBase:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+
+    words = _cached(f"{gguf_key(file)}-tokenizer", unpacked, lambda: _unpack_tokenizer(file))
+    words.name_or_path = str(file.parent)
+    return words
+
+
+def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
+    """What an entry of the cache holds; if there is none, it is unpacked and stored."""
+    folder = lookup(key)
+    if folder is not None:
+        return load(folder)
+    value = unpack()
+    try:
+        store(key, value.save_pretrained)
+    except OSError as error:
+        _LOG.warning("%s cannot be kept for the next time: %s", key, error)
+    return value
+
+
+def require_gguf() -> None:
+    """Raise `MissingExtra` without the packages that read GGUF."""
+    for module in ("gguf", "accelerate"):
+        if find_spec(module) is None:
+            raise MissingExtra(module, "hf", "reading a GGUF file")
+
+
+def _unpack(file: Path) -> PreTrainedModel:
+    require_gguf()
+    weights = open_weights(file)  # reads the header alone, which transformers trusts
+    check_sizes(str(file), weights.config, len(weights.shapes))
+    try:
+        with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
+            packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # a truncated or unknown file fails anywhere in the parser
+        raise BadCheckpoint(f"{file} is no model that transformers reads: {first_line(error)}") from error
+    config = copy.deepcopy(packed.config)
+    config.__dict__.pop("quantization_config", None)
+    config.dtype = torch.float32
+    with torch.random.fork_rng(devices=[]):  # its initial values are drawn, then overwritten
+        model = cast(PreTrainedModel, type(packed)(config))
+    model.load_state_dict(packed.state_dict())
+    model.generation_config = packed.generation_config
+    return model
+
+
+def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    try:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{file} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
+
+
+def folder() -> Path:
+    """Where the cache is: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME`, which is `~/.cache` by default."""
+    own = os.environ.get("ATTNFLOW_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnflow"
+
+
+def lookup(key: str) -> Path | None:
+    """The folder of an entry whose files, all read, are as they were written; None, and no entry any more, if not."""
+    entry = folder() / key
+    try:
+        sealed(entry)
+    except (OSError, ValueError):
+        _discard(entry)
+        return None
+    return entry
+
+
+def store(key: str, write: Callable[[Path], object]) -> None:
+    """Make an entry of what `write` puts into the folder that it is given; of several processes the last one does.
+
+    `OSError` if the cache cannot be written; nothing is left behind.
+    """
+    root = folder()
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root)
+    with write_folder(root / key) as part:
+        write(part)
+        seal(part, {})
+
+
+def _discard(entry: Path) -> None:
+    """Out of the way first: what is removed is never found in part; `store` sweeps what a kill leaves of it."""
+    away = entry.with_name(f".{entry.name}.{secrets.token_hex(6)}.part")
+    with suppress(OSError):
+        entry.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
