@@ -32,7 +32,7 @@ OPTIONAL = [
 WITHOUT_TRANSFORMERS = [
     "attnflow",
     *(f"attnflow.{room}" for room in ROOMS),
-    *(f"attnflow.models.{name}" for name in ("checkpoints", "families", "packages", "loaded")),
+    *(f"attnflow.models.{name}" for name in ("checkpoints", "families", "names", "loaded")),
 ]
 
 

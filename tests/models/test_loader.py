@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnflow as af
-from attnflow.models import names, unpacked
+from attnflow.models import loader, names, unpacked
 from attnflow.models.names import MissingPackage, Packaged
 from tests.models import modular, outputs, tiny, tokens
 
