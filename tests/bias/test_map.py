@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnflow.bias import BiasMap
 from attnflow.bias.attention import bias_of, weights_of
 from attnflow.bias.call import make_call
+from attnflow.bias.hf.capture import observe
 from attnflow.bias.map import LayerMap, energy
-from attnflow.bias.observe import observe
 from attnflow.bias.terms import Guidance
 from tests.bias.cases import MASKS, Case
 

@@ -11,7 +11,7 @@ import attnflow as af
 from attnflow.bias import BiasMap
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.kind import layer_biases
-from attnflow.bias.query import QueryBias
+from attnflow.bias.map import QueryBias
 from attnflow.models import load_model
 from tests.bias.hf.common import rewrite
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Final, Literal, TypeVar, cast, get_args
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast, get_args
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -88,7 +87,7 @@ class Vectors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasConfig(ABC):
+class BiasConfig:
     """One learned bias on attention scores; each kind has its own config, with only the fields that the kind has.
 
     Attributes:
@@ -107,6 +106,7 @@ class BiasConfig(ABC):
     """
 
     kind: ClassVar[str]
+    makes: ClassVar[Callable[[Any, LayerShape], nn.Module]]
     version: ClassVar[int] = 1  # of the JSON
 
     layers: Placement | Sequence[int] = "every_other"
@@ -130,13 +130,13 @@ class BiasConfig(ABC):
         elif self.layers not in _STEP:
             raise ValueError(f"layers must be one of {', '.join(map(repr, _STEP))} or indices, got {self.layers!r}")
 
-    @abstractmethod
     def module(self, shape: LayerShape) -> nn.Module:
         """The module of one layer, a `ScoreTerm`, freshly initialised.
 
         Raises:
             ValueError: the kind does not exist for such a layer.
         """
+        return self.makes(self, shape)
 
     @property
     def reads(self) -> Reference | None:

@@ -1,7 +1,8 @@
 """Kinds that read the content of tokens: small networks, forget gates, and inner products (daa, sec. 3.2).
 
 The guidance network is the paper's. The network on the key alone and the product of low rank are its honest controls:
-a guidance map at random initialisation has three quarters of its row-centred energy in rank 1.
+a guidance map at random initialisation has three quarters of its row-centred energy in rank 1, and whatever a control
+reaches as well was not learned about pairs.
 """
 
 from __future__ import annotations
@@ -20,73 +21,10 @@ from attnflow.bias.kind import GroupedNorm, Kind, Projection, as_last, as_linear
 from attnflow.bias.terms import EPS, Additive, Guidance, Product, wide
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuidanceConfig(VectorConfig):
-    """The paper's bias: a network on query and key (daa, sec. 3.2, table 1).
+class KeyNetwork(Kind["GuidanceConfig | KeyConfig"]):
+    """B_ij = f(k_j): the guidance network without its query half.
 
-    Attributes:
-        hidden_dim: width of the network's hidden layer.
-
-    >>> GuidanceConfig.from_dict(GuidanceConfig(layers=[0, 3]).to_dict()) == GuidanceConfig(layers=[0, 3])
-    True
-    """
-
-    kind: ClassVar[str] = "guidance"
-    hidden_dim: int = 64
-    init: Init = "zero"
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The network of one layer."""
-        return GuidanceNetwork(self, shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyConfig(VectorConfig):
-    """The guidance network on the key alone: the control for what pairs add.
-
-    Attributes:
-        hidden_dim: width of the network's hidden layer.
-    """
-
-    kind: ClassVar[str] = "key"
-    hidden_dim: int = 64
-    init: Init = "zero"
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The network of one layer."""
-        return KeyNetwork(self, shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CumulativeConfig(VectorConfig):
-    """Forget gates (FoX; CABLE), in causal layers only.
-
-    Attributes:
-        gain: of the sum of log gates, to start from; 0 is the identity.
-    """
-
-    kind: ClassVar[str] = "cumulative"
-    gain: float = 0.0
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The gates of one layer.
-
-        Raises:
-            ValueError: a layer that also sees later keys, for which "between j and i" has no direction.
-        """
-        if not shape.is_causal:
-            raise ValueError(
-                f"CumulativeConfig sums gates from a key to a later query, but layer {shape.index} is not causal; "
-                "use KeyConfig or GuidanceConfig"
-            )
-        return Cumulative(self, shape)
-
-
-class KeyNetwork(Kind[GuidanceConfig | KeyConfig]):
-    """B_ij = f(k_j): the guidance network without its query half, the honest control for what pairs add.
-
-    A guidance map at random initialisation has three quarters of its row-centred energy in rank 1: whatever a key-only
-    bias reaches as well was not learned about pairs.
+    The hidden layer starts as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4).
     """
 
     last = ("output_weight",)
@@ -102,20 +40,13 @@ class KeyNetwork(Kind[GuidanceConfig | KeyConfig]):
         self.hidden_bias = nn.Parameter(torch.empty(networks, hidden))
         self.norm = GroupedNorm(networks, hidden)
         self.output_weight = nn.Parameter(torch.empty(networks, hidden))
-        if "output_bias" in self.last:
-            self.output_bias = nn.Parameter(torch.empty(networks))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The hidden layer as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4)."""
         weights: list[Tensor] = [getattr(self, side).weight for side in self.sides]
         for parameter in (*weights, self.hidden_bias):
             as_linear(parameter, sum(weight.shape[-1] for weight in weights))
-        nn.init.ones_(self.norm.weight)
-        nn.init.zeros_(self.norm.bias)
-        as_last(self.output_weight, self.config.hidden_dim, self.config.init)
+        as_last(self.output_weight, hidden, config.init)
         if "output_bias" in self.last:
-            as_last(self.output_bias, self.config.hidden_dim, "zero")
+            self.output_bias = nn.Parameter(torch.empty(networks))
+            as_last(self.output_bias, hidden, "zero")
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """f(k_j), [batch, tokens, maps]."""
@@ -155,7 +86,38 @@ class GuidanceNetwork(KeyNetwork):
         return Guidance(rows, unflatten(columns, self.maps), *(spread(p, self.maps) for p in parameters))
 
 
-class Cumulative(Kind[CumulativeConfig]):
+@dataclass(frozen=True, kw_only=True)
+class GuidanceConfig(VectorConfig):
+    """The paper's bias: a network on query and key (daa, sec. 3.2, table 1).
+
+    Attributes:
+        hidden_dim: width of the network's hidden layer.
+
+    >>> GuidanceConfig.from_dict(GuidanceConfig(layers=[0, 3]).to_dict()) == GuidanceConfig(layers=[0, 3])
+    True
+    """
+
+    kind: ClassVar[str] = "guidance"
+    makes: ClassVar = GuidanceNetwork
+    hidden_dim: int = 64
+    init: Init = "zero"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyConfig(VectorConfig):
+    """The guidance network on the key alone: the control for what pairs add.
+
+    Attributes:
+        hidden_dim: width of the network's hidden layer.
+    """
+
+    kind: ClassVar[str] = "key"
+    makes: ClassVar = KeyNetwork
+    hidden_dim: int = 64
+    init: Init = "zero"
+
+
+class Cumulative(Kind["CumulativeConfig"]):
     """B_ij = gain * sum of log f_l for l = j + 1 .. i, with forget gates f = sigmoid(w . k + b) (FoX; CABLE).
 
     As a sum over tokens it is a difference of running sums, so that softmax sees a key-only bias. The gain starts at 0,
@@ -165,18 +127,17 @@ class Cumulative(Kind[CumulativeConfig]):
     last = ("gain",)
 
     def __init__(self, config: CumulativeConfig, shape: LayerShape) -> None:
+        if not shape.is_causal:
+            raise ValueError(
+                f"CumulativeConfig sums gates from a key to a later query, but layer {shape.index} is not causal; "
+                "use KeyConfig or GuidanceConfig"
+            )
         super().__init__(config, shape)
         networks = shape.groups(config.share_heads)
         self.gate = Projection(config, shape, "key", 1)
-        self.gate_bias = nn.Parameter(torch.empty(networks))
-        self.gain = nn.Parameter(torch.empty(networks))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Gates nearly open, and the gain of the config."""
+        self.gate_bias = nn.Parameter(torch.full((networks,), 3.0))
+        self.gain = nn.Parameter(torch.full((networks,), float(config.gain)))
         as_linear(self.gate.weight, self.gate.weight.shape[-1])
-        nn.init.constant_(self.gate_bias, 3.0)
-        nn.init.constant_(self.gain, self.config.gain)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """log f of each token, [batch, tokens, maps]; slots not written yet hold 0, an open gate."""
@@ -191,52 +152,20 @@ class Cumulative(Kind[CumulativeConfig]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankConfig(VectorConfig):
-    """An inner product of low rank: the control with the parameters of the guidance network at rank = hidden_dim.
+class CumulativeConfig(VectorConfig):
+    """Forget gates (FoX; CABLE), in causal layers only.
 
     Attributes:
-        rank: of the product.
+        gain: of the sum of log gates, to start from; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "lowrank"
-    rank: int = 64
-    init: Init = "zero"
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The two projections of one layer."""
-        return LowRank(self, shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BilinearConfig(VectorConfig):
-    """A bilinear form of query and key (daa, sec. 3.2.2, an alternative)."""
-
-    kind: ClassVar[str] = "bilinear"
-    init: Init = "zero"
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The form of one layer."""
-        return Bilinear(self, shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DotConfig(VectorConfig):
-    """The product of query and key (daa, sec. 3.2.2, an alternative).
-
-    Attributes:
-        gain: of the product, to start from; 0 is the identity.
-    """
-
-    kind: ClassVar[str] = "dot"
+    kind: ClassVar[str] = "cumulative"
+    makes: ClassVar = Cumulative
     gain: float = 0.0
 
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The gain of one layer."""
-        return Dot(self, shape)
 
-
-class LowRank(Kind[LowRankConfig]):
-    """B_ij = (U q_i) . (V k_j) / sqrt(rank): what a low rank can do with the parameters of the guidance network."""
+class LowRank(Kind["LowRankConfig"]):
+    """B_ij = (U q_i) . (V k_j) / sqrt(rank); U starts as `nn.Linear`, V as `init` says."""
 
     last = ("key.weight",)
 
@@ -244,12 +173,8 @@ class LowRank(Kind[LowRankConfig]):
         super().__init__(config, shape)
         self.query = Projection(config, shape, "query", config.rank)
         self.key = Projection(config, shape, "key", config.rank)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """U as `nn.Linear`, V as `init` says."""
         as_linear(self.query.weight, self.query.weight.shape[-1])
-        as_last(self.key.weight, self.key.weight.shape[-1], self.config.init)
+        as_last(self.key.weight, self.key.weight.shape[-1], config.init)
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """V k of each key, [batch, tokens, maps * rank]."""
@@ -260,7 +185,21 @@ class LowRank(Kind[LowRankConfig]):
         return Product(self.query(queries) / math.sqrt(self.config.rank), unflatten(columns, self.maps))
 
 
-class _OfKeys(Kind[BilinearConfig | DotConfig]):
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(VectorConfig):
+    """An inner product of low rank: the control with the parameters of the guidance network at rank = hidden_dim.
+
+    Attributes:
+        rank: of the product.
+    """
+
+    kind: ClassVar[str] = "lowrank"
+    makes: ClassVar = LowRank
+    rank: int = 64
+    init: Init = "zero"
+
+
+class _OfKeys(Kind["BilinearConfig | DotConfig"]):
     """B_ij = u_i . k_j with the key's vector itself."""
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
@@ -279,21 +218,25 @@ class Bilinear(_OfKeys):
     """B_ij = q_i^T W k_j / sqrt(width_q * width_k) (daa, sec. 3.2.2); the scale keeps W's learning rate sane."""
 
     last = ("query.weight",)
-    config: BilinearConfig
 
     def __init__(self, config: BilinearConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.query = Projection(config, shape, "query", shape.widths(config.reference)[1])
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """W as `init` says."""
-        as_last(self.query.weight, self.query.weight.shape[-1], self.config.init)
+        as_last(self.query.weight, self.query.weight.shape[-1], config.init)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Product:
         """(W^T q_i) . k_j."""
         rows = self.query(queries) / math.sqrt(math.prod(self.query.weight.shape[1:]))
         return Product(rows, self.by_map(columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BilinearConfig(VectorConfig):
+    """A bilinear form of query and key (daa, sec. 3.2.2, an alternative)."""
+
+    kind: ClassVar[str] = "bilinear"
+    makes: ClassVar = Bilinear
+    init: Init = "zero"
 
 
 class Dot(_OfKeys):
@@ -304,16 +247,10 @@ class Dot(_OfKeys):
     """
 
     last = ("gain",)
-    config: DotConfig
 
     def __init__(self, config: DotConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.gain = nn.Parameter(torch.empty(shape.groups(config.share_heads)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The gain of the config."""
-        nn.init.constant_(self.gain, self.config.gain)
+        self.gain = nn.Parameter(torch.full((shape.groups(config.share_heads),), float(config.gain)))
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Product:
         """gain * q_i . k_j."""
@@ -327,3 +264,16 @@ class Dot(_OfKeys):
             rows = rows[:, None].expand(-1, self.maps, -1, -1)
         gain = spread(self.gain, self.maps)[:, None, None] / math.sqrt(rows.shape[-1])
         return Product(rows * gain, self.by_map(columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DotConfig(VectorConfig):
+    """The product of query and key (daa, sec. 3.2.2, an alternative).
+
+    Attributes:
+        gain: of the product, to start from; 0 is the identity.
+    """
+
+    kind: ClassVar[str] = "dot"
+    makes: ClassVar = Dot
+    gain: float = 0.0

@@ -12,16 +12,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnflow._core import checks
-from attnflow._core.markup import percent, plural, visible
+from attnflow._core.markup import percent, plural, token_label, visible
 from attnflow._core.results import Result
 from attnflow.bias.graph import BiasGraph, Edge
-from attnflow.bias.query import LayerQuery, QueryBias
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
 
 _ROUNDS: Final = 1000  # of the search for a low rank under a mask
 _SETTLED: Final = 1e-6  # change of the residual, as a share of the energy
 _STRONGEST: Final = 2  # keys of each query in a graph, unless something else is asked for
+_SHOWN: Final = 3  # keys of each side in a line of text
 _DIGITS: Final = 9  # of a float32, enough to read back the same number
 _COLUMNS: Final = (
     "layer", "head", "query", "query_token", "key", "key_token",
@@ -63,6 +63,76 @@ class LayerMap(Result):
     def moved(self) -> float:
         """Weight that the bias moves from one key to another, mean over queries: half the L1 distance, in [0, 1]."""
         return float((self.weights - self.weights_without).double().abs().sum(dim=-1).mean() / 2)
+
+
+@dataclass(frozen=True)
+class LayerQuery(Result):
+    """One layer, for one query.
+
+    Attributes:
+        layer: its number in the model.
+        name: path of its attention module.
+        strength: root mean square of the row-centred bias over all captured queries.
+        moved: weight that the bias moves from one key to another, mean over the captured queries.
+        energy: rank -> share of the row-centred bias that a bias of that rank could give.
+        bias: row-centred bias of each key; None where the mask forbids the pair.
+    """
+
+    layer: int
+    name: str
+    strength: float
+    moved: float
+    energy: dict[int, float]
+    bias: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class QueryBias(Result):
+    """What one query is drawn to (+) and turned away from (-); printed, a line for each layer.
+
+    Attributes:
+        model: its name.
+        tokens: the text of each key.
+        query: position of the query.
+        head: the head, or None for the mean.
+        produced: the token that was generated at the query; None outside generation.
+        layers: what was captured.
+        weights: post-softmax weights of the keys, mean over layers.
+        weights_base: those of the base model; None if it was not run.
+    """
+
+    model: str
+    tokens: tuple[str, ...]
+    query: int
+    head: int | None
+    produced: str | None
+    layers: tuple[LayerQuery, ...]
+    weights: tuple[float, ...]
+    weights_base: tuple[float, ...] | None
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each allowed key of each layer."""
+        return [
+            {"layer": one.layer, "query": self.query, "key": key, "key_token": self.tokens[key], "bias": bias}
+            for one in self.layers
+            for key, bias in enumerate(one.bias)
+            if bias is not None
+        ]
+
+    def __str__(self) -> str:
+        name = token_label(self.tokens[self.query]) + (f" → {token_label(self.produced)}" if self.produced else "")
+        head = "" if self.head is None else f", head {self.head}"
+        lines = [f"query {name} at position {self.query}{head}", ""]
+        lines.append(f"{'layer':<6}{'strength':>9}{'moved':>8}  drawn to / turned away from")
+        for one in self.layers:
+            keys = {key: bias for key, bias in enumerate(one.bias) if bias}
+            order = sorted(keys, key=lambda key: -keys[key])
+            labels = [f"{token_label(self.tokens[key])} {keys[key]:+.2f}" for key in order]
+            drawn = sum(bias > 0 for bias in keys.values())
+            toward, away = labels[:drawn][:_SHOWN], labels[drawn:][::-1][:_SHOWN]
+            words = f"{', '.join(toward) or 'nothing'} / {', '.join(away) or 'nothing'}"
+            lines.append(f"{one.layer:<6}{one.strength:>9.3g}{100 * one.moved:>7.1f}%  {words}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)

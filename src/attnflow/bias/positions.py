@@ -19,76 +19,7 @@ from attnflow.bias.terms import Additive, Dense, Offset, wide
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenseConfig(BiasConfig):
-    """A learned number for each pair of positions, as pair biases and graphs have.
-
-    Attributes:
-        max_length: positions of the table.
-        std: of the normal numbers to start from; 0 is the identity.
-    """
-
-    kind: ClassVar[str] = "dense"
-    share_heads: ShareHeads = True
-    max_length: int = 512
-    std: float = 0.0
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The table of one layer."""
-        return DenseTable(self, shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlibiConfig(BiasConfig):
-    """ALiBi in place of rotary embedding, in every layer: the paper's baseline (daa, sec. 4.2).
-
-    The defaults begin as the published bias, of which the gain of each head is learned on. They change the model at
-    once; `AlibiConfig(layers="every_other", rope="keep", gain=0.0)` begins as the identity.
-
-    Attributes:
-        gain: of the published slopes, to start from.
-    """
-
-    kind: ClassVar[str] = "alibi"
-    layers: Placement | Sequence[int] = "every"
-    rope: Literal["keep", "remove"] = "remove"
-    gain: float = 1.0
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The gains of one layer."""
-        return Alibi(self, shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelativeConfig(BiasConfig):
-    """A table over T5's buckets of the distance between query and key.
-
-    Attributes:
-        num_buckets: entries of a table.
-        max_distance: from which on all distances share one bucket.
-        std: of the normal numbers to start from; 0 is the identity.
-    """
-
-    kind: ClassVar[str] = "relative"
-    share_heads: ShareHeads = True
-    num_buckets: int = 32
-    max_distance: int = 128
-    std: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        integer("num_buckets", self.num_buckets, minimum=4)
-        if self.max_distance <= self.num_buckets // 4:
-            raise ValueError(
-                f"max_distance must exceed num_buckets // 4 = {self.num_buckets // 4}, got {self.max_distance}"
-            )
-
-    def module(self, shape: LayerShape) -> nn.Module:
-        """The table of one layer."""
-        return Relative(self, shape)
-
-
-class DenseTable(Kind[DenseConfig]):
+class DenseTable(Kind["DenseConfig"]):
     """B_ij = values[i, j] by position: a parameter, or a tensor set for a batch (pair representations, graphs).
 
     Assign `module.override = tensor` of shape [batch or 1, maps, length, length] to use it in place of the parameter;
@@ -103,11 +34,7 @@ class DenseTable(Kind[DenseConfig]):
             torch.empty(1, shape.groups(config.share_heads), config.max_length, config.max_length)
         )
         self.override: Tensor | None = None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Normal, with the std of the config."""
-        nn.init.normal_(self.values, std=self.config.std)
+        nn.init.normal_(self.values, std=config.std)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
         """The table at the positions of queries and keys.
@@ -137,19 +64,30 @@ class DenseTable(Kind[DenseConfig]):
         return self.override is None and super().is_zero()
 
 
-class Alibi(Kind[AlibiConfig]):
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(BiasConfig):
+    """A learned number for each pair of positions, as pair biases and graphs have.
+
+    Attributes:
+        max_length: positions of the table.
+        std: of the normal numbers to start from; 0 is the identity.
+    """
+
+    kind: ClassVar[str] = "dense"
+    makes: ClassVar = DenseTable
+    share_heads: ShareHeads = True
+    max_length: int = 512
+    std: float = 0.0
+
+
+class Alibi(Kind["AlibiConfig"]):
     """B_ij = -gain_h * m_h * |i - j| with the slopes m_h of Press et al. (2022)."""
 
     last = ("gain",)
 
     def __init__(self, config: AlibiConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.gain = nn.Parameter(torch.empty(shape.num_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The gain of the config."""
-        nn.init.constant_(self.gain, self.config.gain)
+        self.gain = nn.Parameter(torch.full((shape.num_heads,), float(config.gain)))
 
     def term(
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
@@ -165,7 +103,25 @@ class Alibi(Kind[AlibiConfig]):
         return Offset(table, distance + _FAR, queries.positions, columns.squeeze(-1).long(), _FAR)
 
 
-class Relative(Kind[RelativeConfig]):
+@dataclass(frozen=True, kw_only=True)
+class AlibiConfig(BiasConfig):
+    """ALiBi in place of rotary embedding, in every layer: the paper's baseline (daa, sec. 4.2).
+
+    The defaults begin as the published bias, of which the gain of each head is learned on. They change the model at
+    once; `AlibiConfig(layers="every_other", rope="keep", gain=0.0)` begins as the identity.
+
+    Attributes:
+        gain: of the published slopes, to start from.
+    """
+
+    kind: ClassVar[str] = "alibi"
+    makes: ClassVar = Alibi
+    layers: Placement | Sequence[int] = "every"
+    rope: Literal["keep", "remove"] = "remove"
+    gain: float = 1.0
+
+
+class Relative(Kind["RelativeConfig"]):
     """B_ij = table[head, bucket(j - i)] with T5's buckets: exact near, logarithmic up to `max_distance`.
 
     One table per map: `share_heads=False` gives T5's one per head.
@@ -180,16 +136,38 @@ class Relative(Kind[RelativeConfig]):
         bucket_of = buckets(distances, config.num_buckets, config.max_distance, not shape.is_causal)
         self.register_buffer("bucket_of", bucket_of, persistent=False)
         self.table = nn.Parameter(torch.empty(shape.groups(config.share_heads), config.num_buckets))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Normal, with the std of the config."""
-        nn.init.normal_(self.table, std=self.config.std)
+        nn.init.normal_(self.table, std=config.std)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Offset:
         """The table over distances."""
         keys = columns.squeeze(-1).long()
         return Offset(wide(self.table), self.bucket_of, queries.positions, keys, self.config.max_distance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeConfig(BiasConfig):
+    """A table over T5's buckets of the distance between query and key.
+
+    Attributes:
+        num_buckets: entries of a table.
+        max_distance: from which on all distances share one bucket.
+        std: of the normal numbers to start from; 0 is the identity.
+    """
+
+    kind: ClassVar[str] = "relative"
+    makes: ClassVar = Relative
+    share_heads: ShareHeads = True
+    num_buckets: int = 32
+    max_distance: int = 128
+    std: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("num_buckets", self.num_buckets, minimum=4)
+        if self.max_distance <= self.num_buckets // 4:
+            raise ValueError(
+                f"max_distance must exceed num_buckets // 4 = {self.num_buckets // 4}, got {self.max_distance}"
+            )
 
 
 def slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " heads"]:

@@ -1,28 +1,35 @@
-"""`capture`: the bias of a transformers model on a text, or while it generates, as a `BiasMap`; and its size."""
+"""`capture`: the bias of a transformers model on a text, or while it generates, as a `BiasMap`.
+
+`observe` looks at one attention call, in tiles; a recorder puts together what was seen in each forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, cast
+from itertools import pairwise
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
-from attnflow.bias import observe
-from attnflow.bias.call import Call
+from attnflow.bias.attention import bias_of, weights_of
+from attnflow.bias.call import Allow, Call
 from attnflow.bias.hf.attach import switched
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
+from attnflow.bias.terms import Dense, Term, wide
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.watching import Call as ModelCall
+from attnflow.models.watching import Watch
 
 Heads = Sequence[int] | Literal["all"] | None
 Queries = int | Sequence[int] | Literal["all"] | None
@@ -30,6 +37,9 @@ Choose = Callable[[int, int], Sequence[int]]  # (position of the first new token
 
 _ALL: Final = 128  # tokens up to which every query is captured
 _LAST: Final = 32  # queries captured of a longer text
+_PAIRS: Final = 1 << 15  # of one bias tile; the guidance network holds its hidden layer for each of them
+_SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
+_MOST_ROWS: Final = 64
 
 
 def capture(
@@ -110,17 +120,96 @@ def capture(
     return result if last is not None else replace(result, produced=())
 
 
-@contextmanager
-def _observing(biases: Sequence[LayerBias], see: Callable[[LayerBias, Call], None]) -> Generator[None]:
-    """`see` is called before every attention call inside."""
-    before = [bias.observer for bias in biases]
-    for bias in biases:
-        bias.observer = partial(see, bias)
-    try:
-        yield
-    finally:
-        for bias, observer in zip(biases, before, strict=True):
-            bias.observer = observer
+class Observed(NamedTuple):
+    """Some queries of one call; a map for each head asked for, or one, the mean over heads. As in `LayerMap`."""
+
+    raw: Float[Tensor, "maps queries keys"]
+    bias: Float[Tensor, "maps queries keys"]
+    allowed: Bool[Tensor, "maps queries keys"]
+    weights: Float[Tensor, "maps queries keys"]
+    weights_without: Float[Tensor, "maps queries keys"]
+
+
+@torch.no_grad()
+def observe(
+    call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None, sequence: int = 0
+) -> Observed:
+    """B and the weights for some queries of one sequence of a call, on the CPU in float32.
+
+    Args:
+        call: an attention call.
+        terms: how many of its terms, from the first, are the bias; the rest belongs to the scores without it.
+        queries: rows of the call, ascending.
+        heads: query heads to tell apart; None for the mean over all of them.
+        sequence: number in the batch.
+
+    Raises:
+        ValueError: a sequence or a head that the call does not have.
+
+    Cost: memory O(queries x keys) for the result, and a few MB beside it; time O(queries x keys x head_dim x heads).
+    """
+    if not 0 <= sequence < call.query.shape[0]:
+        raise ValueError(f"sequence must be a number of the batch, 0 to {call.query.shape[0] - 1}, got {sequence}")
+    wrong = [head for head in heads or () if not 0 <= head < call.num_heads]
+    if wrong:
+        raise ValueError(f"heads must lie in 0 to {call.num_heads - 1}, got {wrong}")
+    blocks = [_block(call, terms, block, heads, sequence) for block in _blocks(call, queries)]
+    if not blocks:
+        empty = torch.zeros(1 if heads is None else len(heads), 0, call.key.shape[2])
+        return Observed(empty, empty, empty.bool(), empty, empty)
+    return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
+
+
+def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
+    """The queries as slices of neighbours, short enough for the scores of one to fit."""
+    most = max(1, min(_MOST_ROWS, _SCORES // (call.num_heads * call.key.shape[2])))
+    cuts = [i for i, (a, b) in enumerate(pairwise(queries), 1) if b != a + 1]
+    for start, stop in pairwise([0, *cuts, len(queries)]):
+        for first in range(start, stop, most):
+            last = min(first + most, stop) - 1
+            yield slice(queries[first], queries[last] + 1)
+
+
+def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None, sequence: int) -> tuple[Tensor, ...]:
+    """The parts of `Observed` for neighbouring queries; B is 0 where there is no pair."""
+    one, size = slice(sequence, sequence + 1), (1, 1, block.stop - block.start, call.key.shape[2])
+    rows = call.allow.rows(block)
+    if rows is None:
+        rows = torch.ones(size, dtype=torch.bool)
+    allowed = (rows if len(rows) == 1 else rows[one]).to(call.query.device)
+    bias = _tiled(call, call.terms[:terms], block, one)
+    bias = torch.zeros(size, device=call.query.device) if bias is None else bias
+    bias, allowed = torch.broadcast_tensors(bias.double(), allowed)
+    raw = bias.masked_fill(~allowed, 0.0)
+    mean = raw.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
+    centred = (raw - mean).masked_fill(~allowed, 0.0)
+    rest = _tiled(call, call.terms[terms:], block, one)
+    other = () if rest is None else (Dense(rest),)
+    part = replace(call, query=call.query[one, :, block], key=call.key[one], value=call.value[one], terms=other)
+    part = replace(part, allow=Allow.from_dense(allowed))
+    without = weights_of(part)
+    weights = without if terms == 0 else weights_of(replace(part, terms=(*other, Dense(raw.to(without.dtype)))))
+    parts = (tensor[0] for tensor in (raw, centred, allowed, weights, without))
+    if heads is None:
+        maps = (t.any(dim=0, keepdim=True) if t.dtype == torch.bool else t.mean(dim=0, keepdim=True) for t in parts)
+    else:
+        chosen = torch.tensor(heads, device=raw.device)
+        maps = (t.expand(call.num_heads, -1, -1)[chosen] for t in parts)
+    return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in maps)
+
+
+def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequences: slice) -> Tensor | None:
+    """The sum of terms for neighbouring queries and all keys, [batch or 1, 1 or heads, queries, keys], in tiles."""
+    if not terms:
+        return None
+    keys, maps = call.key.shape[2], max(term.groups for term in terms)
+    width = max(1, _PAIRS // (call.query.shape[0] * maps * (block.stop - block.start)))
+    parts: list[Tensor] = []
+    for start in range(0, keys, width):
+        tile = bias_of(terms, call.num_heads, block, slice(start, min(start + width, keys)))
+        assert tile is not None
+        parts.append(wide(tile if len(tile) == 1 else tile[sequences]))
+    return torch.cat(parts, dim=-1)
 
 
 class _Recorder:
@@ -143,38 +232,36 @@ class _Recorder:
         self.ids: list[int] | None = []
         self.first = 0
         # layer -> (positions of queries, position of the first key, what was seen of them), for each pass
-        self.seen: dict[int, list[tuple[list[int], int, observe.Observed]]] = {}
+        self.seen: dict[int, list[tuple[list[int], int, Observed]]] = {}
 
     def watch(self, run: Callable[[], object]) -> None:
         """Run, and look at what runs."""
         busy = [name for name, bias in self.biases if bias.observer is not None]
         if busy:
             raise ValueError(f"the bias of {busy[0]} is being captured already; end that first")
-        around = [
-            module
+        around = {
+            name: module
             for name, module in self.model.named_modules()
             if isinstance(module, PreTrainedModel)
             and any(not name or f"{path}.".startswith(f"{name}.") for path, _ in self.biases)
-        ]
-        hooks = [
-            module.register_forward_pre_hook(partial(self._begin, module is around[-1]), with_kwargs=True)
-            for module in around
-        ]
-        try:
-            with _observing([bias for _, bias in self.biases], self._see):
+        }
+        with Watch(around, enter=partial(self._begin, list(around)[-1])):
+            try:
+                for _, bias in self.biases:
+                    bias.observer = partial(self._see, bias)
                 run()
-        finally:
-            for hook in hooks:
-                hook.remove()
+            finally:
+                for _, bias in self.biases:
+                    bias.observer = None
 
-    def _begin(self, inner: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, innermost: str, call: ModelCall) -> None:
         """Before a model's forward; the innermost one holds the layers."""
-        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        input_ids = call.kwargs.get("input_ids", call.args[0] if call.args else None)
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and not input_ids.is_floating_point():
             self.input_ids = input_ids
-        if not inner:
+        if call.name != innermost:
             return
-        cache = kwargs.get("past_key_values")
+        cache = call.kwargs.get("past_key_values")
         self.first = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
         if self.input_ids is None or self.ids is None or len(self.ids) < self.first:
             self.ids = None  # embeddings in place of ids, or a cache that was filled elsewhere
@@ -188,12 +275,11 @@ class _Recorder:
         rows = self.choose(self.first, new)
         if not rows:
             return
-        observed = observe.observe(call, len(bias.kinds) if bias.enabled else 0, rows, self.heads, self.sequence)
+        observed = observe(call, len(bias.kinds) if bias.enabled else 0, rows, self.heads, self.sequence)
         total = self.first + new
         start = max(0, total - keys)  # a sliding cache has dropped the first keys, a static one has empty slots behind
-        parts = observe.Observed(*(part[..., : total - start].clone() for part in observed))
-        passes = self.seen.setdefault(bias.shape.index, [])
-        passes.append(([self.first + row for row in rows], start, parts))
+        parts = Observed(*(part[..., : total - start].clone() for part in observed))
+        self.seen.setdefault(bias.shape.index, []).append(([self.first + row for row in rows], start, parts))
 
     def map(self, model: str, tokenizer: PreTrainedTokenizerBase | None, last: int | None = None) -> BiasMap:
         """Everything seen as one map; `last` is the token that the last query produced, if it is known."""
@@ -257,10 +343,9 @@ def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
         return list(range(num_heads))
     if isinstance(heads, str):
         raise ValueError(f"heads must be None, 'all' or numbers of heads, got {heads!r}")
-    numbers = sorted(set(checks.index_array("heads", heads, num_heads).tolist()))
-    if not numbers:
+    if not len(numbers := checks.index_array("heads", heads, num_heads).tolist()):
         raise ValueError("heads must list at least one head, or be None for their mean")
-    return numbers
+    return sorted(set(numbers))
 
 
 def _sequence(model: nn.Module, biases: Sequence[tuple[str, LayerBias]]) -> str:
