@@ -39,15 +39,15 @@ class BiasHandle(Handle):
         model: the model that carries it, without what may have been wrapped around it.
         configs: of the summands.
         layers: path of each attention module with a bias -> its parameters.
-        num_layers: attention layers of the model.
+        base: all attention layers of the model, with a bias or without.
         number: biases attached before it in this process.
     """
 
     def __init__(
-        self, model: nn.Module, configs: tuple[BiasConfig, ...], num_layers: int, interception: Interception
+        self, model: nn.Module, configs: tuple[BiasConfig, ...], base: Sequence[Layer], interception: Interception
     ) -> None:
         super().__init__(model)
-        self.configs, self.num_layers, self.number = configs, num_layers, next(_attached)
+        self.configs, self.base, self.number = configs, base, next(_attached)
         self.layers: dict[str, int] = {}
         self._interception = interception
         self._frozen: list[nn.Parameter] = []
@@ -95,7 +95,7 @@ class BiasHandle(Handle):
         base -= sum(parameter.numel() for parameter in self.parameters())
         share = 100 * self.num_parameters / base if base else float("nan")
         return (
-            f"bias on {len(self.layers)} of {self.num_layers} attention layers: {self.num_parameters:,} parameters "
+            f"bias on {len(self.layers)} of {len(self.base)} attention layers: {self.num_parameters:,} parameters "
             f"({share:.2f} % of the base model's {base:,}); {self.num_trained:,} are trained"
         )
 
@@ -162,7 +162,7 @@ def attach_to(
         name = base_implementation(cast(PreTrainedConfig, owner.config))
         check_implementation(around[0], name, "the model's attention implementation", "bias")
     interception = intercept(around, dict.fromkeys(modules, biased), role="bias")
-    handle = BiasHandle(around[0], tuple(configs), len(layers), interception)
+    handle = BiasHandle(around[0], tuple(configs), layers, interception)
     if train == "guidance":
         handle._frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in handle._frozen:

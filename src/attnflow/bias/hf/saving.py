@@ -69,8 +69,9 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
             is spread over processes.
     """
     model, _ = split(model)
-    configs = [config.to_dict() for config in handle_of(model).configs]
-    return save_addon(folder, "bias", _tensors(model), {"bias": configs}, _identity(layers_of(model)))
+    handle = handle_of(model)
+    config = {"bias": [config.to_dict() for config in handle.configs]}
+    return save_addon(folder, "bias", _tensors(model), config, _identity(handle.base))
 
 
 def load(
