@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
-from attnflow.masks.batch_rows import block_mask_of_rows
 from attnflow.masks.batches import MaskGrid
+from attnflow.masks.rows import block_mask_of_rows
 
 HEADS, WIDTH = 4, 64
 

@@ -29,7 +29,6 @@ TABLES = {
     "Cost",
     "Decoded",
     "Diagnosis",
-    "DraftTree",
     "Drift",
     "Duplicates",
     "EditReport",
@@ -51,13 +50,11 @@ TABLES = {
     "SharingReport",
     "Sparse",
     "ShardPlan",
-    "SplashMask",
     "StoreCheck",
     "StoreStats",
     "Strength",
     "Varlen",
     "Written",
-    "XFormersBias",
 }
 
 
@@ -134,15 +131,12 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
-    "DraftTree": lambda: af.masks.export.vllm(af.masks.tree([-1, 0, 0, 1])),
     "EngineMask": lambda: af.masks.export.te(af.masks.butterfly(2)),
     "FlashInferMask": lambda: af.masks.export.flashinfer(af.masks.causal(LENGTH)),
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),
     "MagiRanges": lambda: af.masks.export.magi(af.masks.prefix_lm(LENGTH, 2)),
-    "ShardPlan": lambda: af.masks.plan(af.masks.causal(LENGTH), 2),
-    "SplashMask": lambda: af.masks.export.splash(af.masks.butterfly(2)),
+    "ShardPlan": lambda: af.masks.causal(LENGTH).plan(2),
     "Varlen": lambda: af.masks.export.varlen(af.masks.document([2, 1])),
-    "XFormersBias": lambda: af.masks.export.xformers(af.masks.document([2, 1])),
     "BiasMap": lambda: _tiny_map(lambda bias_map: bias_map),
     "LayerMap": lambda: _tiny_map(lambda bias_map: bias_map.layers[0]),
 }

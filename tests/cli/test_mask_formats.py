@@ -14,7 +14,7 @@ def test_every_format(run: Callable, to: str, tmp_path: Path) -> None:
     mask = af.masks.causal(6)
     code, out, err = run("mask", "export", "causal", "--n", "6", "--to", to, "--json")
     assert (code, err) == (0, "")
-    assert af.masks.from_json(out) == mask
+    assert af.masks.Mask.from_json(out) == mask
     assert json.loads(out) == json.loads(af.masks.export.FORMATS[to](mask).to_json())
     file = tmp_path / "mask.json"
     code, shown, _ = run("mask", "export", "causal", "--n", "6", "--to", to, "-o", str(file))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnflow.masks.sharding import ShardPlan
+from attnflow.masks.plan import ShardPlan
 from tests.processes import leave
 
 WIDTH, HEADS = 16, 2

@@ -112,6 +112,11 @@ def mod(function):
     return masks.from_mask_mod(function, 3)
 
 
+def plan_of(positions):
+    plan = masks.causal(4).plan(2)
+    return type(plan).from_dict({**plan.to_dict(), "positions": positions})
+
+
 def rows(intervals):
     return masks.from_intervals(intervals)
 
@@ -133,6 +138,25 @@ def rows(intervals):
         bad(ValueError, "block_size must be at least 1, got 0", lambda: masks.causal(3).block_mask(0)),
         bad(ValueError, "at least one query and one key", lambda: masks.causal(0).block_mask()),
         bad(ValueError, "at least one query and one key", lambda: masks.full(3, 0).block_mask()),
+        bad(
+            ValueError,
+            "backend must be one of eager, sdpa, flex, got 'flash'",
+            lambda: unchecked(masks.Mask.cost)(masks.causal(4), "flash"),
+        ),
+        bad(ValueError, "num_heads must be at least 1", lambda: masks.causal(4).cost(num_heads=0)),
+        bad(
+            ValueError,
+            "these masks are for 2 heads, one each, got num_heads=4",
+            lambda: masks.per_head([masks.causal(4)] * 2).cost(num_heads=4),
+        ),
+        bad(ValueError, "expected a square mask", lambda: masks.full(2, 3).plan(2)),
+        bad(
+            ValueError,
+            "sharding must be one of contiguous, head-tail, document, greedy, got 'ring'",
+            lambda: unchecked(masks.Mask.plan)(masks.causal(4), 2, "ring"),
+        ),
+        bad(ValueError, "ranks must be at least 1", lambda: masks.causal(4).plan(0)),
+        bad(ValueError, "each of 4 positions at one rank", lambda: plan_of([[0, 1], [2]])),
     ],
 )
 def test_questions_that_a_mask_cannot_answer(make, error, match):

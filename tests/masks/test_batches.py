@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attnflow import masks
-from attnflow.masks.batch_rows import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
 from attnflow.masks.batches import MaskGrid
+from attnflow.masks.rows import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
 from tests.refused import refused
 from tests.strategies import square_masks
 

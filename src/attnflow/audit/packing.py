@@ -15,8 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
-from attnflow.masks.batch_rows import allowed_of_rows, is_row_intervals
-from attnflow.masks.layers import mask_of_layer, num_layers_of
+from attnflow.masks.rows import allowed_of_rows, is_row_intervals, mask_of_layer, num_layers_of
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)

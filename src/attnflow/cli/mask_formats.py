@@ -21,7 +21,7 @@ def mask_export(
     ],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, vllm, splash, xformers, te."),
+        typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, te."),
     ],
     n: MaskLength = None,
     settings: Settings = None,

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.masks import export
+from attnflow.masks import export, spec  # noqa: F401  spec gives `Mask.from_json` its reader
 from attnflow.masks.batches import batch, per_head
-from attnflow.masks.blocks import from_block_mask
-from attnflow.masks.build import from_dense, from_edges, from_intervals, from_mask_mod
+from attnflow.masks.build import from_block_mask, from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import (
     attention_sink,
     big_bird,
@@ -21,10 +20,7 @@ from attnflow.masks.catalogue import (
     sliding_window,
     tree,
 )
-from attnflow.masks.costs import cost
 from attnflow.masks.mask import Mask
-from attnflow.masks.sharding import plan
-from attnflow.masks.spec import from_json
 from attnflow.masks.streams import (
     block_diffusion,
     block_two_stream,
@@ -47,7 +43,6 @@ __all__ = [
     "block_two_stream",
     "butterfly",
     "causal",
-    "cost",
     "dilated_window",
     "document",
     "export",
@@ -55,7 +50,6 @@ __all__ = [
     "from_dense",
     "from_edges",
     "from_intervals",
-    "from_json",
     "from_mask_mod",
     "full",
     "global_tokens",
@@ -63,7 +57,6 @@ __all__ = [
     "multi_token_prediction",
     "per_head",
     "permutation_lm",
-    "plan",
     "prefix_lm",
     "sliding_window",
     "tree",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -14,21 +14,19 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
-from attnflow.masks import flex
-from attnflow.masks.batch_rows import block_mask_of_rows, mask_mod_of_rows
-from attnflow.masks.flex import MAX_UNROLLED, MaskMod, block_mask_of_counts, mask_mod_of_bits
+from attnflow.masks.costs import Priced
+from attnflow.masks.flex import MAX_UNROLLED, MaskMod, bounds_of, mask_mod_of_bits
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask, not_a_mask
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from attnflow.masks.mask import Mask
+from attnflow.masks.registry import not_a_mask
+from attnflow.masks.rows import mask_mod_of_rows
 
 _NARROW: Final = 8  # intervals of a row up to which keys are not numbered anew
 _SHOWN: Final = 4
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
-class MaskGrid:
+class MaskGrid(Priced):
     """A mask for each sequence of a batch, or for each head, or for both; made by `af.masks.batch` and `per_head`.
 
     Sequences may differ in length. A shorter one is padded at its end: in `dense()` and for attention kernels a pad
@@ -89,57 +87,23 @@ class MaskGrid:
         Cost: O(queries x room).
         """
         relations, ranks = self._relations()
-        width = max((_width(rows) for rows in relations), default=1)
+        width = max(rows.width() for rows in relations)
         room = 1 << (max(width, checks.integer("min_width", min_width, 1)) - 1).bit_length()
         if 2 * room + (ranks is not None) == self.num_queries:
             room *= 2  # no kernel can take it for a mask of pairs
-        batch, heads, queries, _ = self.shape
-        table = np.zeros((batch * heads, 2 * room + (ranks is not None), queries), dtype=np.int32)
-        for one, rows in zip(table, relations, strict=True):
-            row = rows.row_index()
-            slot = 2 * (np.arange(len(row)) - rows.indptr[row])
-            one[slot, row], one[slot + 1, row] = rows.starts, rows.ends
+        batch, heads = self.shape[:2]
+        parts = [bounds_of(rows, room).T for rows in relations]
         if ranks is not None:
-            table[:, -1] = np.stack(ranks)
+            parts = [np.vstack([part, rank.astype(np.int32)]) for part, rank in zip(parts, ranks, strict=True)]
+        table = np.stack(parts)
         tensor = torch.from_numpy(table.reshape(batch, heads, *table.shape[1:]))
         return tensor if device is None else tensor.to(device)
 
-    @property
-    def mask_mod(self) -> MaskMod:
-        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices."""
-        return self.mask_mod_on("cpu")
-
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
-        """`mask_mod(b, h, q, k)` whose one captured tensor lives on `device`.
-
-        It holds the intervals of each query or, where one has over 32 of them, a bit a pair.
-        """
+        """`mask_mod(b, h, q, k)` on `device`: by the intervals of each query or, where one has over 32, by bits."""
         if not self._wide():
             return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
-        bits = np.empty((*self.shape[:3], -(-self.num_keys // 8)), dtype=np.uint8)
-        for b, row in enumerate(self.padded()):
-            for h, mask in enumerate(row):
-                for start, part in mask.dense_chunks():
-                    bits[b, h, start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
-        return mask_mod_of_bits(torch.from_numpy(bits).to(device))
-
-    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
-        """The masks as one `BlockMask`, identical to `create_block_mask(grid.mask_mod, *grid.shape)`.
-
-        Cost: O(queries x intervals of a query + blocks), and a bit a pair where a query has over 32 intervals; n x n is
-        never built.
-
-        Raises:
-            ValueError: there are no queries, or no keys.
-        """
-        if 0 in self.shape:
-            raise ValueError(f"a BlockMask needs at least one query and one key, got shape {self.shape}")
-        blocks = flex.block_sizes(block_size)
-        if not self._wide():
-            return block_mask_of_rows(self.row_intervals(device=device), self.num_keys, blocks)
-        counts = torch.from_numpy(np.stack([[mask.block_counts(blocks) for mask in row] for row in self.padded()]))
-        size = self.num_queries, self.num_keys
-        return block_mask_of_counts(counts.to(device), blocks, self.mask_mod_on(device), size)
+        return mask_mod_of_bits(torch.stack([torch.stack([m.bits() for m in row]) for row in self.padded()]).to(device))
 
     def __getitem__(self, place: tuple[int, int]) -> Mask:
         """The mask of a sequence and a head, without padding: `grid[b, h]`."""
@@ -201,14 +165,25 @@ class MaskGrid:
             raise ValueError(f"cannot combine masks for {a} {name} with masks for {b}")
         return b if a == 1 else a
 
-    def padded(self) -> Iterator[list[Mask]]:
+    @property
+    def nnz(self) -> int:
+        """Number of allowed pairs of all sequences and heads that have a mask of their own, without padding."""
+        return sum(mask.nnz for row in self.masks for mask in row)
+
+    def padded(self) -> list[list[Mask]]:
         """The masks of each sequence, by head, with the padding of `dense()`."""
         size = self.num_queries, self.num_keys
-        for row in self.masks:
-            yield [mask if mask.shape == size else _padded(mask, *size) for mask in row]
+        every = {id(mask): mask for row in self.masks for mask in row}
+        once = {key: mask if mask.shape == size else _padded(mask, *size) for key, mask in every.items()}
+        return [[once[id(mask)] for mask in row] for row in self.masks]
+
+    def _captured(self) -> int:
+        if self._wide():
+            return len(self.masks) * len(self.masks[0]) * self.num_queries * -(-self.num_keys // 8)
+        return self.row_intervals().nbytes
 
     def _wide(self) -> bool:
-        return max((_width(rows) for rows in self._relations()[0]), default=0) > MAX_UNROLLED
+        return max(rows.width() for rows in self._relations()[0]) > MAX_UNROLLED
 
     def _relations(self) -> tuple[list[IntervalRows], list[IntArray] | None]:
         """(rows of each sequence and head; the number that each key goes by in them, None where that is its own)."""
@@ -330,9 +305,4 @@ def _narrow(mask: Mask) -> IntervalRows | None:
     if pieces is None:
         return None
     rows = IntervalRows.build(*pieces, *mask.shape)
-    return rows if _width(rows) <= _NARROW else None
-
-
-def _width(rows: IntervalRows) -> int:
-    """The most intervals of a row."""
-    return int(np.diff(rows.indptr).max(initial=0))
+    return rows if rows.width() <= _NARROW else None

@@ -97,7 +97,7 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> tuple[
     """The mask of a file, and what is wrong with its values.
 
     Args:
-        path: `.json` as of `masks.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], or
+        path: `.json` as of `Mask.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], or
             with one or two axes more before them, of bools or of 0 and 1 (true allows), or additive (0 allows).
         masked_true: true, or 1, forbids.
 

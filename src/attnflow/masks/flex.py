@@ -1,4 +1,4 @@
-"""Compilation of a relation for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals.
+"""Compilation of relations for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals.
 
 A relation is given as the intervals of each query's row, in internal key numbers, and the internal number of each key
 (None where it is its own).
@@ -6,41 +6,86 @@ A relation is given as the intervals of each query's row, in internal key number
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, no_type_check
 
 import numpy as np
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, Int32, UInt8
 from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.numbering import invert
+from attnflow.masks.numbering import invert, pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from attnflow.masks import Mask
 
 # torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
-_EXPANDED: Final = 1 << 22  # keys that are held at a time while the blocks of a relabelled mask are counted
+_COVERED: Final = 1 << 22  # keys that are counted at a time where they are numbered anew
 
 
-def mask_mod(rows: IntervalRows, key_rank: IntArray | None, device: torch.device) -> MaskMod:
-    """`mask_mod(b, h, q, k)` that compares k with the bounds of row q's intervals, tensors on `device`."""
-    width = int(np.diff(rows.indptr).max(initial=0))
-    if width > MAX_UNROLLED:
-        return _bit_table(rows, key_rank, device)
-    rank = None if key_rank is None else torch.tensor(key_rank, dtype=torch.int32, device=device)
-    # One table [queries, 2 x intervals]: only its length varies among masks of a kind, so one kernel serves them all.
-    table = np.zeros((rows.num_rows, 2 * max(width, 1)), dtype=np.int32)
+class Blocked:
+    """What a mask and the masks of a batch share: their compilation for FlexAttention."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def mask_mod_on(self, device: torch.device | str) -> MaskMod:
+        """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
+
+    @abstractmethod
+    def padded(self) -> Sequence[Sequence[Mask]]:
+        """The masks of each sequence, by head, all of one size."""
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
+
+        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
+        """
+        return self.mask_mod_on("cpu")
+
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The mask, or those of a batch, as torch's `BlockMask`, identical to that of `create_block_mask`.
+
+        Args:
+            block_size: queries and keys per block; an int or (query block, key block).
+            device: where the block tables and the captured tensors live.
+
+        Raises:
+            ValueError: there are no queries, or no keys.
+
+        Cost: O(rows x intervals + blocks), and a bit a pair where a row has over 32 intervals; n x n is never built.
+        """
+        blocks, table = block_sizes(block_size), self.padded()
+        shape = table[0][0].shape
+        if 0 in shape:
+            raise ValueError(f"a BlockMask needs at least one query and one key, got shape {shape}")
+        once = {id(mask): mask for row in table for mask in row}
+        counts = {key: mask.block_counts(blocks) for key, mask in once.items()}
+        stacked = torch.from_numpy(np.stack([[counts[id(mask)] for mask in row] for row in table])).to(device)
+        return block_mask_of_counts(stacked, blocks, self.mask_mod_on(device), shape)
+
+
+def bounds_of(rows: IntervalRows, width: int) -> Int32[np.ndarray, "queries bounds"]:
+    """The intervals of each row, start, end, start, end, ...; unused ones are (0, 0)."""
+    table = np.zeros((rows.num_rows, 2 * width), dtype=np.int32)
     row = rows.row_index()
     slot = 2 * (np.arange(len(row)) - rows.indptr[row])
     table[row, slot], table[row, slot + 1] = rows.starts, rows.ends
-    bounds = torch.from_numpy(table).to(device)
+    return table
+
+
+def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tensor, " keys"] | None) -> MaskMod:
+    """`mask_mod(b, h, q, k)` that compares k with the bounds of row q's intervals; one for all sequences and heads."""
 
     @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -53,22 +98,11 @@ def mask_mod(rows: IntervalRows, key_rank: IntArray | None, device: torch.device
     return compare
 
 
-def _bit_table(rows: IntervalRows, key_rank: IntArray | None, device: torch.device) -> MaskMod:
-    """One bit a pair: for rows of many intervals, which an unrolled comparison would make slow.
+def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
+    """`mask_mod` of one bit a pair, eight keys a byte, the first in the lowest bit: for rows of many intervals.
 
     (A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.)
     """
-    packed = np.empty((rows.num_rows, -(-rows.num_keys // 8)), dtype=np.uint8)
-    chunk = max(1, _EXPANDED // max(1, rows.num_keys))
-    for start in range(0, rows.num_rows, chunk):
-        part = rows.to_bool(slice(start, start + chunk))
-        part = part if key_rank is None else part[:, key_rank]
-        packed[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
-    return mask_mod_of_bits(torch.from_numpy(packed).to(device)[None, None])
-
-
-def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
-    """`mask_mod` of one bit a pair, eight keys a byte, the first in the lowest bit: for rows of many intervals."""
     several, heads = bits.shape[0] > 1, bits.shape[1] > 1
 
     @no_type_check
@@ -79,27 +113,16 @@ def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMo
     return look_up
 
 
-def block_mask(
-    rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[int, int], mask_mod: MaskMod, device: torch.device
-) -> BlockMask:
-    """The `BlockMask` of a relation: a block is full if all its pairs are allowed, partial if some are.
-
-    Identical to `create_block_mask`, which also leaves a block that sticks out of the sequence partial.
-    """
-    shape = rows.num_rows, rows.num_keys
-    if 0 in shape:
-        raise ValueError(f"a BlockMask needs at least one query and one key, got shape {shape}")
-    counts = torch.from_numpy(block_counts(rows, key_rank, *blocks))[None, None]
-    return block_mask_of_counts(counts.to(device), blocks, mask_mod, shape)
-
-
 def block_mask_of_counts(
     counts: Int[Tensor, "batch heads query_blocks key_blocks"],
     blocks: tuple[int, int],
     mask_mod: MaskMod,
     shape: tuple[int, int],
 ) -> BlockMask:
-    """The `BlockMask` of the allowed pairs in each block."""
+    """The `BlockMask` of the allowed pairs in each block: it is full if all its pairs are allowed, partial if some are.
+
+    Identical to `create_block_mask`, which also leaves a block that sticks out of the sequence partial.
+    """
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
     full = counts == blocks[0] * blocks[1]
@@ -115,59 +138,78 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     return checks.integer("block_size", pair[0], 1), checks.integer("block_size", pair[1], 1)
 
 
-def block_counts(rows: IntervalRows, key_rank: IntArray | None, q_block: int, k_block: int) -> IntArray:
-    """Allowed pairs in each block of q_block queries by k_block keys, int64[query blocks, key blocks]."""
+def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[int, int]) -> IntArray:
+    """Allowed pairs in each block, int64[query blocks, key blocks]."""
     limit = 4 * (rows.num_rows + len(rows.starts))
-    pieces = rows.pieces(None if key_rank is None else invert(key_rank), limit)
-    if pieces is None:
-        assert key_rank is not None, "rows in their own order are never shattered"
-        return _count_shattered(rows, key_rank, q_block, k_block)
-    return _count_pieces(*pieces, (rows.num_rows, rows.num_keys), q_block, k_block)
+    pieces = pieces_of(rows, None if key_rank is None else invert(key_rank), limit)
+    rank = key_rank if pieces is None else None  # scattered keys keep their numbers until rows are added up
+    query, starts, ends = pieces or (rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64))
+    grid = -(-rows.num_rows // blocks[0]), -(-rows.num_keys // blocks[1])
+    tensors = (torch.from_numpy(each) for each in (query // blocks[0], starts, ends))
+    return pairs_in_blocks(*tensors, grid, blocks[1], None if rank is None else torch.tensor(rank)).numpy()
 
 
-def _count_pieces(
-    query: IntArray, starts: IntArray, ends: IntArray, shape: tuple[int, int], q_block: int, k_block: int
-) -> IntArray:
-    """Allowed pairs per block: the ends of each interval directly, its whole blocks by a difference array."""
-    grid = (-(-shape[0] // q_block), -(-shape[1] // k_block) + 1)
+def pairs_in_blocks(
+    row: Int[Tensor, "*intervals"],
+    starts: Int[Tensor, "*intervals"],
+    ends: Int[Tensor, "*intervals"],
+    grid: tuple[int, int],
+    width: int,
+    rank: Int[Tensor, " keys"] | None = None,
+) -> Int[Tensor, "rows columns"]:
+    """Allowed pairs in each cell of a grid, from intervals of keys; empty ones count for nothing.
 
-    def total(block: IntArray, pairs: IntArray) -> IntArray:
-        sums = np.bincount(base + block, pairs.astype(np.float64), grid[0] * grid[1])  # exact below 2**53
-        return sums.astype(np.int64).reshape(grid)
+    Args:
+        row: of the grid, of each interval.
+        starts: its first key.
+        ends: the key after its last.
+        grid: rows and columns.
+        width: keys of a column.
+        rank: the number that each key goes by in the intervals; None where that is its own.
 
-    first, last = starts // k_block, (ends - 1) // k_block
-    base = query // q_block * grid[1]
-    inside = first == last
-    direct = total(first, np.where(inside, ends, (first + 1) * k_block) - starts)
-    if not inside.all():
-        direct += total(last, np.where(inside, 0, ends - last * k_block))
-        whole = np.where(inside, 0, k_block)
-        direct += np.cumsum(total(first + ~inside, whole) - total(last, whole), axis=1)
-    return direct[:, :-1]
-
-
-def _count_shattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:
-    """Allowed pairs per block where relabelling leaves no long intervals: O(keys met by each block of queries).
-
-    The rows of a block of queries are added up while their keys still lie together; only the sum is relabelled.
+    Cost: O(intervals + cells); with `rank` also a number for each key in each row of the grid.
     """
-    stride, grid = rows.num_keys + 1, (-(-rows.num_rows // q_block), -(-rows.num_keys // k_block))
-    block_of_key = np.empty(rows.num_keys, dtype=np.int64)
-    block_of_key[key_rank] = np.arange(rows.num_keys) // k_block
-    offset = rows.row_index() // q_block * stride
-    edges = np.concatenate([offset + rows.starts, offset + rows.ends])
-    order = np.argsort(edges, kind="stable")
-    edges, cover = edges[order], np.cumsum(np.where(order < len(offset), 1, -1))
-    length = np.diff(edges, append=edges[-1:])
-    covered = (cover > 0) & (length > 0)
-    start, length, cover = edges[covered], length[covered], cover[covered]
-    total, counts = np.cumsum(length), np.zeros(grid[0] * grid[1])  # float sums are exact below 2**53
-    for part in np.split(np.arange(len(start)), np.searchsorted(total, np.arange(_EXPANDED, total[-1], _EXPANDED))):
-        size = length[part]
-        place = np.arange(size.sum()) + np.repeat(start[part] - (np.cumsum(size) - size), size)
-        block = place // stride * grid[1] + block_of_key[place % stride]
-        counts += np.bincount(block, np.repeat(cover[part], size), len(counts))
-    return counts.astype(np.int64).reshape(grid)
+    if rank is not None:
+        return _pairs_of_renumbered(row, starts, ends, rank, grid, width)
+    columns = grid[1] + 1
+    first, last = starts // width, (ends - 1).clamp(min=0) // width
+    inside = first == last
+    base = row * columns
+
+    def total(*groups: tuple[Tensor, Tensor]) -> Tensor:
+        sums = torch.zeros(grid[0] * columns, dtype=torch.int64, device=row.device)
+        for block, pairs in groups:
+            sums.scatter_add_(0, (base + block).flatten(), pairs.to(torch.int64).expand_as(base).flatten())
+        return sums.view(grid[0], columns)
+
+    # The ends of an interval are counted directly, its whole blocks by a difference array.
+    whole = torch.where(inside, 0, width)
+    direct = total(
+        (first, torch.where(inside, ends, (first + 1) * width) - starts),
+        (last, torch.where(inside, 0, ends - last * width)),
+    )
+    between = total((first + ~inside, whole), (last, -whole)).cumsum(-1)
+    return (direct + between)[:, :-1]
+
+
+def _pairs_of_renumbered(
+    row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int], width: int
+) -> Tensor:
+    """The rows of a row of the grid are added up while their keys still lie together; only the sum is renumbered."""
+    num_keys = len(rank)
+    column = torch.empty_like(rank, dtype=torch.int64)
+    column[rank.long()] = torch.arange(num_keys, device=rank.device) // width
+    counts = torch.zeros(grid, dtype=torch.int64, device=rank.device)
+    step = max(1, _COVERED // max(1, num_keys))
+    for first in range(0, grid[0], step):
+        size = min(step, grid[0] - first)
+        here = (row >= first) & (row < first + size)
+        cover = torch.zeros(size, num_keys + 1, dtype=torch.int32, device=rank.device)
+        base = torch.where(here, row - first, 0) * (num_keys + 1)
+        for at, change in ((starts, 1), (ends, -1)):
+            cover.view(-1).scatter_add_(0, (base + at).flatten(), (here * change).to(torch.int32).flatten())
+        counts[first : first + size].index_add_(1, column, cover.cumsum(-1)[:, :num_keys])
+    return counts
 
 
 def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.renaming import renamed
 
 BoolArray = npt.NDArray[np.bool_]
+
+
+def ragged(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
+    """Ragged ranges end to end: (t, value) for each value in `[starts[t], starts[t] + lengths[t])`, for each t.
+
+    >>> [part.tolist() for part in ragged(np.array([5, 0, 2]), np.array([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [5, 6, 2, 3, 4]]
+    """
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    return owner, np.arange(len(owner)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+
+
+def offsets(lengths: npt.NDArray[Any] | Sequence[int]) -> IntArray:
+    """Where each part begins if parts of these lengths lie end to end, and the end: int64[parts + 1]."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,10 +74,10 @@ class IntervalRows:
     @classmethod
     def stack(cls, parts: Sequence[IntervalRows], num_keys: int) -> IntervalRows:
         """The rows of all parts, one below the other."""
-        sizes = [np.zeros(1, np.int64)] + [np.diff(part.indptr) for part in parts]
         empty = np.zeros(0, np.int32)
-        starts, ends = ([empty, *arrays] for arrays in ([p.starts for p in parts], [p.ends for p in parts]))
-        return cls(np.cumsum(np.concatenate(sizes)), np.concatenate(starts), np.concatenate(ends), num_keys)
+        sizes = np.concatenate([empty, *(np.diff(part.indptr) for part in parts)])
+        starts, ends = (np.concatenate([empty, *(getattr(p, side) for p in parts)]) for side in ("starts", "ends"))
+        return cls(offsets(sizes), starts, ends, num_keys)
 
     @classmethod
     def _from_line(cls, starts: IntArray, ends: IntArray, num_rows: int, num_keys: int) -> IntervalRows:
@@ -85,10 +100,24 @@ class IntervalRows:
         """The row of each interval, int64[intervals]."""
         return np.repeat(np.arange(self.num_rows, dtype=np.int64), np.diff(self.indptr))
 
+    def width(self) -> int:
+        """The most intervals of a row."""
+        return int(np.diff(self.indptr).max(initial=0))
+
     def counts(self) -> IntArray:
         """Number of keys in each row, int64[rows]."""
-        total = np.concatenate([[0], np.cumsum(self.ends.astype(np.int64) - self.starts)])
+        return self.sums(np.arange(self.num_keys + 1))
+
+    def sums(self, upto: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """For each row the sum over its keys of values whose sums over the first k keys are `upto[k]`."""
+        total = np.concatenate([upto[:1], np.cumsum(upto[self.ends] - upto[self.starts], dtype=upto.dtype)])
         return total[self.indptr[1:]] - total[self.indptr[:-1]]
+
+    def cover(self) -> IntArray:
+        """How many rows hold each key, int64[keys]: where it is not 0, some row reads the key. Cost: O(intervals)."""
+        size = self.num_keys + 1
+        step = np.bincount(self.starts, minlength=size) - np.bincount(self.ends, minlength=size)
+        return np.cumsum(step)[:-1]
 
     def row(self, index: int) -> list[tuple[int, int]]:
         """The intervals of one row."""
@@ -106,25 +135,13 @@ class IntervalRows:
     def take(self, rows: IntArray) -> IntervalRows:
         """The given rows, in the given order, repeats allowed."""
         length = np.diff(self.indptr)[rows]
-        indptr = np.concatenate([[0], np.cumsum(length)]).astype(np.int64)
-        source = np.arange(indptr[-1]) + np.repeat(self.indptr[:-1][rows] - indptr[:-1], length)
-        return IntervalRows(indptr, self.starts[source], self.ends[source], self.num_keys)
+        source = ragged(self.indptr[:-1][rows], length)[1]
+        return IntervalRows(offsets(length), self.starts[source], self.ends[source], self.num_keys)
 
     def clip(self, first: int, last: int) -> IntervalRows:
         """Only the keys in [first, last), renumbered from 0."""
         starts, ends = self.starts.astype(np.int64) - first, self.ends.astype(np.int64) - first
         return IntervalRows.build(self.row_index(), starts, ends, self.num_rows, last - first)
-
-    def pieces(self, new_key: IntArray | None, limit: int) -> tuple[IntArray, IntArray, IntArray] | None:
-        """Disjoint (row, start, end) with key k called `new_key[k]`, in no order; None if there are over `limit`.
-
-        Cost: O((intervals + pieces) log keys), pieces up to `limit`.
-        """
-        starts, ends = self.starts.astype(np.int64), self.ends.astype(np.int64)
-        if new_key is None or not len(starts):
-            return self.row_index(), starts, ends
-        pieces = renamed(starts, ends, new_key, limit)
-        return None if pieces is None else (self.row_index()[pieces[0]], *pieces[1:])
 
     def with_diagonal(self) -> IntervalRows:
         """Row by row, the keys and the row's own number; the rows must be as many as the keys. Cost: O(intervals)."""
@@ -173,15 +190,13 @@ class IntervalRows:
 
     def keys_of(self, index: int) -> IntArray:
         """The keys of one row, ascending."""
-        pieces = [np.arange(s, e, dtype=np.int64) for s, e in self.row(index)]
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+        part = slice(int(self.indptr[index]), int(self.indptr[index + 1]))
+        return ragged(self.starts[part], self.ends[part] - self.starts[part])[1]
 
     def expand(self) -> tuple[IntArray, IntArray]:
         """Every (row, key) pair, sorted. Cost: O(pairs)."""
-        length = (self.ends - self.starts).astype(np.int64)
-        first = np.concatenate([[0], np.cumsum(length)])
-        keys = np.arange(first[-1]) + np.repeat(self.starts - first[:-1], length)
-        return np.repeat(self.row_index(), length), keys
+        interval, keys = ragged(self.starts, (self.ends - self.starts).astype(np.int64))
+        return self.row_index()[interval], keys
 
     def _line(self) -> tuple[IntArray, IntArray]:
         offset = self.row_index() * (self.num_keys + 1)
@@ -206,6 +221,5 @@ def _intersection(
     """What two sequences of sorted, disjoint intervals of the line have in common, in order."""
     first = np.searchsorted(other_ends, starts, side="right")  # the first that ends behind the start
     count = np.maximum(np.searchsorted(other_starts, ends) - first, 0)
-    mine = np.repeat(np.arange(len(starts)), count)
-    other = np.arange(len(mine)) + np.repeat(first - (np.cumsum(count) - count), count)
+    mine, other = ragged(first, count)
     return np.maximum(starts[mine], other_starts[other]), np.minimum(ends[mine], other_ends[other])

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.display import in_notebook
+from attnflow._core.plain import parse_json
 from attnflow.masks import flex
+from attnflow.masks.costs import Priced
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, same, same_rank
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same, same_rank
+from attnflow.masks.plan import Planned
+from attnflow.masks.registry import CATALOGUE, not_a_mask, read_mask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
-NAMED: Final[dict[str, Callable[..., Mask]]] = {}  # the catalogue by name, which `spec` fills: it needs this file
 
 
-class Mask:
+class Mask(Priced, Planned):
     """Which query may attend to which key: `allow[q, k]` is True iff q attends to k (information flows k -> q).
 
     A mask is a relation, nothing more: two masks are equal iff they allow the same pairs, whatever their names.
@@ -109,6 +109,11 @@ class Mask:
         pairs = self.num_queries * self.num_keys
         return self.nnz / pairs if pairs else 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the row intervals."""
+        return sum(part.nbytes for part in (self._rows.indptr, self._rows.starts, self._rows.ends))
+
     def row_counts(self) -> IntArray:
         """Number of keys that each query may attend to, int64[num_queries]. Cost: O(intervals)."""
         counts = self._rows.counts()
@@ -163,7 +168,7 @@ class Mask:
         new_key = None if self._key_rank is None else invert(self._key_rank)
         if limit is None:
             limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
-        return rows.pieces(new_key, min(limit, RENAMED))
+        return pieces_of(rows, new_key, min(limit, RENAMED))
 
     def rows_in_query_order(self) -> IntervalRows:
         """Row q for query q, as intervals of internal key numbers. Cost: O(intervals)."""
@@ -269,44 +274,61 @@ class Mask:
         result = combined(self._numbered, other._numbered, sign, name)
         return Mask(result.rows, name, query_rank=result.query_rank, key_rank=result.key_rank)
 
-    @property
-    def mask_mod(self) -> MaskMod:
-        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
-
-        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
-        """
-        return self.mask_mod_on("cpu")
-
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
         """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
         key = ("mask_mod", str(device))
         if key not in self._cache:
-            self._cache[key] = flex.mask_mod(self.rows_in_query_order(), self._key_rank, torch.device(device))
+            rows, rank = self.numbered_keys()
+            if rows.width() > flex.MAX_UNROLLED:
+                self._cache[key] = flex.mask_mod_of_bits(self.bits()[None, None].to(device))
+            else:
+                bounds = torch.from_numpy(flex.bounds_of(rows, max(1, rows.width()))).to(device)
+                numbers = None if rank is None else torch.tensor(rank, dtype=torch.int32, device=device)
+                self._cache[key] = flex.mask_mod_of_bounds(bounds, numbers)
         return cast(MaskMod, self._cache[key])
-
-    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
-        """The mask as torch's `BlockMask`, identical to `create_block_mask(mask.mask_mod, ...)`.
-
-        Args:
-            block_size: queries and keys per block; an int or (query block, key block).
-            device: where the block tables and the captured tensors live.
-
-        Cost: O(rows x intervals + blocks); n x n is never built for masks that are interval-structured.
-        """
-        rows, blocks = self.rows_in_query_order(), flex.block_sizes(block_size)
-        return flex.block_mask(rows, self._key_rank, blocks, self.mask_mod_on(device), torch.device(device))
 
     def block_counts(self, block_size: int | tuple[int, int] = 128) -> IntArray:
         """Allowed pairs in each block, int64[query blocks, key blocks]."""
-        return flex.block_counts(self.rows_in_query_order(), self._key_rank, *flex.block_sizes(block_size))
+        return flex.block_counts(self.rows_in_query_order(), self._key_rank, flex.block_sizes(block_size))
+
+    def bits(self) -> UInt8[Tensor, "queries bytes"]:
+        """The relation as one bit a pair: eight keys a byte, the first in the lowest bit."""
+        bits = np.empty((self.num_queries, -(-self.num_keys // 8)), dtype=np.uint8)
+        for start, part in self.dense_chunks():
+            bits[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
+        return torch.from_numpy(bits)
+
+    def padded(self) -> list[list[Mask]]:
+        """The mask as the only one of its batch, which has no padding."""
+        return [[self]]
+
+    def _captured(self) -> int:
+        rows, rank = self.numbered_keys()
+        if rows.width() > flex.MAX_UNROLLED:
+            return self.num_queries * -(-self.num_keys // 8)
+        return 8 * self.num_queries * max(1, rows.width()) + (0 if rank is None else 4 * self.num_keys)
+
+    @classmethod
+    def from_json(cls, text: str) -> Mask:
+        """The mask of a JSON text: what `mask.to_json` wrote, what `masks.export` made, or what a person writes.
+
+        The forms are those of JSON files that the command line takes.
+
+        Raises:
+            ValueError: no JSON, or as the forms say; the message says where.
+
+        >>> Mask.from_json('{"dense": ["10", "11"]}').row_counts().tolist()
+        [1, 2]
+        """
+        return read_mask(parse_json(text, "the JSON of a mask"))
 
     def to_dict(self) -> dict[str, object]:
-        """The mask as plain data that `masks.from_json` and JSON files of the command line read.
+        """The mask as plain data that `Mask.from_json` and JSON files of the command line read.
 
         By its catalogue name where that gives it back, by row intervals otherwise; where these would be many more than
         in the numbering that it has, by that numbering and the intervals in it.
         """
-        maker = NAMED.get(self.name)
+        maker = CATALOGUE.get(self.name)
         if maker is not None:
             parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in self.parameters.items()}
             with suppress(TypeError, ValueError):  # a name of one's own may be one of the catalogue's
@@ -323,7 +345,7 @@ class Mask:
         return content | {name: rank.tolist() for name, rank in ranks.items() if numbered and rank is not None}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON; `masks.from_json` is its inverse.
+        """`to_dict` as JSON; `Mask.from_json` is its inverse.
 
         >>> from attnflow import masks
         >>> masks.causal(3).to_json()
@@ -358,31 +380,6 @@ class Mask:
 def _holds_masks(value: object) -> bool:
     """Whether it is masks by sequence and head, whose operators take a single mask."""
     return bool(getattr(type(value), "holds_masks", False))
-
-
-def not_a_mask(value: object) -> TypeError:
-    """The error for something that should have been a mask: what came, and which call makes a mask of it."""
-    return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
-
-
-def _how_to_make_one(value: object) -> str:
-    make = "af.masks."
-    if isinstance(value, np.ndarray):
-        return f"make one with {make}from_dense(torch.from_numpy(array))"
-    if isinstance(value, Tensor):
-        table = "tensor" + "[0]" * (value.ndim - 2)  # of one batch element and head
-        if value.dtype != torch.bool:
-            table = f"{table} == 0" if value.is_floating_point() else f"{table}.bool()"
-        return f"make one with {make}from_dense({table})"
-    if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
-        return f"make one with {make}from_block_mask(block_mask)"
-    if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
-        return f"call {getattr(value, '__name__', 'it')} with its arguments first"
-    if callable(value):
-        return f"make one with {make}from_mask_mod(function, num_queries)"
-    if isinstance(getattr(value, "mask", None), Mask):
-        return "pass its .mask"
-    return f"make one with the catalogue, such as {make}causal(n), or with {make}from_dense(torch.tensor(rows))"
 
 
 def _short(value: object) -> str:

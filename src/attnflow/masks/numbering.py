@@ -1,4 +1,7 @@
-"""Relations whose positions have internal numbers: combined and compared in the numbering that keeps them small."""
+"""Relations whose positions have internal numbers: combined and compared in the numbering that keeps them small.
+
+`renamed` gives the intervals of keys after the keys got other numbers, in time and memory of the answer.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.renaming import expected
+from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 
 RENAMED: Final = 1 << 24  # intervals that a change of numbers may make: about 20 seconds and 2 GB while it runs
 SCANNED: Final = 1 << 31  # pairs that are looked at one by one: about 10 seconds
 LARGEST: Final = 1 << 27  # intervals of a mask: 1 GB
 _CHUNK_BYTES: Final = 1 << 23
+_SAMPLE: Final = 64  # intervals from which the number of all stretches is guessed
+_LONG: Final = 1 << 16  # stretches: about as much work as to guess their number
+_CHUNK: Final = 1 << 13  # intervals that are renamed at a time
+
+Pieces = tuple[IntArray, IntArray, IntArray]
 
 
 def invert(rank: IntArray) -> IntArray:
@@ -69,7 +76,7 @@ class Numbered:
         new_key = self.new_keys(other)
         if new_key is None:
             return rows
-        pieces = rows.pieces(new_key, limit)
+        pieces = pieces_of(rows, new_key, limit)
         return None if pieces is None else IntervalRows.build(*pieces, rows.num_rows, rows.num_keys)
 
     def expected(self, other: Numbered) -> int:
@@ -185,9 +192,7 @@ def _sums(relation: Numbered, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.
     rows, zero = relation.rows, np.zeros(1, np.uint64)
     if relation.key_rank is not None:
         values = values[invert(relation.key_rank)]
-    prefix = np.concatenate([zero, np.cumsum(values, dtype=np.uint64)])
-    total = np.concatenate([zero, np.cumsum(prefix[rows.ends] - prefix[rows.starts], dtype=np.uint64)])
-    sums = total[rows.indptr[1:]] - total[rows.indptr[:-1]]
+    sums = rows.sums(np.concatenate([zero, np.cumsum(values, dtype=np.uint64)]))
     return sums if relation.query_rank is None else sums[relation.query_rank]
 
 
@@ -207,3 +212,136 @@ def same(a: Numbered, b: Numbered, queries: IntArray) -> bool:
     if a.pairs > SCANNED:
         raise too_many("comparing two masks", min(a.expected(b), b.expected(a)))
     return all(np.array_equal(x, y) for (_, x), (_, y) in zip(a.tables(), b.tables(), strict=True))
+
+
+def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Pieces | None:
+    """Disjoint (row, start, end) with key k called `new_key[k]`, in no order; None if there are over `limit`.
+
+    Cost: O((intervals + pieces) log keys), pieces up to `limit`.
+    """
+    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+    if new_key is None or not len(starts):
+        return rows.row_index(), starts, ends
+    pieces = renamed(starts, ends, new_key, limit)
+    return None if pieces is None else (rows.row_index()[pieces[0]], *pieces[1:])
+
+
+def renamed(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> Pieces | None:
+    """(number of the interval, start, end) of each stretch of new numbers; None if there are more than `limit`.
+
+    Args:
+        starts: int64[m], first key of each interval.
+        ends: int64[m], the key after its last; intervals are not empty.
+        new_key: int64[n], the number that each key gets; no number twice within an interval.
+        limit: of stretches.
+
+    Cost: O((m + stretches) log n), stretches up to `limit`.
+    """
+    first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])  # where numbers stop to run on
+    run = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
+    count = run[1] - run[0] + 1
+    total = int(count.sum())
+    if total > min(limit, 2 * len(starts)):  # each key alone, perhaps, where their new numbers still lie together
+        size = int(new_key.max()) + 1
+        old_key = np.full(size + 2, -1)  # with a number before the first and one after the last
+        old_key[new_key + 1] = np.arange(len(new_key))
+        if np.array_equal(old_key[new_key + 1], np.arange(len(new_key))):  # no number is there twice
+            if limit > _LONG and hopeless(starts, ends, new_key, limit):
+                return None
+            return _sorted_runs(starts, ends, new_key, old_key, limit)
+    if total > limit:
+        return None
+    source, which = ragged(run[0], count)
+    low = np.maximum(starts[source], first[which])
+    high = np.minimum(ends[source], np.append(first, len(new_key))[which + 1]) - 1
+    low, high = new_key[low], new_key[high]
+    return source, np.minimum(low, high), np.maximum(low, high) + 1
+
+
+def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = _SAMPLE) -> int:
+    """About how many stretches `renamed` gives, from a sample of the intervals. Cost: O(n)."""
+    if not len(starts):
+        return 0
+    chosen = np.random.default_rng(0).integers(len(starts), size=min(len(starts), sample))
+    old_key = np.full(int(new_key.max()) + 2, -1)
+    old_key[new_key + 1] = np.arange(len(new_key))
+    below = old_key[new_key]
+    parts = ((start, end, below[start:end]) for start, end in zip(starts[chosen], ends[chosen], strict=True))
+    return round(
+        np.mean([np.count_nonzero((part < start) | (part >= end)) for start, end, part in parts]) * len(starts)
+    )
+
+
+def hopeless(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> bool:
+    """Whether two samples say that there are far more stretches than `limit`. Cost: O(n), of which there is less."""
+    larger = max(_SAMPLE, min(1 << 10, (1 << 28) // max(1, len(new_key))))
+    return all(expected(starts, ends, new_key, sample) > 4 * limit for sample in (_SAMPLE, larger))
+
+
+def _sorted_runs(starts: IntArray, ends: IntArray, new_key: IntArray, old_key: IntArray, limit: int) -> Pieces | None:
+    """The maximal stretches of each interval: a key begins one iff the key numbered just below it is outside."""
+    n, stride = len(new_key), len(old_key) + 1
+    pairs, which = np.unique(starts * (n + 1) + ends, return_inverse=True)  # rows of a block share their intervals
+    starts, ends = np.divmod(pairs, n + 1)
+    below, above = _Ranges.of(old_key[new_key]), _Ranges.of(old_key[new_key + 2])
+    lows, highs, total = [pairs[:0]], [pairs[:0]], 0
+    for first in range(0, len(starts), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        for bounds, ranges in ((lows, below), (highs, above)):
+            reported = ranges.outside(starts[part], ends[part], limit - total)
+            if reported is None:
+                return None
+            bounds.append(np.sort((reported[0] + first) * stride + new_key[reported[1]]))
+        total += len(lows[-1])
+    interval, low = np.divmod(np.concatenate(lows), stride)
+    high = np.concatenate(highs) % stride + 1
+    count = np.bincount(interval, minlength=len(starts))
+    if count[which].sum() > limit:
+        return None
+    source, place = ragged((np.cumsum(count) - count)[which], count[which])
+    return source, low[place], high[place]
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """Minima and maxima of an array over aligned ranges of 1, 2, 4, ... entries."""
+
+    lowest: list[IntArray]
+    highest: list[IntArray]
+
+    @classmethod
+    def of(cls, values: IntArray) -> _Ranges:
+        lowest, highest = [values], [values]
+        while len(lowest[-1]) > 1:
+            if len(lowest[-1]) % 2:
+                lowest[-1] = np.append(lowest[-1], np.iinfo(np.int64).max)
+                highest[-1] = np.append(highest[-1], -2)
+            lowest.append(lowest[-1].reshape(-1, 2).min(axis=1))
+            highest.append(highest[-1].reshape(-1, 2).max(axis=1))
+        return cls(lowest, highest)
+
+    def outside(self, starts: IntArray, ends: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
+        """(interval, index) of the entries in each interval whose values are not in it; None if over `limit`.
+
+        A range within an interval is entered only if it holds such an entry, so the ranges of a level are at most as
+        many as the answers, and two more for each interval.
+        """
+        top = len(self.lowest) - 1
+        level_of = np.minimum(np.frexp((ends - starts).astype(np.float64))[1], top)
+        interval, node = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for level in range(top, -1, -1):
+            fresh = np.flatnonzero(level_of == level)
+            left, right = starts[fresh] >> level, (ends[fresh] - 1) >> level  # the same range, or the one beside it
+            two = right > left
+            interval = np.concatenate([interval, fresh, fresh[two]])
+            node = np.concatenate([node, left, right[two]])
+            start, end = starts[interval], ends[interval]
+            enter = (self.lowest[level][node] < start) | (self.highest[level][node] >= end)
+            enter &= (node << level < end) & (node + 1 << level > start)
+            interval, node = interval[enter], node[enter]
+            if len(node) > limit + 2 * len(starts):
+                return None
+            if level:
+                interval = np.repeat(interval, 2)
+                node = np.stack([2 * node, 2 * node + 1], axis=1).ravel()
+        return (interval, node) if len(node) <= limit else None

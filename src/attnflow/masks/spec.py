@@ -16,10 +16,11 @@ from typing import Final
 import torch
 
 from attnflow._core.parameters import Named, find, named
-from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys, parse_json
+from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys
 from attnflow.masks import catalogue, export, streams
 from attnflow.masks.build import from_dense, from_edges, from_intervals
-from attnflow.masks.mask import NAMED, Mask
+from attnflow.masks.mask import Mask
+from attnflow.masks.registry import CATALOGUE, reads_masks
 
 _FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not", "attnflow")
 _DEEPEST: Final = 100  # expressions that people write have a handful
@@ -44,27 +45,13 @@ _MASKS: Final = (
 )
 
 
-NAMED.update({function.__name__: function for function in _MASKS})
+CATALOGUE.update({function.__name__: function for function in _MASKS})
 
 
 @cache
 def named_masks() -> Mapping[str, Named[Mask]]:
     """The masks of the catalogue by name, with their parameters."""
     return {function.__name__: named(function) for function in _MASKS}
-
-
-def from_json(text: str) -> Mask:
-    """The mask of a JSON text: what `mask.to_json` wrote, what `masks.export` made, or what a person writes.
-
-    The forms are those of JSON files that the command line takes.
-
-    Raises:
-        ValueError: no JSON, or as the forms say; the message says where.
-
-    >>> from_json('{"dense": ["10", "11"]}') == catalogue.causal(2)
-    True
-    """
-    return mask_from_dict(parse_json(text, "the JSON of a mask"))
 
 
 def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
@@ -202,3 +189,6 @@ def _call(where: str, function: Callable[..., Mask], values: Mapping[str, object
         return function(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+reads_masks(mask_from_dict)

@@ -10,6 +10,7 @@ from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.numbering import pieces_of
 from attnflow.order import bits
 
 
@@ -80,7 +81,7 @@ def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
     order = np.argsort(class_of, kind="stable")
     rank = np.empty(n, dtype=np.int64)
     rank[order] = np.arange(n)
-    pieces = rows.take(order).pieces(rank, limit=max(8 * n, n * min(n, 1 << 12) // 64))
+    pieces = pieces_of(rows.take(order), rank, max(8 * n, n * min(n, 1 << 12) // 64))
     if pieces is None:
         return None
     row, start, end = pieces

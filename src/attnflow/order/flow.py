@@ -20,8 +20,9 @@ from attnflow._core.plain import as_list
 from attnflow._core.results import Result
 from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask, not_a_mask
+from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import invert
+from attnflow.masks.registry import not_a_mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order import composition, walk
 from attnflow.order.bits import chunks

@@ -17,7 +17,7 @@ def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
     inside = np.zeros(max(n, query + 1), dtype=np.bool_)
     inside[query] = True
     for rows in reversed(layers):
-        inside = inside | _keys_of_any(rows, np.flatnonzero(inside))
+        inside = inside | _read_by(rows, np.flatnonzero(inside))
     return inside
 
 
@@ -39,7 +39,7 @@ def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> In
         return first
     fresh = np.array([query])
     for count in range(1, most + 1):
-        fresh = np.flatnonzero(_keys_of_any(layers[0], fresh) & (first < 0))
+        fresh = np.flatnonzero(_read_by(layers[0], fresh) & (first < 0))
         if not len(fresh):
             break
         first[fresh] = count
@@ -77,7 +77,7 @@ def layered_path(layers: Sequence[IntervalRows], source: int, target: int) -> li
     for rows in reversed(layers):
         before = moves.copy()
         for value in range(int(moves[moves < unreachable].max()) + 1):
-            keys = _keys_of_any(rows, np.flatnonzero(moves == value))
+            keys = _read_by(rows, np.flatnonzero(moves == value))
             before[keys] = np.minimum(before[keys], value + 1)
         moves = before
         history.append(moves)
@@ -111,10 +111,6 @@ def budget(n: int, window: int | None, anchors: int | Sequence[int] | None) -> I
     return keep
 
 
-def _keys_of_any(rows: IntervalRows, queries: IntArray) -> BoolArray:
+def _read_by(rows: IntervalRows, queries: IntArray) -> BoolArray:
     """bool[n]: the keys that any of the queries may attend to."""
-    part = rows.take(queries)
-    step = np.zeros(rows.num_keys + 1, dtype=np.int64)
-    np.add.at(step, part.starts, 1)
-    np.add.at(step, part.ends, -1)
-    return np.cumsum(step)[:-1] > 0
+    return rows.take(queries).cover() > 0

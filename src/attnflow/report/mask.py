@@ -8,7 +8,7 @@ from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
 from attnflow._core.results import Result
-from attnflow.masks.costs import BlockSparsity, CostModel, block_sparsity, mask_memory
+from attnflow.masks.costs import BlockSparsity, CostModel, block_bytes, block_sparsity
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
@@ -201,10 +201,9 @@ def _cost(masks: Layers, model: CostModel) -> Section:
             for name, pairs in computed_pairs(mask).items()
         ]
         head = ["attention over", "pairs", "of dense", "attention", "scores per layer"]
-        memory = mask_memory(mask)
         sizes = (
             f"The mask itself takes {_bytes(dense)} as a table of bools, {_bytes(2 * dense)} as an additive bfloat16 "
-            f"table, {_bytes(memory['blocks'])} as block tables, and {_bytes(memory['intervals'])} as the row "
+            f"table, {_bytes(block_bytes(mask))} as block tables, and {_bytes(mask.nbytes)} as the row "
             "intervals of this package."
         )
         body += title + html.table(head, rows) + html.paragraph(sizes)

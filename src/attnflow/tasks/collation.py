@@ -23,8 +23,8 @@ from torch import Tensor
 from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow.masks.batches import MaskGrid, per_head
 from attnflow.masks.batches import batch as masks_of
-from attnflow.masks.layers import layered_dense, layered_rows
 from attnflow.masks.mask import Mask
+from attnflow.masks.rows import LAYERED, layered_dense
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone, unbound
 from attnflow.tasks.merging import merge
@@ -274,7 +274,8 @@ class Collator:
         if self.masks == "dense":
             tables = additive(grid.dense(), self.dtype)
             return layered_dense(tables) if layered else tables
-        return layered_rows(grid, self.min_width) if layered else grid.row_intervals(self.min_width)
+        rows = grid.row_intervals(self.min_width)
+        return rows.to(LAYERED) if layered else rows
 
 
 def loss(

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.mask import Mask
+from attnflow.masks.numbering import pieces_of
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import is_prefix
@@ -137,7 +138,7 @@ def image(task: Task, names: IntArray, size: int) -> IntervalRows:
         internal = np.empty_like(names)
         internal[rank] = names
         names = internal
-    pieces = rows.pieces(names, limit=sys.maxsize)
+    pieces = pieces_of(rows, names, sys.maxsize)
     assert pieces is not None
     built = IntervalRows.build(*pieces, rows.num_rows, size)
     return built if rank is None else built.take(rank)

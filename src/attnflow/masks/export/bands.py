@@ -1,4 +1,4 @@
-"""Packed documents with one window: the masks that flash-attn, xFormers, splash and cuDNN have words for."""
+"""What the formats share: refusals, sequences end to end, and packed documents with one window (`Bands`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,58 @@ import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow.masks.export.refusal import NotExpressible, end_to_end
-from attnflow.masks.intervals import IntervalRows
+from attnflow._core.errors import AttnflowError
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.mask import Mask
+from attnflow.masks.registry import not_a_mask
+
+
+class NotExpressible(AttnflowError, ValueError):
+    """A format cannot say this mask.
+
+    Attributes:
+        format: name of the format.
+        pair: (query, key) of a pair that no mask of this format can hold together with the others of this mask.
+        allowed: whether the mask allows that pair.
+    """
+
+    def __init__(self, format: str, mask: Mask, pair: tuple[int, int], reason: str) -> None:
+        query, key = pair
+        self.format, self.pair, self.allowed = format, pair, mask.allows(query, key)
+        verb = "allows" if self.allowed else "forbids"
+        super().__init__(f"{format} cannot say {mask!r}: it {verb} query {query}, key {key}, but {reason}")
+
+
+def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
+    """The mask of each sequence, without padding, for a format whose heads share one mask.
+
+    Raises:
+        NotExpressible: the heads of a sequence differ.
+    """
+    if isinstance(mask, Mask):
+        return [mask]
+    if not isinstance(mask, MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise not_a_mask(mask)
+    for number, row in enumerate(mask.masks):
+        for head in row[1:]:
+            if differing := head.difference(row[0], limit=1):
+                reason = f"another head of sequence {number} does not agree, and heads share one mask"
+                raise NotExpressible(format, head, differing[0], reason)
+    return [row[0] for row in mask.masks]
+
+
+def end_to_end(masks: list[Mask]) -> Mask:
+    """The sequences of a batch as one: no query sees another sequence. Cost: O(intervals)."""
+    if len(masks) == 1:
+        return masks[0]
+    total, first = sum(mask.num_keys for mask in masks), 0
+    parts: list[IntervalRows] = []
+    for mask in masks:
+        rows = mask.intervals()
+        parts.append(IntervalRows(rows.indptr, rows.starts + np.int32(first), rows.ends + np.int32(first), total))
+        first += mask.num_keys
+    return Mask(IntervalRows.stack(parts, total), f"{len(masks)} sequences end to end")
 
 
 @dataclass(frozen=True)
@@ -46,7 +95,7 @@ class Bands:
         queries, keys = np.array(self.queries, np.int64), np.array(self.keys, np.int64)
         ends = np.cumsum(keys)
         low, high = np.repeat(ends - keys, queries), np.repeat(ends, queries)
-        place = np.arange(queries.sum()) + np.repeat(ends - np.cumsum(queries), queries)
+        place = ragged(ends - queries, queries)[1]
         first = low if self.left is None else np.maximum(low, place - self.left)
         last = high if self.right is None else np.minimum(high, place + self.right + 1)
         return first, np.maximum(first, last)
@@ -133,7 +182,7 @@ def _with_window(queries: tuple[int, ...], keys: tuple[int, ...], first: IntArra
     """The window with the farthest reach of any query; sides that no query needs to be cut are left open."""
     low, high = Bands(queries, keys, None, None).bounds()
     sizes = np.array(queries, np.int64)
-    place = np.arange(len(first)) + np.repeat(np.cumsum(np.array(keys, np.int64)) - np.cumsum(sizes), sizes)
+    place = ragged(np.cumsum(np.array(keys, np.int64)) - sizes, sizes)[1]
     some = first < last
     left = right = None
     if (some & (first > low)).any():

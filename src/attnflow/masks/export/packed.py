@@ -1,34 +1,25 @@
-"""flash-attn's variable lengths and xFormers' biases: packed documents with one window."""
+"""Sequences end to end: flash-attn's variable lengths, FlashInfer's packed bits, Transformer Engine's presets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
 from attnflow._core.results import Result
-from attnflow.masks.batches import MaskGrid
-from attnflow.masks.export.bands import Bands, bands_of_batch
-from attnflow.masks.export.refusal import NotExpressible, end_to_end, sequences
+from attnflow.masks.batches import MaskGrid, batch, per_head
+from attnflow.masks.build import from_dense
+from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, bands_of_batch, sequences
 from attnflow.masks.mask import Mask
 
-_OPEN: Final = -1  # flash-attn's word for a side of the window without a limit
+_OPEN: Final = -1  # a side of the window without a limit, in flash-attn and in Transformer Engine
 
-XFormersClass = Literal[
-    "BlockDiagonalMask",
-    "BlockDiagonalCausalMask",
-    "BlockDiagonalCausalFromBottomRightMask",
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
-    "LowerTriangularMask",
-    "LowerTriangularFromBottomRightMask",
-    "LowerTriangularFromBottomRightLocalAttentionMask",
-    "LocalAttentionFromBottomRightMask",
-]
+PresetType = Literal["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,118 +81,169 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     if bands.causal:
         right = _OPEN if bands.left is None else 0
-    return Varlen(
-        _cumulative(bands.queries),
-        _cumulative(bands.keys),
-        max(bands.queries, default=0),
-        max(bands.keys, default=0),
-        bands.causal,
-        (left, right),
-    )
+    longest = (max(lengths, default=0) for lengths in (bands.queries, bands.keys))
+    return Varlen(_cumulative(bands.queries), _cumulative(bands.keys), *longest, bands.causal, (left, right))
 
 
-@dataclass(frozen=True)
-class XFormersBias(Result):
-    """A mask as one of the classes of `xformers.ops.fmha.attn_bias` (0.0.35).
+@dataclass(frozen=True, eq=False)
+class FlashInferMask(Result):
+    """A mask as FlashInfer's prefill wrappers take it; the fields have the names of arguments of `plan`.
 
     Attributes:
-        kind: name of the class.
-        q_seqlen: queries of each document.
-        kv_seqlen: keys of each document.
-        window_left: keys before the diagonal; None where the class takes none. Its `window_size` is one more.
-        window_right: keys after it; None where the class takes none.
+        packed_custom_mask: uint8[bytes], rows end to end, the lowest bit first; each request begins a byte of its own.
+        qo_lengths: queries of each request.
+        kv_lengths: keys of each request.
     """
 
-    kind: XFormersClass
-    q_seqlen: tuple[int, ...]
-    kv_seqlen: tuple[int, ...]
-    window_left: int | None = None
-    window_right: int | None = None
+    packed_custom_mask: UInt8[Tensor, "bytes"]
+    qo_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
 
-    def to_mask(self) -> Mask:
-        """The relation that xFormers computes, by `materialize` of the class.
+    @property
+    def custom_mask(self) -> Bool[Tensor, "pairs"]:
+        """The same, one bool per pair: rows of all requests end to end, True where attention is allowed."""
+        return torch.cat([torch.zeros(0, dtype=torch.bool), *(table.flatten() for table in self._tables())])
+
+    @property
+    def qo_indptr(self) -> Int32[Tensor, "requests_and_1"]:
+        """The first query of each request and the end."""
+        return _cumulative(self.qo_lengths)
+
+    @property
+    def kv_indptr(self) -> Int32[Tensor, "requests_and_1"]:
+        """The first key of each request and the end."""
+        return _cumulative(self.kv_lengths)
+
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation of the request; of several, the batch of them.
 
         Raises:
-            ValueError: the class aligns its documents at their top left corners, and they are not square.
+            ValueError: the bytes are not as many as the requests need, or there is none.
         """
-        top_left = self.kind in ("BlockDiagonalCausalMask", "LowerTriangularMask")
-        if top_left and self.q_seqlen != self.kv_seqlen:
-            raise ValueError(f"{self.kind} is read for documents of as many queries as keys")
-        right = 0 if "Causal" in self.kind or "Triangular" in self.kind else self.window_right
-        return Bands(self.q_seqlen, self.kv_seqlen, self.window_left, right).to_mask("xformers")
+        masks = [from_dense(table, "flashinfer") for table in self._tables()]
+        return masks[0] if len(masks) == 1 else batch(masks)
 
-    def build(self) -> Any:
-        """The bias that `xformers.ops.memory_efficient_attention(..., attn_bias=)` takes.
+    def rows(self) -> list[dict[str, object]]:
+        """One row a request."""
+        return [{"queries": q, "keys": k} for q, k in zip(self.qo_lengths, self.kv_lengths, strict=True)]
 
-        Raises:
-            ImportError: xFormers is not installed; no extra of this package brings it.
-        """
-        try:
-            from xformers.ops.fmha import attn_bias  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("building an attention bias needs xformers: pip install xformers") from error
-        make = getattr(attn_bias, self.kind)
-        if self.kind == "LocalAttentionFromBottomRightMask":
-            return make(window_left=self.window_left, window_right=self.window_right)
-        if not self.kind.startswith("BlockDiagonal"):
-            return make() if self.window_left is None else make(self.window_left + 1)
-        bias = attn_bias.BlockDiagonalMask.from_seqlens(list(self.q_seqlen), list(self.kv_seqlen))
-        if self.kind == "BlockDiagonalMask":
-            return bias
-        if self.kind == "BlockDiagonalCausalMask":
-            return bias.make_causal()
-        if self.window_left is None:
-            return bias.make_causal_from_bottomright()
-        return bias.make_local_attention_from_bottomright(self.window_left + 1)
+    def _tables(self) -> list[Tensor]:
+        tables: list[Tensor] = []
+        place = 0
+        for queries, keys in zip(self.qo_lengths, self.kv_lengths, strict=True):
+            size = -(-queries * keys // 8)
+            part = self.packed_custom_mask[place : place + size].numpy()
+            if len(part) != size:
+                raise ValueError(f"expected {size} bytes for {queries} x {keys} pairs, got {len(part)}")
+            bits = np.unpackbits(part, count=queries * keys, bitorder="little")
+            tables.append(torch.from_numpy(bits.astype(np.bool_).reshape(queries, keys)))
+            place += size
+        return tables
 
     def __str__(self) -> str:
-        window = "" if self.window_left is None else f", window {self.window_left, self.window_right or 0}"
-        return f"XFormersBias: {self.kind}, {len(self.q_seqlen)} documents{window}"
+        return f"FlashInferMask: {len(self.qo_lengths)} requests, {len(self.packed_custom_mask):,} bytes"
 
     __repr__ = __str__
 
 
-def xformers(mask: Mask | MaskGrid) -> XFormersBias:
-    """The class of `xformers.ops.fmha.attn_bias` for packed documents and windows.
-
-    The sequences of a batch are laid end to end, without padding.
+def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
+    """The `packed_custom_mask` of FlashInfer's prefill wrappers; any mask can be said, a batch as a request each.
 
     Raises:
-        NotExpressible: it is something else, or several documents with a window that looks ahead.
+        NotExpressible: the heads of a sequence differ.
+
+    Cost: one byte per pair while it is packed, one bit per pair after that.
 
     >>> from attnflow import masks
-    >>> xformers(masks.causal(4)).kind
-    'LowerTriangularMask'
+    >>> form = flashinfer(masks.causal(3))
+    >>> form.custom_mask.int().tolist(), form.packed_custom_mask.tolist()
+    ([1, 0, 0, 1, 1, 0, 1, 1, 1], [217, 1])
     """
-    masks = sequences(mask, "xformers")
-    bands = bands_of_batch(masks, "xformers")
-    several, square, local = len(bands.queries) != 1, bands.square, bands.left is not None
-    if bands.causal and local:
-        start = "BlockDiagonalCausal" if several else "LowerTriangularFromBottomRight"
-        kind = f"{start}LocalAttentionFromBottomRightMask" if several else f"{start}LocalAttentionMask"
-    elif bands.causal:
-        start = "BlockDiagonalCausal" if several else "LowerTriangular"
-        kind = f"{start}Mask" if square else f"{start}FromBottomRightMask"
-    elif local or bands.right is not None:
-        if several:
-            pair = _beyond(bands)
-            raise NotExpressible(
-                "xformers", end_to_end(masks), pair, "its documents have windows only where they are causal"
-            )
-        kind = "LocalAttentionFromBottomRightMask"
-        left, right = (bands.keys[0] if side is None else side for side in (bands.left, bands.right))
-        return XFormersBias(kind, bands.queries, bands.keys, left, right)
-    else:
-        kind = "BlockDiagonalMask"
-    return XFormersBias(kind, bands.queries, bands.keys, bands.left)  # pyright: ignore[reportArgumentType]
+    masks = sequences(mask, "flashinfer")
+    bits = [np.packbits(each.dense().numpy(), axis=None, bitorder="little") for each in masks]
+    lengths = (tuple(each.shape[axis] for each in masks) for axis in (0, 1))
+    return FlashInferMask(torch.from_numpy(np.concatenate(bits)), *lengths)
 
 
-def _beyond(bands: Bands) -> tuple[int, int]:
-    """A pair of one document that the window forbids."""
-    low, high = Bands(bands.queries, bands.keys, None, None).bounds()
-    first, last = bands.bounds()
-    query = int(np.argmax((first > low) | (last < high)))
-    return query, int(low[query] if first[query] > low[query] else last[query])
+@dataclass(frozen=True, eq=False)
+class EngineMask(Result):
+    """A mask as Transformer Engine's `DotProductAttention` takes it, which hands presets to cuDNN.
+
+    Attributes:
+        attn_mask_type: a preset, or "arbitrary" with a table. "padding..." is for packed documents, in "thd".
+        window_size: keys (before, after) the diagonal; -1 for all.
+        attention_mask: bool[batch or 1, heads or 1, queries, keys], **True where attention is forbidden**; None with a
+            preset.
+        cu_seqlens_q: int32[documents + 1], the first query of each document and the end; None but for "padding...".
+        cu_seqlens_kv: int32[documents + 1], the same of its keys.
+        num_queries: rows of the mask.
+        num_keys: columns of the mask.
+    """
+
+    attn_mask_type: PresetType
+    window_size: tuple[int, int]
+    attention_mask: Bool[Tensor, "batch heads queries keys"] | None
+    cu_seqlens_q: Int32[Tensor, "documents_and_1"] | None
+    cu_seqlens_kv: Int32[Tensor, "documents_and_1"] | None
+    num_queries: int
+    num_keys: int
+
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation that the engine computes."""
+        if self.attention_mask is not None:
+            rows = [[from_dense(~table, "te") for table in row] for row in self.attention_mask]
+            return rows[0][0] if self.attention_mask.shape[:2] == (1, 1) else batch(map(per_head, rows))
+        queries, keys = (self.num_queries,), (self.num_keys,)
+        if self.cu_seqlens_q is not None and self.cu_seqlens_kv is not None:
+            queries, keys = _lengths("cu_seqlens_q", self.cu_seqlens_q), _lengths("cu_seqlens_kv", self.cu_seqlens_kv)
+        left, right = (None if side == _OPEN else side for side in self.window_size)
+        return Bands(queries, keys, left, 0 if "causal" in self.attn_mask_type else right).to_mask("te")
+
+    def __str__(self) -> str:
+        return f"EngineMask: {self.attn_mask_type}, window_size {self.window_size}"
+
+    __repr__ = __str__
+
+
+def te(mask: Mask | MaskGrid) -> EngineMask:
+    """The arguments of Transformer Engine's `DotProductAttention`; what is no preset is a table, True = forbidden.
+
+    Masks by sequence and by head are tables, with the padding of `MaskGrid.dense()`.
+
+    Cost: O(intervals) for a preset, one byte per pair for a table.
+
+    >>> from attnflow import masks
+    >>> te(masks.causal(3)).attn_mask_type
+    'causal'
+    >>> te(masks.butterfly(2)).attention_mask[0, 0].int().tolist()[0]
+    [0, 1, 1, 1]
+    """
+    if isinstance(mask, MaskGrid):
+        if mask.shape[:2] != (1, 1):
+            return EngineMask("arbitrary", (_OPEN, _OPEN), ~mask.dense(), None, None, *mask.shape[2:])
+        mask = mask[0, 0]
+    [mask] = sequences(mask, "te")
+    try:
+        bands = bands_of(mask, "te")
+    except NotExpressible:
+        bands = None
+    kind = None if bands is None else _preset(bands)
+    if bands is None or kind is None:
+        return EngineMask("arbitrary", (_OPEN, _OPEN), ~mask.dense()[None, None], None, None, *mask.shape)
+    left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
+    packed = kind.startswith("padding")
+    lengths = (_cumulative(bands.queries), _cumulative(bands.keys)) if packed else (None, None)
+    return EngineMask(kind, (left, right), None, *lengths, *mask.shape)
+
+
+def _preset(bands: Bands) -> PresetType | None:
+    if len(bands.queries) != 1:
+        return "padding_causal" if bands.causal else "padding"
+    if bands.square:
+        return "causal" if bands.causal else "no_mask"
+    if bands.causal:
+        return "causal_bottom_right"
+    return "no_mask" if bands.left is bands.right is None else None  # a window's diagonal is another one there
 
 
 def _cumulative(lengths: tuple[int, ...]) -> Tensor:

@@ -18,7 +18,8 @@ from attnflow.masks.hf.attention import FlexOnCpu, MaskedAttention
 from attnflow.masks.hf.batched import BatchAttention
 from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import check_stack
-from attnflow.masks.mask import Mask, not_a_mask
+from attnflow.masks.mask import Mask
+from attnflow.masks.registry import not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import Site, find_sites, mixers_beside, models_around

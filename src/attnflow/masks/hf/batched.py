@@ -8,9 +8,15 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.masks.batch_rows import allowed_of_rows, block_mask_of_rows, is_row_intervals
 from attnflow.masks.hf.attention import FlexOnCpu, Native, attend, dense_form, route_of
-from attnflow.masks.layers import first_alike, mask_of_layer, num_layers_of
+from attnflow.masks.rows import (
+    allowed_of_rows,
+    block_mask_of_rows,
+    first_alike,
+    is_row_intervals,
+    mask_of_layer,
+    num_layers_of,
+)
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.mask_request import FLEX
 

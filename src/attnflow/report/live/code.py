@@ -88,8 +88,8 @@ def _expression(spec: object) -> str:
         return f"~{_expression(values['not'])}"
     text = json.dumps(values)
     if len(text) <= _MAX_LITERAL:
-        return f"masks.from_json({text!r})"
-    return 'masks.from_json(open("mask.json").read())  # the file that the studio saves'
+        return f"masks.Mask.from_json({text!r})"
+    return 'masks.Mask.from_json(open("mask.json").read())  # the file that the studio saves'
 
 
 def _task(design: Design, subject: str) -> list[str]:

@@ -44,7 +44,7 @@ class Layer:
     """The mask of a layer, or of all of them: plain data that says it, and what was painted on it since.
 
     Attributes:
-        spec: a mask as `masks.from_json` reads it.
+        spec: a mask as `Mask.from_json` reads it.
         strokes: rectangles, first one first.
         mask: what they are together.
         base: what `spec` is, in a line.

@@ -13,7 +13,6 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
 from attnflow._core.mask_examples import EXAMPLES
 from attnflow._core.plain import as_integer
-from attnflow.masks.costs import cost
 from attnflow.masks.export import FORMATS
 from attnflow.masks.spec import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
@@ -245,7 +244,7 @@ class Session:
             as_integer(message.get(name, otherwise), name)
             for name, otherwise in (("num_heads", 1), ("head_dim", 64), ("block_size", 128))
         )
-        result = cost(self._layer(message).mask, num_heads=heads, head_dim=head_dim, block_size=block)
+        result = self._layer(message).mask.cost(num_heads=heads, head_dim=head_dim, block_size=block)
         blocks = {**asdict(result.blocks), "total": result.blocks.total}
         return {"blocks": blocks, "skipped": result.skipped, "backends": result.rows()}
 

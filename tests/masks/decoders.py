@@ -47,16 +47,6 @@ def flashmask(bounds, causal, num_queries):
     return table
 
 
-def vllm(paths):
-    """`_prepare_tree_attn_bias` of vLLM's tree attention: a root, then the sorted paths, each with its ancestors."""
-    table = np.eye(len(paths) + 1, dtype=np.bool_)
-    table[:, 0] = True
-    for node, path in enumerate(paths):
-        for length in range(1, len(path)):
-            table[node + 1, paths.index(path[:length]) + 1] = True
-    return table
-
-
 def compositions(n):
     """All ways to cut n positions into documents."""
     if n == 0:

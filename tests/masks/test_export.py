@@ -1,6 +1,6 @@
-import json
+"""Every export against its published definition, read back, and refused only where no form says it."""
+
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from attnflow import masks
 from attnflow.masks import export
 from attnflow.masks.export import NotExpressible
-from attnflow.masks.export.columns import transposed
+from attnflow.masks.export.slices import transposed
 from tests.catalogue_cases import MASKS
-from tests.masks.export import decoders
+from tests.masks import decoders
 from tests.refused import refused
 from tests.strategies import dense_masks, mask_pairs, relations, square_masks
 
 ODD = [masks.causal(127), masks.document([63, 1, 64]), masks.longformer(129, 5, [0, 64]), masks.block_diffusion(5, 7)]
 EVERY = [*MASKS, *ODD]
-FIXTURES = json.loads(Path(__file__).with_name("fixtures.json").read_text())["masks"]
 
 
 def decoded(form, mask):
@@ -39,17 +38,12 @@ def decoded(form, mask):
             flat = form.custom_mask.numpy()
             assert np.array_equal(np.packbits(flat, bitorder="little"), form.packed_custom_mask.numpy())
             return flat.reshape(mask.shape)
-        case export.DraftTree():
-            table = decoders.vllm(list(form.paths))
-            back = np.argsort(form.order)
-            return table[np.ix_(back, back)]
         case export.EngineMask() if form.attention_mask is not None:
             return ~form.attention_mask[0, 0].numpy()
         case export.EngineMask():
             one = ([0, form.num_queries], [0, form.num_keys])
             lengths = one if form.cu_seqlens_q is None else (form.cu_seqlens_q.tolist(), form.cu_seqlens_kv.tolist())
             return decoders.varlen(*lengths, "causal" in form.attn_mask_type, form.window_size)
-    return None  # xFormers and splash: by the fixtures that their packages made
 
 
 def made(mask, name):
@@ -74,29 +68,24 @@ def check(mask, name):
     return form
 
 
-def names(mask):
-    rootless = 0 in mask.shape
-    return [name for name in export.FORMATS if not (name == "vllm" and rootless)]
-
-
 @pytest.mark.parametrize("name", sorted(export.FORMATS))
 def test_the_whole_catalogue(name):
-    said = [check(mask, name) is not None for mask in EVERY if name in names(mask)]
-    if name in ("flashinfer", "magi", "splash", "te"):
+    said = [check(mask, name) is not None for mask in EVERY]
+    if name in ("flashinfer", "magi", "te"):
         assert all(said)
 
 
 @settings(max_examples=60)
 @given(square_masks(9))
 def test_random_square_masks(mask):
-    for name in names(mask):
+    for name in export.FORMATS:
         check(mask, name)
 
 
 @settings(max_examples=60)
 @given(dense_masks(9))
 def test_random_masks_of_any_shape(mask):
-    for name in names(mask):
+    for name in export.FORMATS:
         check(mask, name)
 
 
@@ -105,7 +94,7 @@ def test_random_masks_of_any_shape(mask):
 def test_combinations(pair):
     a, b = pair
     for mask in (a & b, a | b, ~a):
-        for name in names(mask):
+        for name in export.FORMATS:
             check(mask, name)
 
 
@@ -115,7 +104,6 @@ def test_documents_with_windows_are_said(lengths, window, causal):
     n = sum(lengths)
     mask = masks.document(lengths, "full") & masks.sliding_window(n, window, causal=causal)
     assert check(mask, "varlen") is not None
-    assert check(masks.document(lengths), "xformers") is not None
 
 
 def every_table(n):
@@ -137,22 +125,8 @@ def test_nothing_is_refused_that_can_be_said(n):
     cuts = [np.cumsum([0, *lengths]).tolist() for lengths in decoders.compositions(n)]
     bands = {(cut := tuple(c), w): decoders.varlen(cut, cut, False, w).tobytes() for c in cuts for w in sides(n)}
     varlen = set(bands.values())
-    causal_or_open = {t for (cut, (left, right)), t in bands.items() if right == 0 or left == right == -1}
-    one = {t for (cut, _), t in bands.items() if len(cut) == 2}
-    trees = set()
-    for parents in product(range(-1, n), repeat=n):
-        if parents.count(-1) == 1:
-            order = sorted(range(n), key=lambda node: parents[node] != -1)
-            place = {node: number for number, node in enumerate(order)}
-            try:
-                mask = masks.tree([-1, *(place[parents[node]] for node in order[1:])])
-            except ValueError:  # a cycle
-                continue
-            trees.add(mask.permute(np.argsort(order)).dense().numpy().tobytes())
     for table in every_table(n):
         assert said_by("varlen", table) == (table.tobytes() in varlen)
-        assert said_by("xformers", table) == (table.tobytes() in causal_or_open | one)
-        assert said_by("vllm", table) == (table.tobytes() in trees)
 
 
 @given(relations(7))
@@ -170,18 +144,6 @@ def test_rectangles_of_one_document_are_said(queries, keys):
         mask = masks.from_dense(torch.from_numpy(table))
         if queries != keys:
             assert export.varlen(mask).to_mask() == mask
-
-
-@pytest.mark.parametrize("entry", FIXTURES, ids=[f"{i}-{e['form']['kind']}" for i, e in enumerate(FIXTURES)])
-def test_as_the_packages_compute_it(entry):
-    kind = getattr(export, entry["form"]["attnflow"])
-    size = entry["shape"][0] * entry["shape"][1]
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(entry["allowed"]), np.uint8), count=size)
-    mask = masks.from_dense(torch.from_numpy(bits.astype(np.bool_).reshape(entry["shape"])))
-    form = kind.from_dict(entry["form"])
-    assert form.to_mask() == mask
-    make = export.xformers if kind is export.XFormersBias else export.splash
-    assert make(mask).to_json() == form.to_json()
 
 
 @given(relations(8))
@@ -223,10 +185,6 @@ def test_what_cannot_be_said_is_named():
     with pytest.raises(NotExpressible, match="forbids query 2, key 2, but every query") as caught:
         export.varlen(masks.from_edges([(0, 0), (1, 1)], 3))
     assert caught.value.pair == (2, 2)
-    with pytest.raises(NotExpressible, match="they share their ancestors"):
-        export.vllm(masks.causal(3) & ~masks.from_edges([(2, 0)], 3))
-    with pytest.raises(NotExpressible, match="windows only where they are causal"):
-        export.xformers(masks.document([4, 3], "full") & masks.sliding_window(7, 2, causal=False))
 
 
 def test_what_is_no_mask_is_told_how_to_become_one():
@@ -248,23 +206,10 @@ def test_forms_that_say_something_else_are_refused():
         export.Varlen(torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int(), 1, 2, True, (-1, -1)).to_mask()
     with refused(ValueError, "as many documents"):
         export.Varlen(torch.tensor([0, 2]).int(), torch.tensor([0, 1, 2]).int(), 2, 1, True, (-1, -1)).to_mask()
-    with pytest.raises(ValueError, match="no parent"):
-        export.DraftTree(((0,), (1, 0)), (0, 1, 2)).to_mask()
-    with pytest.raises(ValueError, match="sorted"):
-        export.DraftTree(((1,), (0,)), (0, 1, 2)).to_mask()
     with pytest.raises(ValueError, match="takes 1 or 2 bounds"):
         export.FlashMask(torch.zeros(1, 1, 3, 4).int(), True, 3).to_mask()
     with pytest.raises(ValueError, match="bytes for 3 x 3 pairs, got 1"):
         export.FlashInferMask(torch.zeros(1, dtype=torch.uint8), (3,), (3,)).to_mask()
-    with pytest.raises(ValueError, match="at most 4,096"):
-        export.vllm(masks.causal(5000))
-
-
-@pytest.mark.parametrize("name", ["xformers", "splash"])
-def test_a_package_that_is_missing_is_named(name, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jax" if name == "splash" else name, None)
-    with pytest.raises(ImportError, match="pip install"):
-        export.FORMATS[name](masks.causal(3)).build()
 
 
 def test_long_masks_take_intervals_only():
@@ -272,3 +217,88 @@ def test_long_masks_take_intervals_only():
     for mask in (masks.longformer(n, 512), masks.sliding_window(n, 512), masks.document([1024] * 8)):
         assert export.flashmask(mask).to_mask() == mask
         assert export.magi(mask).to_mask() == mask
+
+
+PACKED = [masks.causal(4), masks.document([2, 1]), masks.causal(1)]
+
+
+def blocks(parts):
+    return torch.block_diag(*(part.dense().int() for part in parts)).bool()
+
+
+@pytest.mark.parametrize("make", [export.varlen, export.magi])
+def test_a_batch_is_laid_end_to_end(make):
+    form = make(masks.batch(PACKED))
+    assert torch.equal(form.to_mask().dense(), blocks(PACKED))
+
+
+def test_requests_of_several_lengths():
+    """Chunks of prompts: each has fewer queries than keys, aligned at the last."""
+    parts = [masks.causal(9)[6:, :], masks.causal(4), masks.causal(5)[4:, :]]
+    form = export.varlen(masks.batch(parts))
+    assert form.cu_seqlens_q.tolist() == [0, 3, 7, 8]
+    assert form.cu_seqlens_k.tolist() == [0, 9, 13, 18]
+    table = decoders.varlen(form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist(), form.causal, form.window_size)
+    assert np.array_equal(table, blocks(parts).numpy())
+    with pytest.raises(NotExpressible, match="varlen cannot say 2 sequences end to end"):
+        export.varlen(masks.batch([masks.sliding_window(9, 3)[6:, :], masks.causal(9)[2:, :]]))
+
+
+@settings(max_examples=40)
+@given(st.lists(square_masks(6).filter(lambda mask: mask.num_queries), min_size=2, max_size=3))
+def test_any_batch(parts):
+    grid = masks.batch(parts)
+    form = export.flashinfer(grid)
+    sizes = [-(-(part.num_queries**2) // 8) for part in parts]
+    bits = np.split(form.packed_custom_mask.numpy(), np.cumsum(sizes)[:-1])
+    for part, own in zip(parts, bits, strict=True):
+        assert np.array_equal(np.packbits(part.dense().numpy().ravel(), bitorder="little"), own)
+    assert form.to_mask() == grid
+    assert torch.equal(export.magi(grid).to_mask().dense(), blocks(parts))
+    try:
+        rows = export.flashmask(grid)
+    except NotExpressible:
+        return
+    assert torch.equal(rows.to_mask().dense(), grid.dense())
+    for b, part in enumerate(grid.dense()):
+        bounds = rows.startend_row_indices[b, 0].tolist()
+        assert np.array_equal(decoders.flashmask(bounds, rows.causal, rows.num_queries), part[0].numpy())
+
+
+@pytest.mark.parametrize(
+    ("parts", "width", "causal"),
+    [
+        ([masks.causal(6), masks.sliding_window(6, 3)], 1, True),
+        ([masks.causal(6), masks.causal(6) & ~masks.from_edges([(3, 1)], 6)], 2, True),
+        ([masks.causal(6), masks.full(6)], 2, False),
+        ([masks.prefix_lm(6, 3), masks.longformer(6, 2)], 4, False),
+    ],
+)
+def test_heads_of_flashmask(parts, width, causal):
+    heads = masks.per_head(parts)
+    form = export.flashmask(heads)
+    assert form.startend_row_indices.shape == (1, 2, 6, width)
+    assert form.causal == causal
+    assert form.to_mask() == heads
+    assert torch.equal(type(form).from_json(form.to_json()).to_mask().dense(), heads.dense())
+    with pytest.raises(ValueError, match="expected one mask, got"):
+        masks.Mask.from_json(form.to_json())
+
+
+@pytest.mark.parametrize("make", [export.varlen, export.magi, export.flashinfer])
+def test_heads_that_share_a_mask_are_refused_where_they_differ(make):
+    with pytest.raises(NotExpressible, match="query 2, key 0, but another head of sequence 0"):
+        make(masks.per_head([masks.causal(4), masks.sliding_window(4, 2)]))
+
+
+HEADS = [masks.causal(8), masks.sliding_window(8, 3), masks.full(8), masks.butterfly(4)[:8, :8]]
+
+
+def test_transformer_engine_takes_tables_by_sequence_and_by_head():
+    for grid in (masks.per_head(HEADS), masks.batch(PACKED), masks.batch([masks.per_head(HEADS[:2])] * 3)):
+        form = export.te(grid)
+        assert form.attn_mask_type == "arbitrary"
+        assert torch.equal(~form.attention_mask, grid.dense())
+        assert torch.equal(form.to_mask().dense(), grid.dense())
+        assert torch.equal(export.EngineMask.from_json(form.to_json()).attention_mask, form.attention_mask)
+    assert export.te(masks.batch([HEADS[0]])).attn_mask_type == "causal"

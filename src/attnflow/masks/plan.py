@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.plain import as_integer, as_list
 from attnflow._core.results import Result
-from attnflow.masks.batches import MaskGrid
-from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask, not_a_mask
-from attnflow.masks.spec import mask_from_dict
+from attnflow.masks.intervals import IntervalRows, offsets
+from attnflow.masks.registry import read_mask
+
+if TYPE_CHECKING:
+    from attnflow.masks import Mask
 
 Sharding = Literal["contiguous", "head-tail", "document", "greedy"]
 _SHARDINGS: Final[tuple[Sharding, ...]] = get_args(Sharding)
@@ -45,7 +46,7 @@ class RankWork:
 
 @dataclass(frozen=True, eq=False)
 class ShardPlan(Result):
-    """Which rank computes which queries under a mask, and what that costs; made by `masks.plan`.
+    """Which rank computes which queries under a mask, and what that costs; made by `mask.plan`.
 
     Attributes:
         mask: the mask of the whole sequence.
@@ -72,18 +73,16 @@ class ShardPlan(Result):
 
     def keys(self, rank: int) -> IntArray:
         """The positions whose keys and values a rank needs, ascending, int64: the columns of `local`."""
-        return np.flatnonzero(_covered(self._rows(rank)))
+        return np.flatnonzero(self._rows(rank).cover())
 
     def local(self, rank: int) -> Mask:
         """The mask of one rank: a row for each of its positions, a column for each of `keys(rank)`. O(intervals)."""
         rows = self._rows(rank)
-        new_key = np.concatenate([[0], np.cumsum(_covered(rows))])
+        new_key = offsets(rows.cover() > 0)
         starts = new_key[rows.starts]
         ends = starts + (rows.ends - rows.starts)  # all keys of an interval are needed, so they stay together
-        return Mask(
-            IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, int(new_key[-1])),
-            f"rank {rank} of {self.mask!r}",
-        )
+        rows = IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, int(new_key[-1]))
+        return type(self.mask)(rows, f"rank {rank} of {self.mask!r}")
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each rank."""
@@ -99,14 +98,11 @@ class ShardPlan(Result):
     def from_dict(cls, values: Mapping[str, object]) -> ShardPlan:
         """What `to_dict` described."""
         content = cls._content(values)
-        sharding = content.get("sharding")
-        if sharding not in _SHARDINGS:
-            raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
         positions = [
             np.array([as_integer(at, "positions") for at in as_list(each, "positions")], np.int64)
             for each in as_list(content.get("positions"), "positions")
         ]
-        return _planned(mask_from_dict(content.get("mask")), sharding, positions)
+        return plan_of(read_mask(content.get("mask")), _checked(content.get("sharding")), positions)
 
     def __str__(self) -> str:
         lines = [
@@ -125,65 +121,58 @@ class ShardPlan(Result):
         return self.mask.intervals().take(np.array(self.positions[rank], np.int64))
 
 
-def plan(mask: Mask, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
-    """Which rank computes which queries of one sequence, and what that costs each in work and communication.
+class Planned:
+    """What a mask over one sequence can do beside: `plan`."""
 
-    Every rank holds queries, keys and values of its positions; in each layer it is sent the keys and values that its
-    queries read. Work is the number of allowed pairs, exact. Nothing is distributed here: a plan to choose by, and the
-    local masks to check a sharded run with.
+    __slots__ = ()
 
-    Args:
-        mask: square.
-        ranks: number of devices.
-        sharding: "contiguous": equal stretches. "head-tail": each rank has a stretch of the first half and its mirror
-            image in the second one, which balances causal masks. "document": whole documents (stretches that no pair
-            leaves), the largest first, each to the rank with the least work; nothing is sent. "greedy": blocks of
-            `block_size` positions, the one with the most work first, each to the rank with the least that has room; all
-            ranks hold the same number of blocks, but one.
-        block_size: positions per block of "greedy"; torch's own context parallelism needs ranks x 128 to divide the
-            sequence.
+    def plan(self: Mask, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
+        """Which rank computes which queries of one sequence, and what that costs each in work and communication.
+
+        Every rank holds queries, keys and values of its positions; in each layer it is sent the keys and values that
+        its queries read. Work is the number of allowed pairs, exact. Nothing is distributed here: a plan to choose by,
+        and the local masks to check a sharded run with.
+
+        Args:
+            ranks: number of devices.
+            sharding: "contiguous": equal stretches. "head-tail": each rank has a stretch of the first half and its
+                mirror image in the second one, which balances causal masks. "document": whole documents (stretches
+                that no pair leaves), the largest first, each to the rank with the least work; nothing is sent.
+                "greedy": blocks of `block_size` positions, the one with the most work first, each to the rank with the
+                least that has room; all ranks hold the same number of blocks, but one.
+            block_size: positions per block of "greedy"; torch's own context parallelism needs ranks x 128 to divide
+                the sequence.
+
+        Raises:
+            ValueError: the mask is not square, or an unknown sharding.
+
+        Cost: O(intervals x ranks).
+
+        >>> from attnflow import masks
+        >>> [round(masks.causal(1024).plan(4, how).imbalance, 2) for how in ("contiguous", "head-tail")]
+        [1.75, 1.0]
+        """
+        if self.num_queries != self.num_keys:
+            raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {self.shape}")
+        ranks, block_size = checks.integer("ranks", ranks, 1), checks.integer("block_size", block_size, 1)
+        how, every = _checked(sharding), np.arange(self.num_queries)
+        if how == "contiguous":
+            return plan_of(self, how, np.array_split(every, ranks))
+        if how == "head-tail":
+            parts = np.array_split(every, 2 * ranks)
+            return plan_of(self, how, [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
+        cuts = _borders(self.intervals()) if how == "document" else np.arange(block_size, self.num_queries, block_size)
+        parts = np.split(every, cuts)
+        room = self.num_queries if how == "document" else -(-len(parts) // ranks)
+        return plan_of(self, how, _dealt(parts, self.row_counts(), ranks, room))
+
+
+def plan_of(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
+    """Counts what each rank does.
 
     Raises:
-        TypeError: masks of a batch or of heads: each sequence is planned by itself.
-        ValueError: the mask is not square, or an unknown sharding.
-
-    Cost: O(intervals x ranks).
-
-    >>> from attnflow import masks
-    >>> [round(plan(masks.causal(1024), 4, how).imbalance, 2) for how in ("contiguous", "head-tail")]
-    [1.75, 1.0]
+        ValueError: not each position lies at one rank.
     """
-    if isinstance(mask, MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"a plan is of one sequence and one mask, got {mask!r}: plan each sequence by itself, "
-            "masks.plan(grid[b, 0], ranks), and where heads differ their union, which says what must be sent"
-        )
-    if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise not_a_mask(mask)
-    if mask.num_queries != mask.num_keys:
-        raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {mask.shape}")
-    ranks = checks.integer("ranks", ranks, 1)
-    block_size = checks.integer("block_size", block_size, 1)
-    if sharding not in _SHARDINGS:
-        raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
-    every = np.arange(mask.num_queries)
-    if sharding == "contiguous":
-        positions = np.array_split(every, ranks)
-    elif sharding == "head-tail":
-        parts = np.array_split(every, 2 * ranks)
-        positions = [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)]
-    else:
-        if sharding == "document":
-            parts, room = np.split(every, _borders(mask)), mask.num_queries
-        else:
-            parts = np.split(every, np.arange(block_size, mask.num_queries, block_size))
-            room = -(-len(parts) // ranks)
-        positions = _dealt(parts, mask.row_counts(), ranks, room)
-    return _planned(mask, sharding, positions)
-
-
-def _planned(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
-    """Counts what each rank does."""
     n, count = mask.num_queries, len(positions)
     holder = np.full(n, -1, np.int64)
     for rank, held in enumerate(positions):
@@ -191,38 +180,26 @@ def _planned(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> S
     if not count or sum(map(len, positions)) != n or (n and holder.min() < 0):
         raise ValueError(f"expected each of {n} positions at one rank")
     rows, counts = mask.intervals(), mask.row_counts()
-    needed = [_covered(rows.take(held)) for held in positions]
-    sent = np.zeros(count, np.int64)
-    for rank, keys in enumerate(needed):
-        others = holder[keys]
-        sent += np.bincount(others[others != rank], minlength=count)
+    needed = [np.flatnonzero(rows.take(held).cover()) for held in positions]
+    sizes = np.stack([np.bincount(holder[keys], minlength=count) for keys in needed])  # [reader, holder]
+    np.fill_diagonal(sizes, 0)
     work = tuple(
-        RankWork(
-            rank,
-            len(held),
-            int(counts[held].sum()),
-            int(needed[rank].sum()),
-            int((holder[needed[rank]] != rank).sum()),
-            int(sent[rank]),
-        )
-        for rank, held in enumerate(positions)
+        RankWork(rank, len(held), int(counts[held].sum()), len(keys), int(sizes[rank].sum()), int(sizes[:, rank].sum()))
+        for rank, (held, keys) in enumerate(zip(positions, needed, strict=True))
     )
     return ShardPlan(mask, sharding, tuple(tuple(held.tolist()) for held in positions), work)
 
 
-def _covered(rows: IntervalRows) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which keys any of the rows holds, bool[keys]."""
-    size = rows.num_keys + 1
-    step = np.bincount(rows.starts, minlength=size) - np.bincount(rows.ends, minlength=size)
-    return np.cumsum(step)[:-1] > 0
+def _checked(sharding: object) -> Sharding:
+    if sharding not in _SHARDINGS:
+        raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
+    return sharding
 
 
-def _borders(mask: Mask) -> IntArray:
-    """Positions that no pair crosses: the beginnings of documents but the first."""
-    rows, n = mask.intervals(), mask.num_queries
-    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
-    row = rows.row_index()
-    first, last = np.minimum(starts, row), np.maximum(ends - 1, row)  # a pair covers what lies between its ends
+def _borders(rows: IntervalRows) -> IntArray:
+    """Positions that no pair crosses: where documents begin, but for the first."""
+    row, n = rows.row_index(), rows.num_rows
+    first, last = np.minimum(rows.starts, row), np.maximum(rows.ends - 1, row)  # a pair covers what lies between
     step = np.bincount(first + 1, minlength=n + 1) - np.bincount(last + 1, minlength=n + 1)
     return np.flatnonzero(np.cumsum(step)[1:n] == 0) + 1
 

@@ -1,0 +1,159 @@
+"""The masks of a batch as one plain tensor, its *row intervals*, and what attention kernels take, made on its device.
+
+Row intervals are int32 [batch or 1, heads or 1, 2 x width, queries]: query q attends to the keys in
+`[rows[..., 2 t, q], rows[..., 2 t + 1, q])` for t in 0..width - 1, of which unused ones are (0, 0). With an odd number
+of rows the last one numbers the keys anew: key k stands in for `rows[..., -1, k]` (masks whose keys lie scattered, such
+as a permuted order, stay few intervals then; their queries are as many as their keys). The number of rows is never the
+number of queries, so that a kernel that takes the tensor for a mask of pairs fails.
+
+Being a plain tensor of a batch, it is copied, sliced, pinned, sent and gathered as any other; everything else is built
+from it where the model is, in shapes that depend on its shape alone.
+
+Where each layer has its own mask there are two more forms, which no kernel takes for a mask of pairs either:
+
+- row intervals in int64 and not in int32: [batch, layers, rows, queries];
+- additive: [batch, 1, layers x queries, keys], the layers one below the other, at least two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, no_type_check
+
+import torch
+from jaxtyping import Bool, Float, Int, Int32
+from torch import Tensor
+
+from attnflow.masks.flex import (
+    MAX_UNROLLED,
+    MaskMod,
+    block_mask_of_counts,
+    mask_mod_of_bits,
+    pairs_in_blocks,
+)
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+LAYERED: Final = torch.int64  # of row intervals
+_BITS: Final = 8
+
+
+def is_row_intervals(value: object) -> bool:
+    """Whether a value has the form of row intervals, whatever is in it."""
+    return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int32
+
+
+def split_rows(
+    rows: Int32[Tensor, "batch heads rows queries"],
+) -> tuple[Int32[Tensor, "batch heads bounds queries"], Int32[Tensor, "batch heads queries"] | None]:
+    """(bounds of the intervals, number of each key or None): views."""
+    even = rows.shape[2] // 2 * 2
+    return rows[:, :, :even], rows[:, :, -1] if rows.shape[2] > even else None
+
+
+def allowed_of_rows(
+    rows: Int32[Tensor, "batch heads rows queries"], num_keys: int
+) -> Bool[Tensor, "batch heads queries keys"]:
+    """The relation as bool. Cost: two bytes a pair while it is made."""
+    bounds, rank = split_rows(rows)
+    batch, heads, _, queries = rows.shape
+    step = torch.zeros(batch, heads, queries, num_keys + 1, dtype=torch.int8, device=rows.device)
+    for first, change in ((0, 1), (1, -1)):  # an unused interval starts and ends at 0
+        at = bounds[:, :, first::2].transpose(-1, -2)
+        step.scatter_add_(-1, at.long(), torch.full_like(at, change, dtype=step.dtype))
+    allowed = step.cumsum(-1, dtype=torch.int8)[..., :num_keys].bool()
+    return allowed if rank is None else allowed.gather(-1, rank[:, :, None].long().expand_as(allowed))
+
+
+def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: int) -> MaskMod:
+    """`mask_mod(b, h, q, k)`, vectorised; it captures one tensor, so masks of one shape share one kernel."""
+    if rows.shape[2] > 2 * MAX_UNROLLED + 1:
+        allowed = torch.nn.functional.pad(allowed_of_rows(rows, num_keys), (0, -num_keys % _BITS))
+        weight = 1 << torch.arange(_BITS, device=rows.device, dtype=torch.uint8)
+        return mask_mod_of_bits((allowed.unflatten(-1, (-1, _BITS)) * weight).sum(-1, dtype=torch.uint8))
+    several, heads, renumbered = rows.shape[0] > 1, rows.shape[1] > 1, rows.shape[2] % 2 == 1
+    intervals = rows.shape[2] // 2
+
+    @no_type_check
+    def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        b, h = b if several else b * 0, h if heads else h * 0
+        k = rows[b, h, 2 * intervals, k] if renumbered else k
+        allowed = (k >= rows[b, h, 0, q]) & (k < rows[b, h, 1, q])
+        for t in range(1, intervals):
+            allowed = allowed | ((k >= rows[b, h, 2 * t, q]) & (k < rows[b, h, 2 * t + 1, q]))
+        return allowed
+
+    return compare
+
+
+def block_mask_of_rows(
+    rows: Int32[Tensor, "batch heads rows queries"], num_keys: int, blocks: tuple[int, int] = (128, 128)
+) -> BlockMask:
+    """The `BlockMask` of row intervals, on their device; see `attnflow.masks.flex.block_mask_of_counts`."""
+    counts = block_counts_of_rows(rows, num_keys, blocks)
+    return block_mask_of_counts(counts, blocks, mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
+
+
+def block_counts_of_rows(
+    rows: Int32[Tensor, "batch heads rows queries"], num_keys: int, blocks: tuple[int, int] = (128, 128)
+) -> Int[Tensor, "batch heads query_blocks key_blocks"]:
+    """Allowed pairs in each block."""
+    (bounds, rank), (batch, heads, _, queries) = split_rows(rows), rows.shape
+    starts, ends = bounds[:, :, ::2].long(), bounds[:, :, 1::2].long()
+    height, width = -(-queries // blocks[0]), -(-num_keys // blocks[1])
+    row = torch.arange(queries, device=rows.device) // blocks[0]
+    if rank is None:
+        place = torch.arange(batch * heads, device=rows.device).view(batch, heads, 1, 1) * height
+        grid = batch * heads * height, width
+        return pairs_in_blocks((place + row).expand_as(starts), starts, ends, grid, blocks[1]).unflatten(
+            0, (batch, heads, height)
+        )
+    parts = [
+        pairs_in_blocks(row.expand_as(starts[b, h]), starts[b, h], ends[b, h], (height, width), blocks[1], rank[b, h])
+        for b in range(batch)
+        for h in range(heads)
+    ]
+    return torch.stack(parts).unflatten(0, (batch, heads))
+
+
+def layered_dense(
+    tables: Float[Tensor, "batch layers queries keys"],
+) -> Float[Tensor, "batch 1 layers_and_queries keys"]:
+    """The additive masks of the layers, one below the other.
+
+    Raises:
+        ValueError: there is one layer alone, whose mask nothing would tell from one for all layers.
+    """
+    if tables.shape[1] == 1:
+        raise ValueError(
+            "a list of one mask is for models of one layer, and as a dense table any model would take it for all its "
+            'layers: use masks="intervals", or give the task the mask itself in place of the list'
+        )
+    return tables.flatten(1, 2)[:, None]
+
+
+def num_layers_of(mask: object, queries: int) -> int | None:
+    """For how many layers a mask is one each; None of a mask for all layers."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return None
+    if mask.dtype == LAYERED:
+        return mask.shape[1]
+    layers = mask.shape[2] // queries if queries and mask.is_floating_point() and mask.shape[1] == 1 else 1
+    return layers if layers > 1 and layers * queries == mask.shape[2] else None
+
+
+def mask_of_layer(mask: Tensor, layer: int, queries: int) -> Tensor:
+    """The mask of one layer as it would be for all: int32 row intervals, or an additive table."""
+    if mask.dtype == LAYERED:
+        return mask[:, layer : layer + 1].to(torch.int32)
+    return mask[:, :, layer * queries : (layer + 1) * queries]
+
+
+def first_alike(mask: Tensor, queries: int) -> list[int]:
+    """For each layer the first one with the same mask. Cost: O(layers x different masks) comparisons."""
+    views = mask.unbind(1) if mask.dtype == LAYERED else mask.unflatten(2, (-1, queries)).unbind(2)
+    first: list[int] = []
+    for layer, view in enumerate(views):
+        alike = (other for other in dict.fromkeys(first) if torch.equal(views[other], view))
+        first.append(next(alike, layer))
+    return first
