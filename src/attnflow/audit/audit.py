@@ -22,7 +22,7 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import holds_attention, missing_pairs
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.survey import FirstPass, Survey, survey, surveyed
+from attnflow.audit.survey import Survey, survey, surveyed
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
 
@@ -90,18 +90,19 @@ def check(
     model, tokenizer = split(model)
     with evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
-        seen, first = surveyed(model, asked, seed) if mode == "quick" else (survey(model, asked), None)
+        at_layers = surveyed(model, asked, seed) if mode == "quick" else None
+        seen = survey(model, asked) if at_layers is None else at_layers[0]
         call, relation = seen.inputs, relation_of(model, seen, order)
         audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, progress)
         work = audit(notes=_notes(model, seen, order))
-        if mode == "quick" and not work.quick(cache, first):  # what moves and where it begins, the long way
+        if at_layers is not None and not work.quick(cache, *at_layers[1:]):  # what moves and where, the long way
             work, mode = audit(notes=_notes(model, seen, order)), "perturb"
         if mode == "perturb":
             work.perturb(Runner(model, call, watch, seed), "forward")
             if cache is not False and not any(violation.kind == "state" for violation in work.violations):
                 work.perturb_cached(cache)
-        if mode == "perturb" and both_sides is not False:
-            work.look_for_missing(seen, bool(both_sides))
+            if both_sides is not False:
+                work.look_for_missing(seen, bool(both_sides))
     return work.report(relation.name, mode, time.perf_counter() - began)
 
 
@@ -145,12 +146,9 @@ class Auditor:
     plan: Plan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
 
-    def quick(self, cache: bool | Sequence[int], first: FirstPass | None) -> bool:
+    def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
         """Whether nothing moves at the layers in a few perturbations, and no way of decoding differs."""
-        runner = Runner(self.model, self.call, "layers", self.seed)
-        if first is not None:
-            runner.layer_calls, runner.skipped = first.layer_calls, first.skipped
-        prober = Prober(runner, self.fields, self.seed, None if first is None else first.events)
+        prober = Prober(runner, self.fields, self.seed, base)
         self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
@@ -237,7 +235,7 @@ class Auditor:
         assert self.base is not None
         breaks = {violation.module for violation in self.violations}
         modules: dict[str, ModuleResult] = {}
-        for key, event in self.base.events.items():
+        for key, event in self.base.items():
             if key.side == "out":
                 name = key.module or type(self.model).__name__
                 status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
@@ -270,7 +268,7 @@ class Auditor:
                 f"({few(list(runner.layer_names), limit=2)}), got an "
                 f"order with {len(relation.layers)}"
             )
-        watched = {key.module for key in base.events if key.side == "out"}
+        watched = {key.module for key in base if key.side == "out"}
         if not watched:
             raise UnsupportedArchitecture(
                 f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
@@ -287,7 +285,7 @@ class Auditor:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
-            for event in self.base.events.values():
+            for event in self.base.values():
                 depth = max(event.depth, 1) if self.layer_calls else -1
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
@@ -301,5 +299,5 @@ class Auditor:
 
 def _in_order(violations: list[Violation], base: Recording) -> list[Violation]:
     """First in the order of execution first."""
-    places = list(dict.fromkeys(event.blame for event in base.events.values()))
+    places = list(dict.fromkeys(event.blame for event in base.values()))
     return sorted(violations, key=lambda violation: places.index(violation.module))

@@ -68,21 +68,13 @@ class Findings:
 
 @dataclass
 class Labels(Findings):
-    """What was read of labels.
+    """What was read of labels."""
 
-    Attributes:
-        words: how they are taken.
-        shift: the loss takes label i from position i - shift; None if that is not known.
-        offset: label i is the token at i + offset; None if that is not known, or differs.
-        masked: labels stand where tokens were hidden.
-        count: labels that count.
-    """
-
-    words: str = ""
-    shift: int | None = None
-    offset: int | None = None
-    masked: bool = False
-    count: int = 0
+    words: str = ""  # how they are taken
+    shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
+    offset: int | None = None  # label i is the token at i + offset; None if that is not known, or differs
+    masked: bool = False  # labels stand where tokens were hidden
+    count: int = 0  # labels that count
 
 
 def supervised(reading: Reading, shift: int) -> Tensor:

@@ -31,35 +31,20 @@ _MASKED: Final = re.compile(r"ForMaskedLM|ForPreTraining")
 
 @dataclass(frozen=True)
 class Family:
-    """How labels are taken.
+    """How labels are taken."""
 
-    Attributes:
-        name: the class of the model; "" where no model is given.
-        shift: the loss takes label i from position i - shift; None if that is not known.
-        causal: whether positions read only what is before them; None if that is not known.
-        decoder: labels are those of the decoder of an encoder-decoder.
-        classes: labels are classes, not tokens.
-        prefix: `token_type_ids` 0 is a prefix that reads itself in both directions.
-        images: `token_type_ids` 1 are images, each reads itself in both directions.
-        transformers: the model is one of transformers, whose masks follow its rules.
-        vocabulary: number of token ids; None if that is not known.
-        pad: id of padding; None if that is not known.
-        ends: ids that end an answer.
-        layers: number of layers; None if that is not known.
-    """
-
-    name: str = ""
-    shift: int | None = None
-    causal: bool | None = None
-    decoder: bool = False
-    classes: bool = False
-    prefix: bool = False
-    images: bool = False
-    transformers: bool = False
-    vocabulary: int | None = None
-    pad: int | None = None
-    ends: tuple[int, ...] = ()
-    layers: int | None = None
+    name: str = ""  # the class of the model; "" where no model is given
+    shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
+    causal: bool | None = None  # whether positions read only what is before them; None if that is not known
+    decoder: bool = False  # labels are those of the decoder of an encoder-decoder
+    classes: bool = False  # labels are classes, not tokens
+    prefix: bool = False  # `token_type_ids` 0 is a prefix that reads itself in both directions
+    images: bool = False  # `token_type_ids` 1 are images, each reads itself in both directions
+    transformers: bool = False  # the model is one of transformers, whose masks follow its rules
+    vocabulary: int | None = None  # number of token ids; None if that is not known
+    pad: int | None = None  # id of padding; None if that is not known
+    ends: tuple[int, ...] = ()  # ids that end an answer
+    layers: int | None = None  # number of layers; None if that is not known
 
 
 def family_of(model_or_config: Any) -> Family:
@@ -136,39 +121,24 @@ def _id(value: object) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a batch says.
+    """What a batch says."""
 
-    Attributes:
-        ids: [batch, n, width] token ids; several at one position are averaged, -100 fills up. None without ids.
-        labels: [batch, n], -100 where there is none; None without labels of this form.
-        targets: [batch, n, several] of `af.tasks.Collator`, each at the position that predicts it.
-        real: bool [batch, n], no padding.
-        padding: bool [batch, n], a run of the padding token at an end of the sequence, whatever the mask says.
-        mask: [batch, n], the 2D attention mask as it is; None without one.
-        positions: [batch, n]; None without position ids, or where they have several axes.
-        allow: bool [batch, n, n], from a mask of pairs; None without one.
-        starts: {what says so: bool [batch, n], where a document begins behind another one of its sequence}.
-        documents: [batch, n], the number of each position's document within its sequence.
-        blocks: [batch, n], positions of one block read one another in both directions; -1 elsewhere.
-        answers: bool [batch, n], what a mask in the batch says belongs to an answer; None without one.
-        problems: why boundaries of documents cannot be believed.
-        unread: what could not be read, (what, why).
-    """
-
+    # [batch, n, width] token ids; several at one position are averaged, -100 fills up. None without ids
     ids: Tensor | None
-    labels: Tensor | None
-    targets: Tensor | None
-    real: Tensor
-    padding: Tensor
-    mask: Tensor | None
-    positions: Tensor | None
-    allow: Tensor | None
+    labels: Tensor | None  # [batch, n], -100 where there is none; None without labels of this form
+    targets: Tensor | None  # [batch, n, several] of `af.tasks.Collator`, each at the position that predicts it
+    real: Tensor  # bool [batch, n], no padding
+    padding: Tensor  # bool [batch, n], a run of the padding token at an end of the sequence, whatever the mask says
+    mask: Tensor | None  # [batch, n], the 2D attention mask as it is; None without one
+    positions: Tensor | None  # [batch, n]; None without position ids, or where they have several axes
+    allow: Tensor | None  # bool [batch, n, n], from a mask of pairs; None without one
+    # {what says so: bool [batch, n], where a document begins behind another one of its sequence}
     starts: Mapping[str, Tensor]
-    documents: Tensor
-    blocks: Tensor
-    answers: Tensor | None
-    problems: tuple[str, ...]
-    unread: list[tuple[str, str]]
+    documents: Tensor  # [batch, n], the number of each position's document within its sequence
+    blocks: Tensor  # [batch, n], positions of one block read one another in both directions; -1 elsewhere
+    answers: Tensor | None  # bool [batch, n], what a mask in the batch says belongs to an answer; None without one
+    problems: tuple[str, ...]  # why boundaries of documents cannot be believed
+    unread: list[tuple[str, str]]  # what could not be read, (what, why)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -177,12 +147,7 @@ class Reading:
 
 
 def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
-    """What `batch` says, for labels as `family` takes them.
-
-    Raises:
-        ValueError: neither ids nor labels, or shapes that do not fit together.
-        TypeError: ids, labels or positions that are no integers.
-    """
+    """What `batch` says, for labels as `family` takes them."""
     prefix = "decoder_" if family.decoder or batch.get("decoder_input_ids") is not None else ""
     ids = integers(batch, f"{prefix}input_ids", (1, 2, 3))
     labels = None if family.classes else integers(batch, "labels", (1, 2, 4))

@@ -71,14 +71,7 @@ def declared_order(
 
 
 def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
-    """The relation to audit against: `order` if given, else what is declared.
-
-    Raises:
-        TypeError: `order` is of another type.
-        ValueError: `order` is not square or not of the inputs' size or number of sequences, or "mask" without a mask of
-            pairs.
-        UnsupportedArchitecture: nothing is given and nothing declared.
-    """
+    """The relation to audit against: `order` if given, else what is declared."""
     inputs = seen.inputs
     if order is None:
         return declared(model, seen)
@@ -307,12 +300,7 @@ def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
 
 
 def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
-    """A mask of pairs among the inputs, as allow [rows, n, n]; the union of its heads. None if there is none.
-
-    Raises:
-        UnsupportedArchitecture: a dict of masks.
-        ValueError: a mask of another size.
-    """
+    """A mask of pairs among the inputs, as allow [rows, n, n]; the union of its heads. None if there is none."""
     mask = inputs.kwargs.get("attention_mask")
     if isinstance(mask, Mapping):
         raise UnsupportedArchitecture("attention_mask is a dict of masks: say what it means with order=")

@@ -24,21 +24,13 @@ from attnflow.models.evaluation import REFUSALS, precision, refusal
 
 @dataclass(frozen=True)
 class DecodingPath:
-    """How a call is decoded.
+    """How a call is decoded."""
 
-    Attributes:
-        name: of it in a report.
-        chunks: lengths of prefill and decoding steps.
-        drafts: tokens that are fed and rejected after the prefill: the cache is cropped again.
-        pads: padding put before every sequence.
-        cache: makes the cache that the first step is given; None for the model's own.
-    """
-
-    name: str
-    chunks: tuple[int, ...]
-    drafts: int = 0
-    pads: int = 0
-    cache: Callable[[], Any] | None = None
+    name: str  # of it in a report
+    chunks: tuple[int, ...]  # lengths of prefill and decoding steps
+    drafts: int = 0  # tokens that are fed and rejected after the prefill: the cache is cropped again
+    pads: int = 0  # padding put before every sequence
+    cache: Callable[[], Any] | None = None  # makes the cache that the first step is given; None for the model's own
 
 
 def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
@@ -175,15 +167,12 @@ class Comparison:
 
     Two ways to compute the same thing differ in rounding. What differs in the model's precision is therefore computed
     once more in the other one, where rounding is another and a mistake keeps its size.
-
-    Attributes:
-        passes: forward passes so far.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
         self.model, self.inputs, self.seed = model, inputs, seed
         self.watch: Watched = watch
-        self.passes = 0
+        self.passes = 0  # so far
         self._full: dict[torch.dtype, Recording] = {}
         self._runner = Runner(model, inputs, watch, seed)
         self.dtype = self._runner.dtype
@@ -193,9 +182,6 @@ class Comparison:
 
         What differs inside, and neither where a layer nor where the model puts it out, is no mistake: rotations by
         position under padding, of models that take no positions.
-
-        Raises:
-            UnsupportedArchitecture: the model takes no cache, or does not run in a second precision.
         """
         other = other_precision(self.dtype)
         try:
@@ -211,13 +197,13 @@ class Comparison:
                 f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
                 f"its cache ({error}); audit it with cache=False"
             ) from error
-        ends = {key for key in stepped.events if key.side == "out" and self._runner.is_end(key)}
+        ends = {key for key in stepped if key.side == "out" and self._runner.is_end(key)}
         violation: Violation | None = None
-        for key, event in stepped.events.items():
+        for key, event in stepped.items():
             if violation is not None and key not in ends:
                 continue
             first = key._replace(step=0)
-            whole, reference, again = own.events.get(first), exact.events.get(first), exactly.events.get(key)
+            whole, reference, again = own.get(first), exact.get(first), exactly.get(key)
             if whole is None or reference is None or again is None or _of_pairs(whole):
                 continue
             beyond = _beyond(event, whole, reference, again, path.pads, self.dtype, other)

@@ -22,16 +22,11 @@ class Relation:
     """A declared order as one bool relation [rows, n, n] per layer call, or a single one for all layers.
 
     `rows` is 1, or the batch size where sequences differ (padding).
-
-    Attributes:
-        layers: the relations; entry [b, i, j] lets i read j.
-        repeat: whether the single relation holds in every layer.
-        name: the order in words.
     """
 
-    layers: tuple[Tensor, ...]
-    repeat: bool
-    name: str
+    layers: tuple[Tensor, ...]  # the relations; entry [b, i, j] lets i read j
+    repeat: bool  # whether the single relation holds in every layer
+    name: str  # the order in words
 
 
 class Fields:
@@ -77,17 +72,11 @@ class Fields:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which positions to change in each pass.
+    """Which positions to change in each pass."""
 
-    Attributes:
-        passes: bool [batch, n] each.
-        coverage: share of the forbidden pairs that they test.
-        forbidden: number of forbidden pairs.
-    """
-
-    passes: tuple[Tensor, ...]
-    coverage: float
-    forbidden: int
+    passes: tuple[Tensor, ...]  # bool [batch, n] each
+    coverage: float  # share of the forbidden pairs that they test
+    forbidden: int  # number of forbidden pairs
 
 
 def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:

@@ -18,21 +18,13 @@ _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 @dataclass(frozen=True)
 class Entry:
-    """Where vectors enter a stack of layers, so that they can be changed there, whatever they were made of.
+    """Where vectors enter a stack of layers, so that they can be changed there, whatever they were made of."""
 
-    Attributes:
-        layer: the path of the layer that is called first.
-        width: numbers per position.
-        scale: their standard deviation.
-        axis: the axis of the batch in the layer's first argument; that of positions follows it, or precedes it.
-        positions_first: whether positions come before the batch.
-    """
-
-    layer: str
-    width: int
-    scale: float
-    axis: int
-    positions_first: bool
+    layer: str  # the path of the layer that is called first
+    width: int  # numbers per position
+    scale: float  # their standard deviation
+    axis: int  # the axis of the batch in the layer's first argument; that of positions follows it, or precedes it
+    positions_first: bool  # whether positions come before the batch
 
     def arranged(self, rows: Tensor, axes: int) -> Tensor:
         """Rows [batch, positions, width] for vectors of so many axes.
@@ -45,22 +37,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Slot:
-    """A run of positions: those of an input, or those that enter a stack of layers.
+    """A run of positions: those of an input, or those that enter a stack of layers."""
 
-    Attributes:
-        name: the argument that holds token ids [B, n] or vectors [B, n, d] of these positions; None where none does
-            (pixels, audio).
-        length: number of positions n.
-        offset: number of its first position when all slots are counted through (encoder, then decoder).
-        entry: where these positions enter a stack of layers; None of a model without one.
-        layers: paths of the layers of the stack.
-    """
-
+    # the argument that holds token ids [B, n] or vectors [B, n, d] of these positions; None where none does (pixels,
+    # audio)
     name: str | None
-    length: int
-    offset: int
-    entry: Entry | None = None
-    layers: frozenset[str] = frozenset()
+    length: int  # number of positions n
+    offset: int  # number of its first position when all slots are counted through (encoder, then decoder)
+    entry: Entry | None = None  # where these positions enter a stack of layers; None of a model without one
+    layers: frozenset[str] = frozenset()  # paths of the layers of the stack
 
     @property
     def title(self) -> str:
@@ -86,21 +71,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call of the model: keyword arguments, and the slots among them.
+    """A call of the model: keyword arguments, and the slots among them."""
 
-    Attributes:
-        kwargs: what forward is called with.
-        slots: one for a decoder or an encoder; encoder and decoder slots for an encoder-decoder.
-        batch: number of sequences; 1 where the inputs have no batch axis.
-        batched: whether the inputs have a batch axis.
-        pool: token ids that may replace others.
-    """
-
-    kwargs: dict[str, Any]
-    slots: tuple[Slot, ...]
-    batch: int
-    batched: bool
-    pool: Tensor
+    kwargs: dict[str, Any]  # what forward is called with
+    slots: tuple[Slot, ...]  # one for a decoder or an encoder; encoder and decoder slots for an encoder-decoder
+    batch: int  # number of sequences; 1 where the inputs have no batch axis
+    batched: bool  # whether the inputs have a batch axis
+    pool: Tensor  # token ids that may replace others
 
     @property
     def size(self) -> int:
@@ -180,13 +157,7 @@ class Inputs:
 def read(
     model: nn.Module, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], tokenizer: Any | None = None
 ) -> Inputs:
-    """`inputs` as keyword arguments, with a slot for each argument that holds a value per position.
-
-    Raises:
-        TypeError: neither a mapping, nor token ids, nor a text; or a slot is no tensor of ids or vectors.
-        ValueError: a text without a tokenizer, an empty sequence or batch, sequences of different lengths or batch
-            sizes, ids outside of the vocabulary, or a model without weights.
-    """
+    """`inputs` as keyword arguments, with a slot for each argument that holds a value per position."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has parameters on the meta device: load its weights before an audit")
     if isinstance(inputs, str):

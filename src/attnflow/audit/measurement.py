@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from attnflow._core.results import Result
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.passes import Event, Runner, refuse_nan
 from attnflow.audit.perturb import is_leak, other_precision, row_change
-from attnflow.audit.replay import Replay, layer_calls
+from attnflow.audit.replay import Outputs, ReplayedLayer, layer_calls, replayed
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.evaluation import REFUSALS, evaluating, precision
@@ -29,20 +29,6 @@ from attnflow.order.flow import Flow, analyze
 
 SAMPLES: Final = 2  # replacements tried for each position
 By = Literal["layer", "output"]
-Outputs = dict[int, Tensor]  # {joint position of the first row: [batch, positions, features]}
-
-
-@runtime_checkable
-class Subject(Protocol):
-    """Something with inputs at positions and outputs at positions: a model, or one call of a layer."""
-
-    module: nn.Module
-    dtype: torch.dtype
-    columns: range
-
-    def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
-        """The outputs with inputs in `dtype`, those at `column` replaced by sample number `sample`."""
-        ...
 
 
 def measure(
@@ -251,9 +237,8 @@ def _measured(model: nn.Module, inputs: Inputs, by: By, seed: int, progress: Pro
     for number, call in enumerate(calls):
         if progress is not None:
             progress(number, len(calls), "measure layers")
-        replay = Replay(inputs, call, generator)
         layers.append(_diagonal(inputs))
-        for part in replay.parts():
+        for part in replayed(inputs, call, generator):
             layers[-1] |= _by_change(part, inputs)
     named = [(number, _of_samples(layer, inputs)) for number, layer in enumerate(layers)]
     flows = [
@@ -298,7 +283,7 @@ class _Whole:
         self._drawn = [inputs.draw(generator) for _ in range(SAMPLES)]
 
     def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
-        """See `Subject.outputs`."""
+        """The last outputs with inputs in `dtype`, those at `column` replaced by sample number `sample`."""
         inputs = self._inputs.in_precision(dtype)
         selected = torch.zeros(inputs.batch, inputs.size, dtype=torch.bool)
         if column is not None:
@@ -318,7 +303,7 @@ class _Whole:
         return outputs
 
 
-def _by_change(subject: Subject, inputs: Inputs, say: Callable[[int], None] | None = None) -> Tensor:
+def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, say: Callable[[int], None] | None = None) -> Tensor:
     """bool [batch, n, n]: the output at i moves when the input at j changes.
 
     Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
@@ -346,7 +331,7 @@ def _by_change(subject: Subject, inputs: Inputs, say: Callable[[int], None] | No
 
 
 def _settle(
-    subject: Subject, own: Outputs, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor
+    subject: ReplayedLayer | _Whole, own: Outputs, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor
 ) -> None:
     """Add to `relation` what of the doubtful changes is no rounding."""
     other = other_precision(subject.dtype)

@@ -23,18 +23,13 @@ DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where documents begin.
+    """Where documents begin."""
 
-    Attributes:
-        real: bool [batch, n], no padding.
-        starts: {argument: bool [batch, n], where it begins a document of a sequence, but for the first one}, the most
-            explicit argument first; only of arguments that speak of documents.
-        problems: why boundaries cannot be believed.
-    """
-
-    real: Tensor
+    real: Tensor  # bool [batch, n], no padding
+    # {argument: bool [batch, n], where it begins a document of a sequence, but for the first one}, the most explicit
+    # argument first; only of arguments that speak of documents
     starts: Mapping[str, Tensor]
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # why boundaries cannot be believed
 
 
 def read_packing(
@@ -57,10 +52,6 @@ def read_packing(
         positions: [batch, n], or [axes, batch, n] of which the first is time.
         from_lowest: whether a document has the lowest position of its sequence at its start: layouts under a mask of
             pairs go back anywhere.
-
-    Raises:
-        TypeError: boundaries or numbers that are no integers.
-        ValueError: numbers of another length.
     """
     starts: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -95,10 +86,6 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     """(pairs of positions of one document, bool [1 or batch, n, n]; how many there are in words, "" of a single one).
 
     What any argument keeps apart is apart.
-
-    Raises:
-        TypeError: boundaries or numbers that are no integers.
-        ValueError: an argument contradicts itself, or is of another length.
     """
     mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
     real = real_positions(inputs, slot).expand(inputs.batch, -1)
@@ -133,9 +120,6 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
             `af.masks.batch`; or one of these for each layer, as an `af.tasks.Collator` gives them.
         batch: number of sequences.
         n: number of positions.
-
-    Raises:
-        ValueError: a mask of another size.
     """
     if isinstance(mask, BlockMask):
         mask = computed_pairs(mask)
@@ -188,12 +172,7 @@ def computed_pairs(blocks: BlockMask) -> Tensor:
 
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:
-    """One argument as int64 on the CPU; None where it is not given.
-
-    Raises:
-        TypeError: no tensor, or not of integers.
-        ValueError: a number of axes that is not among `ranks`.
-    """
+    """One argument as int64 on the CPU; None where it is not given."""
     value = arguments.get(name)
     if value is None:
         return None

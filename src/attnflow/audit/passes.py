@@ -35,26 +35,20 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor with a sequence axis that enters or leaves a module.
+    """A tensor with a sequence axis that enters or leaves a module."""
 
-    Attributes:
-        key: its name.
-        blame: the module to blame if this is the first tensor that moves: the module itself for its output, the
-            caller for its input (the caller computed it).
-        layer: index of the surrounding layer, None outside of layers.
-        depth: number of layers begun so far.
-        offset: joint position of its first row.
-        values: [batch, positions, features]; [1, positions, features] where the module made one for all sequences.
-        raw: the tensor as the module saw it.
-    """
-
-    key: Key
+    key: Key  # its name
+    # the module to blame if this is the first tensor that moves: the module itself for its output, the caller for its
+    # input (the caller computed it)
     blame: str
-    layer: int | None
-    depth: int
-    offset: int
-    values: Tensor
-    raw: Tensor
+    layer: int | None  # index of the surrounding layer, None outside of layers
+    depth: int  # number of layers begun so far
+    offset: int  # joint position of its first row
+    values: Tensor  # [batch, positions, features]; [1, positions, features] where the module made one for all sequences
+    raw: Tensor  # the tensor as the module saw it
+
+
+Recording = dict[Key, Event]  # of one pass, in order of execution
 
 
 @dataclass(frozen=True)
@@ -120,24 +114,16 @@ def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tens
 
 
 class Tracer:
-    """Turns the calls of watched modules into events, over one pass or the steps of a cached run.
-
-    Attributes:
-        layers: {path: index} of the layers that count, those of the stacks whose positions are audited.
-        frame: set anew for every step of a cached run.
-        depth: layers begun in this pass.
-        skipped: {module: reason} of the modules that could not be watched.
-        layer_calls: how often each layer was called in the last pass.
-    """
+    """Turns the calls of watched modules into events, over one pass or the steps of a cached run."""
 
     def __init__(
         self, model: nn.Module, layers: Mapping[str, int], frame: Frame, visit: Callable[[Event], None], watch: Watched
     ) -> None:
         self.model = model
-        self.layers = layers
-        self.frame = frame
+        self.layers = layers  # {path: index} of those of the stacks whose positions are audited
+        self.frame = frame  # set anew for every step of a cached run
         self.visit = visit
-        self.skipped: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}  # {module: reason} of those that could not be watched
         watched = {n: m for n, m in model.named_modules() if watch == "modules" or n in layers or not n}
         self.watch = Watch(watched, self._enter, self._leave)
         self.begin(0)
@@ -145,8 +131,8 @@ class Tracer:
     def begin(self, step: int, depth: int = 0) -> None:
         """Start a pass, or a step of a cached run that does not run the first `depth` layers (the encoder) again."""
         self.step = step
-        self.depth = depth
-        self.layer_calls: dict[str, int] = {}
+        self.depth = depth  # layers begun in this pass
+        self.layer_calls: dict[str, int] = {}  # how often each layer was called in the last pass
         self._open: list[tuple[ModuleCall, int]] = []  # layers that run, with their index
         self.watch.restart()
 
@@ -193,39 +179,18 @@ def leaves(root: object) -> list[tuple[str, Tensor]]:
     return tensors
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The events of one pass by name, in order of execution."""
-
-    events: dict[Key, Event]
-
-    def at(self, key: Key, row: int, position: int) -> Tensor:
-        """The vector of one position."""
-        event = self.events[key]
-        return event.values[row, position - event.offset]
-
-
 class Runner:
-    """Runs the model on variations of one call, counting passes; every pass sees the same random numbers.
+    """Runs the model on variations of one call, counting passes; every pass sees the same random numbers."""
 
-    Attributes:
-        path: how the model is run, by the name in a report.
-        passes: forward passes so far (a cached run counts each step).
-        layer_calls: layer calls of the last pass.
-        skipped: {module: reason} for what could not be watched.
-        layer_names: {dotted name: index} of the layers.
-        dtype: of the model's parameters.
-    """
-
-    path = "forward"
+    path = "forward"  # how the model is run, by the name in a report
 
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
         self.model = model
         self.inputs = inputs
         self.watch: Watched = watch
         self.seed = seed
-        self.passes = 0
-        self.layer_calls = 0
+        self.passes = 0  # so far; a cached run counts each step
+        self.layer_calls = 0  # of the last pass
         self.skipped: dict[str, str] = {}
         every, ours = layer_names(model), frozenset[str]().union(*(slot.layers for slot in inputs.slots))
         self.layer_names = {name: index for name, index in every.items() if name in ours}
@@ -253,15 +218,13 @@ class Runner:
     def record(self, call: Call) -> Recording:
         """One pass with all its events kept; tensors that are changed in place later are copied."""
         with torch.no_grad():
-            events, raw = self.distinct(call)
-            if any(tensor._version != version for tensor, version in raw.values()):
-                events, _ = self.distinct(call, copy=True)
-            return Recording(events)
+            events, intact = self.distinct(call)
+            return events if intact else self.distinct(call, copy=True)[0]
 
-    def distinct(self, call: Call, copy: bool = False) -> tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]:
-        """The events of one pass, without inputs that an earlier event has shown already, and (tensor, version)s."""
-        events: dict[Key, Event] = {}
-        seen: dict[int, tuple[Tensor, int]] = {}  # holds the tensors, so that no id is used twice
+    def distinct(self, call: Call, copy: bool = False) -> tuple[Recording, bool]:
+        """The events of one pass, without inputs that an earlier event has shown; whether none was changed in place."""
+        events: Recording = {}
+        seen: dict[int, tuple[Tensor, int]] = {}  # (tensor, version) by id; holds the tensors, so that ids stay theirs
 
         def keep(event: Event) -> None:
             earlier = seen.get(id(event.raw))
@@ -274,7 +237,7 @@ class Runner:
             events[event.key] = event
 
         self.run(call, keep)
-        return events, seen
+        return events, all(tensor._version == version for tensor, version in seen.values())
 
 
 def frame_of(inputs: Inputs) -> Frame:
@@ -287,13 +250,9 @@ def frame_of(inputs: Inputs) -> Frame:
 def moved(
     model: nn.Module, inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Mapping[int, int]]
 ) -> Generator[None]:
-    """Add noise [batch, n, width] to what enters each stack, once in every step.
+    """Add noise [batch, n, width], by the offset of the slot, to what enters each stack, once in every step.
 
-    Args:
-        model: the model.
-        inputs: its call.
-        noise: by the offset of the slot; nothing happens without.
-        segments: {length: joint position of the first one} of the step that runs.
+    `segments` gives {length: joint position of the first one} of the step that runs.
     """
     entered: dict[int, int] = {}
 
@@ -346,9 +305,6 @@ def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None
     """Refuse NaN, which hides every change, in one output [batch or 1, positions, features] from position `offset` on.
 
     Padding may be NaN (a query with no key to attend to); real positions may not.
-
-    Raises:
-        ValueError: naming the module and the position.
     """
     if not values.is_floating_point() or not values.isnan().any():
         return

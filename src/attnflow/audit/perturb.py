@@ -22,15 +22,10 @@ _NOISE: Final = 4.0  # noise is known from a few runs only
 
 @dataclass(frozen=True)
 class Moved:
-    """Rows of one event that moved although the declared order forbids it.
+    """Rows of one event that moved although the declared order forbids it."""
 
-    Attributes:
-        event: the event, as it was before.
-        change: largest change of each forbidden row [batch, positions of the event]; 0 elsewhere.
-    """
-
-    event: Event
-    change: Tensor
+    event: Event  # the event, as it was before
+    change: Tensor  # largest change of each forbidden row [batch, positions of the event]; 0 elsewhere
 
     def largest(self) -> tuple[int, int]:
         """(row of the batch, joint position) of the largest change."""
@@ -54,27 +49,21 @@ class Prober:
     Comparison is exact where two runs on the same inputs agree exactly. A change that the order forbids is looked at
     in a second floating-point precision (see `is_leak`): a mixture of experts batches its tokens differently, so that
     rounding moves rows that nothing leaks into.
-
-    Attributes:
-        noise: largest difference between runs on the same inputs.
-        rounding: largest change that was found to be rounding.
-        dirty: modules with an output that moved against the order.
-        stateful: first event in which a repeated run differs because of the runs in between.
     """
 
     def __init__(self, runner: Runner, fields: Fields, seed: int, base: Recording | None = None) -> None:
         self.runner = runner
         self.fields = fields
         self.generator = torch.Generator().manual_seed(seed)
-        self.rounding = 0.0
-        self.dirty: set[str] = set()
-        self.stateful: Moved | None = None
+        self.rounding = 0.0  # largest change that was found to be rounding
+        self.dirty: set[str] = set()  # modules with an output that moved against the order
+        self.stateful: Moved | None = None  # first event that differs because of the runs in between
         self.base = runner.record(runner.inputs.base) if base is None else base
-        for event in self.base.events.values():
+        for event in self.base.values():
             if event.key.side == "out":
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
-        self.index = {key: number for number, key in enumerate(self.base.events)}
+        self.index = {key: number for number, key in enumerate(self.base)}
         self._noise: dict[Key, float] = {}
         self._other: Recording | None = None
         self._other_fails = False
@@ -104,12 +93,7 @@ class Prober:
         self.stateful = after[0] if after else None
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
-        """Change the `selected` positions; the first event that moves against the order, if any.
-
-        Args:
-            selected: bool [batch, n].
-            rows: look only at these rows of the batch.
-        """
+        """Change the `selected` positions; the first event that moves against the order, in any or these `rows`."""
         drawn = self.runner.inputs.draw(self.generator)
         moves = self._against_order(selected, drawn, rows)
         if not moves:
@@ -173,7 +157,7 @@ class Prober:
         return moves
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
-        before = self.base.events.get(event.key)
+        before = self.base.get(event.key)
         if before is None or before.values.shape != event.values.shape:
             return
         watched = watched[:, event.offset : event.offset + event.values.shape[1]]
@@ -189,7 +173,7 @@ class Prober:
 
     def _consequential(self, moves: list[Moved]) -> list[Moved]:
         """Rows that move where the layer or the model puts them out, too: scores that are masked later are no leak."""
-        ends = {key for key in self.base.events if self.runner.is_end(key)}
+        ends = {key for key in self.base if self.runner.is_end(key)}
         if not ends:
             return moves
         reached = torch.zeros(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
@@ -222,7 +206,7 @@ class Prober:
         real: list[Moved] = []
         unsure = False
         for moved in moves:
-            before, after = self._other.events.get(moved.event.key), second.events.get(moved.event.key)
+            before, after = self._other.get(moved.event.key), second.get(moved.event.key)
             if before is None or after is None or before.values.shape != after.values.shape:
                 real.append(moved)
                 continue
@@ -247,9 +231,10 @@ class Prober:
             selected[b, j] = True
         key = hit.moved.event.key
         after = self.runner.record(self.runner.inputs.changed(selected, hit.drawn))
-        if key not in after.events:
+        if key not in after:
             return 0.0
-        return float(row_change(after.at(key, row, target)[None, None], self.base.at(key, row, target)[None, None]))
+        now, before = (each[key].values[row, target - each[key].offset] for each in (after, self.base))
+        return float(row_change(now[None, None], before[None, None]))
 
 
 def row_change(after: Tensor, before: Tensor) -> Tensor:
@@ -272,12 +257,8 @@ def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: T
     against float64, scaled, and what exceeds eight times that and one unit in the last place is a leak: the two runs
     that are compared have each an error of their own, of which only a sample was seen.
 
-    Args:
-        change: change of each row [batch, positions] in the model's precision.
-        values: the unperturbed values in the model's precision.
-        other_values: the same in the other precision.
-        other_moved: the perturbed ones in the other precision.
-        dtype: the model's precision (single modules may compute in another).
+    `change` [batch, positions] is in the model's precision `dtype`, as are the unperturbed `values`; `other_values` and
+    `other_moved` are in the other one.
     """
     eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
     if other < eps:

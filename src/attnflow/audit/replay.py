@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -15,13 +14,15 @@ from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs
 from attnflow.audit.packing import real_positions
-from attnflow.audit.passes import canonical, frame_of
+from attnflow.audit.passes import Frame, canonical, frame_of
 from attnflow.audit.perturb import row_change
 from attnflow.audit.report import Violation
 from attnflow.audit.survey import LayerCall, Survey
 from attnflow.models.evaluation import REFUSALS, precision, refusal
 from attnflow.models.mixing import attends, moves_between_positions
 from attnflow.models.watching import Call, calls_of
+
+Outputs = dict[int, Tensor]  # {joint position of the first row: [batch, positions, features]}
 
 _CARRIERS: Final = ("hidden_states", "encoder_hidden_states")
 _COLUMNS: Final = 4  # positions that are tried where missing pairs are only noted
@@ -34,76 +35,59 @@ def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
     return calls_of({name: model.get_submodule(name) for name in names}, lambda: model(**inputs.kwargs))
 
 
-class Replay:
-    """A layer call with its inputs that carry information: its first tensor and, in a decoder, the encoder's states."""
+class ReplayedLayer:
+    """A layer call, seen from one of its inputs."""
 
-    def __init__(self, inputs: Inputs, call: Call, generator: torch.Generator) -> None:
-        self.inputs = inputs
+    def __init__(self, call: Call, name: str, frame: Frame, generator: torch.Generator) -> None:
         self.module = call.module
-        self.arguments = call.arguments()
-        self.generator = generator
-        self.frame = frame_of(inputs)
-
-    def parts(self) -> Iterator[Part]:
-        """One subject for each of these inputs."""
-        names = [name for name in self.arguments if name in (next(iter(self.arguments)), *_CARRIERS)]
-        tensors = {name: self.arguments[name] for name in names if isinstance(self.arguments[name], Tensor)}
-        carriers = {
-            name: t for name, t in tensors.items() if t.ndim == 2 + self.frame.batched and self.rows(t) is not None
-        }
-        if not carriers:
-            raise UnsupportedArchitecture(
-                f"{type(self.module).__name__} takes no tensor [batch, n, width]: measure the model with by='output'"
-            )
-        return (Part(self, name, tensor) for name, tensor in carriers.items())
-
-    def rows(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """(a view [batch, positions, width], joint position of its first row)."""
-        view = canonical(tensor, self.frame, layered=True)
-        return view if isinstance(view, tuple) else None
-
-    def run(self, changed: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Tensor, int]:
-        """The layer's output as rows, with some arguments changed."""
-        module = self.module
-        bound = inspect.signature(module.forward).bind_partial()
-        arguments = {name: _isolated(changed.get(name, value), dtype) for name, value in self.arguments.items()}
-        bound.arguments.update(arguments)
-        output = module.forward(*bound.args, **bound.kwargs)
-        first = cast(tuple[Any, ...], output)[0] if isinstance(output, tuple | list) else output
-        view = self.rows(first) if isinstance(first, Tensor) else None
-        if view is None:
-            raise UnsupportedArchitecture(
-                f"{type(module).__name__} returns no tensor [batch, n, width]: measure the model with by='output'"
-            )
-        return view
-
-
-class Part:
-    """A layer call seen from one of its inputs; a `Subject` of `measure`."""
-
-    def __init__(self, replay: Replay, name: str, tensor: Tensor) -> None:
-        self.module = replay.module
-        self.dtype = tensor.dtype
-        self._replay = replay
-        self._name = name
-        self._tensor = tensor.detach()
-        rows, self._offset = cast(tuple[Tensor, int], replay.rows(self._tensor))
+        self._arguments, self._name, self._frame, self._generator = call.arguments(), name, frame, generator
+        self._tensor = cast(Tensor, self._arguments[name]).detach()
+        self.dtype = self._tensor.dtype
+        rows, self._offset = cast(tuple[Tensor, int], _rows(self._tensor, frame))
         self.columns = range(self._offset, self._offset + rows.shape[1])
         self._scale = float(rows.double().std(correction=0)) or 1.0
         self._noise: dict[int, Tensor] = {}
 
-    def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> dict[int, Tensor]:
-        """See `Subject.outputs`."""
+    def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
+        """The output with arguments in `dtype`, the input at position `column` moved by noise number `sample`."""
         moved = self._tensor.clone()
         if column is not None:
-            rows = cast(tuple[Tensor, int], self._replay.rows(moved))[0]
+            rows = cast(tuple[Tensor, int], _rows(moved, self._frame))[0]
             if sample not in self._noise:
-                noise = torch.randn(rows.shape, generator=self._replay.generator) * self._scale
+                noise = torch.randn(rows.shape, generator=self._generator) * self._scale
                 self._noise[sample] = noise.to(moved)
             rows[:, column - self._offset] += self._noise[sample][:, column - self._offset]
+        bound = inspect.signature(self.module.forward).bind_partial()
+        arguments = {**self._arguments, self._name: moved}
+        bound.arguments.update({name: _isolated(value, dtype) for name, value in arguments.items()})
         with torch.no_grad():
-            values, offset = self._replay.run({self._name: moved}, dtype)
-        return {offset: values}
+            output = self.module.forward(*bound.args, **bound.kwargs)
+        first = cast(tuple[Any, ...], output)[0] if isinstance(output, tuple | list) else output
+        view = _rows(first, self._frame) if isinstance(first, Tensor) else None
+        if view is None:
+            raise UnsupportedArchitecture(
+                f"{type(self.module).__name__} returns no tensor [batch, n, width]: measure the model with by='output'"
+            )
+        return {view[1]: view[0]}
+
+
+def replayed(inputs: Inputs, call: Call, generator: torch.Generator) -> list[ReplayedLayer]:
+    """A layer call from each input that carries information: its first tensor and a decoder's encoder states."""
+    frame, arguments = frame_of(inputs), call.arguments()
+    names = [name for name in arguments if name in (next(iter(arguments)), *_CARRIERS)]
+    tensors = {name: value for name in names if isinstance(value := arguments[name], Tensor)}
+    carriers = [n for n, t in tensors.items() if t.ndim == 2 + frame.batched and _rows(t, frame) is not None]
+    if not carriers:
+        raise UnsupportedArchitecture(
+            f"{type(call.module).__name__} takes no tensor [batch, n, width]: measure the model with by='output'"
+        )
+    return [ReplayedLayer(call, name, frame, generator) for name in carriers]
+
+
+def _rows(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | None:
+    """(a view [batch, positions, width], joint position of its first row)."""
+    view = canonical(tensor, frame, layered=True)
+    return view if isinstance(view, tuple) else None
 
 
 def _isolated(value: Any, dtype: torch.dtype | None) -> Any:
@@ -121,14 +105,7 @@ def missing_pairs(
     """Pairs (target, source) of attention layers that are allowed, and whose source moves the target in no sample.
 
     Each layer call is replayed alone, from its own input, in float64; a change counts from one unit in the last place
-    of its row.
-
-    Args:
-        model: the model.
-        seen: its survey.
-        relation: what the order allows, layer by layer.
-        seed: of the noise.
-        thorough: all positions and three samples, not a few positions and one.
+    of its row. All positions and three samples if `thorough`, else a few positions and one.
 
     Returns:
         One violation for each layer, and notes: why layers were not asked, and unless `thorough` the first violation.
@@ -144,7 +121,7 @@ def missing_pairs(
                 continue
             where = f" of {call.name}"
             allow = relation.layers[0 if relation.repeat else number].expand(inputs.batch, -1, -1)
-            lacking = _lacking(next(iter(Replay(inputs, layer, generator).parts())), allow, thorough)
+            lacking = _lacking(replayed(inputs, layer, generator)[0], allow, thorough)
             for slot in inputs.slots:
                 real, rows = real_positions(inputs, slot), slice(slot.offset, slot.offset + slot.length)
                 lacking[:, rows] &= real[:, :, None]
@@ -164,7 +141,7 @@ def missing_pairs(
     return violations, notes
 
 
-def _lacking(part: Part, allow: Tensor, thorough: bool) -> Tensor:
+def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
     """bool [batch, n, n]: allowed pairs of the columns that were tried in which nothing moved."""
     columns = list(part.columns)
     if not thorough and len(columns) > _COLUMNS:

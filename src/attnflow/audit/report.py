@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from attnflow._core.errors import LeakFound
+from attnflow._core.markup import aligned
 from attnflow._core.results import Result
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
 Kind = Literal["order", "batch", "cache", "state", "missing"]
@@ -142,75 +138,58 @@ class AuditReport(Result):
         size = f"{self.batch} x {self.positions} positions"
         if not self.violations:
             return f"<AuditReport {self.verdict}; {self.order}; {size}>"
-        cells = [("layer", "module", "sequence", "source", "target", "change"), *map(_brief, self.violations)]
-        widths = [max(map(len, column)) for column in zip(*cells[:4], strict=True)]
         lines = [f"<AuditReport LEAK; {_cut(self.order, 40)}; {size}"]
-        for row in cells:
-            line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        table = self._table(["layer", "module", "sequence", "source", "target", "change"], 44)
+        for line in table:
             if len(lines) > 2 and sum(map(len, lines)) + len(lines) + len(line) > _SHOWN:
-                lines.append(f"and {len(cells) - len(lines)} more; print(report)")
+                lines.append(f"and {len(table) - len(lines)} more; print(report)")
                 break
             lines.append(line)
         return "\n".join(lines) + ">"
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        buffer = io.StringIO()
-        Console(file=buffer, width=110, color_system=None, force_terminal=False).print(self)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
-
-    def __rich__(self) -> Group:
-        from rich.console import Group
-        from rich.text import Text
-
-        styles = {"clean": "bold green", "leak": "bold red", "nothing tested": "bold yellow"}
-        verdict = Text("LEAK" if self.violations else self.verdict, style=styles[self.verdict])
-        head = Text.assemble(
-            verdict, f": {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers"
-        )
+        """The verdict, what was tested, the violations as a table, and remarks."""
         tested = f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested"
         if not self.forbidden:
             tested = "this order forbids no pair" + ("; sequences were kept apart" if self.batch > 1 else "")
-        work = Text(
+        verdict = "LEAK" if self.violations else self.verdict
+        lines = [
+            f"{verdict}: {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers",
             f"mode {self.mode}: {self.forward_passes} forward passes in {self.seconds:.1f} s; "
-            f"{len(self.modules)} module outputs watched; {tested}; noise {self.noise:.2g}"
-        )
-        parts: list[Text | Table] = [head, work]
+            f"{len(self.modules)} module outputs watched; {tested}; noise {self.noise:.2g}",
+        ]
         if self.violations:
-            parts += [self._table(), *(Text(f"{kind}: {_MEANING[kind]}", style="dim") for kind in self._kinds())]
+            lines += self._table(["kind", "layer", "module", "sequence", "source", "target", "change", "path"], 80)
+            kinds = {violation.kind: _MEANING[violation.kind] for violation in self.violations}
+            lines += [f"{kind}: {meaning}" for kind, meaning in kinds.items()]
             carried = sum(result.status == "carries" for result in self.modules)
-            if carried:
-                parts.append(Text(f"{carried} later module outputs carry it on", style="dim"))
+            lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:
-            parts.append(Text(f"{len(self.skipped)} modules not watched: {few([n for n, _ in self.skipped])}", "dim"))
-        return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in self.notes))
+            lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _table(self) -> Table:
-        from rich.table import Table
-
-        table = Table("kind", "layer", "module", "sequence", "source", "target", "change", "path")
-        for v in self.violations:
-            source = "" if v.source is None else str(v.source)
-            if v.source is not None and v.source_row != v.target_row:
-                source += f" (sequence {v.source_row})"
-            layer = "" if v.layer is None else str(v.layer)
-            table.add_row(v.kind, layer, v.module, str(v.target_row), source, str(v.target), f"{v.change:.3g}", v.path)
-        return table
-
-    def _kinds(self) -> list[Kind]:
-        return list(dict.fromkeys(violation.kind for violation in self.violations))
+    def _table(self, columns: Sequence[str], limit: int) -> list[str]:
+        rows = [_cells(violation, limit) for violation in self.violations]
+        return aligned([columns, *([row[name] for name in columns] for row in rows)], range(len(columns))).splitlines()
 
 
-def _brief(violation: Violation) -> tuple[str, ...]:
+def _cells(violation: Violation, limit: int) -> dict[str, str]:
+    """What a table shows of a violation, by column."""
     v = violation
-    rows = f"{v.source_row}->{v.target_row}" if v.source_row not in (None, v.target_row) else str(v.target_row)
-    layer = "" if v.layer is None else str(v.layer)
-    return layer, _cut(v.module, 44), rows, "" if v.source is None else str(v.source), str(v.target), f"{v.change:.3g}"
+    return {
+        "kind": v.kind,
+        "layer": "" if v.layer is None else str(v.layer),
+        "module": _cut(v.module, limit),
+        "sequence": str(v.target_row) if v.source_row in (None, v.target_row) else f"{v.source_row}->{v.target_row}",
+        "source": "" if v.source is None else str(v.source),
+        "target": str(v.target),
+        "change": f"{v.change:.3g}",
+        "path": v.path,
+    }
 
 
 def _cut(text: str, limit: int) -> str:
-    """`text` with its end, which tells modules apart."""
+    """`text` with its end, which distinguishes modules."""
     return text if len(text) <= limit else f"...{text[3 - limit :]}"
 
 

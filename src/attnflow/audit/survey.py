@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Entry, Inputs, Slot
-from attnflow.audit.passes import Event, Key, Recording, Runner, entering, frame_of, layer_names, leaves
+from attnflow.audit.passes import Recording, Runner, entering, frame_of, layer_names, leaves
 from attnflow.models.evaluation import seed_all
 from attnflow.models.watching import Call, Watch
 
@@ -23,24 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerCall:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Attributes:
-        name: its path.
-        index: its number in its list.
-        shape: of the first tensor that it is called with.
-        spread: standard deviation of that tensor, of the first call of a stack.
-        asked: what the model asked transformers for when it made the mask that reaches the layer; None if it made
-            none that way.
-        masked: whether any mask reaches it.
-    """
-
-    name: str
-    index: int
-    shape: tuple[int, ...]
-    spread: float
+    name: str  # its path
+    index: int  # its number in its list
+    shape: tuple[int, ...]  # of the first tensor that it is called with
+    spread: float  # standard deviation of that tensor, of the first call of a stack
+    # what the model asked transformers for when it made the mask that reaches the layer; None if it made none that way
     asked: MaskRequest | None = None
-    masked: bool = False
+    masked: bool = False  # whether any mask reaches it
 
     @property
     def stack(self) -> str:
@@ -50,17 +41,11 @@ class LayerCall:
 
 @dataclass
 class Survey:
-    """What one forward pass shows.
+    """What one forward pass shows."""
 
-    Attributes:
-        inputs: the call, with slots for the positions that enter stacks of layers.
-        calls: the layer calls of these stacks, in order of execution.
-        unused: arguments that hold a mask of pairs which no module received.
-    """
-
-    inputs: Inputs
-    calls: list[LayerCall]
-    unused: list[str] = field(default_factory=list[str])
+    inputs: Inputs  # the call, with slots for the positions that enter stacks of layers
+    calls: list[LayerCall]  # the layer calls of these stacks, in order of execution
+    unused: list[str] = field(default_factory=list[str])  # arguments that hold a mask of pairs which no module received
 
     def slot_of(self, call: LayerCall) -> Slot:
         """The slot whose positions a layer call works on."""
@@ -68,13 +53,7 @@ class Survey:
 
 
 def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = None) -> Survey:
-    """Run the model once, or let `run` do it, and read off what it does with its inputs.
-
-    Raises:
-        UnsupportedArchitecture: an encoder-decoder without a stack of layers named decoder, or a call from which no
-            positions can be read.
-        ValueError: encoder and decoder sequences of one length.
-    """
+    """Run the model once, or let `run` do it, and read off what it does with its inputs."""
     layers = layer_names(model)
     seed_all(0)
     with _asking() as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
@@ -89,30 +68,23 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
     return result
 
 
-class FirstPass(NamedTuple):
-    """What the pass of a survey shows at the layers."""
-
-    events: Recording
-    layer_calls: int
-    skipped: dict[str, str]
-
-
-def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, FirstPass | None]:
-    """A survey, and the recording of its pass, which saves another one.
+def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, Runner, Recording | None]:
+    """A survey, a runner at the layers, and the recording of the survey's own pass, which saves another one.
 
     None where the layers get other positions than the inputs have, or tensors are changed in place.
     """
     every = frozenset(layer_names(model))
     whole = replace(inputs, slots=tuple(replace(slot, layers=every) for slot in inputs.slots))
-    runner = Runner(model, whole, "layers", seed)
-    passes: list[tuple[dict[Key, Event], dict[int, tuple[Tensor, int]]]] = []
-    seen = survey(model, inputs, lambda: passes.append(runner.distinct(inputs.base)))
-    ((events, raw),) = passes
+    first = Runner(model, whole, "layers", seed)
+    passes: list[tuple[Recording, bool]] = []
+    seen = survey(model, inputs, lambda: passes.append(first.distinct(inputs.base)))
+    ((events, intact),) = passes
+    runner = Runner(model, seen.inputs, "layers", seed)
     watched = frozenset[str]().union(*(slot.layers for slot in seen.inputs.slots))
-    alike = watched == every and frame_of(seen.inputs) == frame_of(whole)
-    if not alike or any(tensor._version != version for tensor, version in raw.values()):
-        return seen, None
-    return seen, FirstPass(Recording(events), runner.layer_calls, runner.skipped)
+    if not intact or watched != every or frame_of(seen.inputs) != frame_of(whole):
+        return seen, runner, None
+    runner.layer_calls, runner.skipped = first.layer_calls, first.skipped
+    return seen, runner, events
 
 
 def _stack(name: str) -> str:

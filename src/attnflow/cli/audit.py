@@ -93,9 +93,8 @@ def audit(
     elif json_output:
         print_result(report)
     else:
-        screen = console()
-        say(screen, describe(model, loaded), "bold")
-        screen.print(report) if screen.is_terminal else print(report)  # to a file with room for the names of modules
+        say(console(), describe(model, loaded), "bold")
+        print(report)
         if difference is not None:
             print(f"{against}: {difference}")
         elif measured is not None:
