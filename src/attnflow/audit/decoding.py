@@ -117,7 +117,7 @@ class SteppedRunner(Runner):
 
     def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
         """Feed tokens that are none of the sequence's, then crop the cache, as speculative decoding does."""
-        wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).values
+        wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).kwargs
         part = sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts) | state
         if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
             state[name].activate_past_recording()

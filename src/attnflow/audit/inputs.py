@@ -54,14 +54,6 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Other values for every position: of the inputs by name, and noise for what enters each stack, by its offset."""
-
-    values: Mapping[str, Tensor]
-    noise: Mapping[int, Tensor]
-
-
-@dataclass(frozen=True)
 class Call:
     """One call of the model: its keyword arguments, and what is added where vectors enter stacks of layers."""
 
@@ -94,8 +86,8 @@ class Inputs:
         tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
         return tensor if self.batched else tensor[None]
 
-    def draw(self, generator: torch.Generator) -> Draw:
-        """Another token id, or a vector moved by noise of its own scale, for every position.
+    def draw(self, generator: torch.Generator) -> Call:
+        """Other values for every position: another token id, or a vector moved by noise of its own scale.
 
         Special tokens (padding, image placeholders) stay where their vectors can be moved: others in their place
         would change what the model does with its inputs.
@@ -119,9 +111,9 @@ class Inputs:
             fresh, following = pool[index.to(values.device)], pool[(index.to(values.device) + 1) % len(pool)]
             fresh = torch.where(fresh == values, following, fresh)
             drawn[slot.name] = fresh if slot.entry is None else torch.where(torch.isin(values, pool), fresh, values)
-        return Draw(drawn, noise)
+        return Call(drawn, noise)
 
-    def changed(self, selected: Tensor, draw: Draw) -> Call:
+    def changed(self, selected: Tensor, draw: Call) -> Call:
         """The call with the `selected` positions (bool [B, n] over all slots) as drawn."""
         kwargs = dict(self.kwargs)
         noise: dict[int, Tensor] = {}
@@ -133,7 +125,7 @@ class Inputs:
                 continue
             values = self.values(slot)
             choose = chosen.to(values.device).reshape(chosen.shape + (1,) * (values.ndim - 2))
-            new = torch.where(choose, draw.values[slot.name].to(values), values)
+            new = torch.where(choose, draw.kwargs[slot.name].to(values), values)
             kwargs[slot.name] = new if self.batched else new[0]
         return Call(kwargs, noise)
 
@@ -199,12 +191,8 @@ def read(
 def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None = None) -> dict[str, Tensor]:
     """Arguments of the model's forward: the tokens, and the same tokens reversed as a second sequence of the batch.
 
-    With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides.
-
-    Args:
-        loaded: the model, with its tokenizer if `inputs` is a text.
-        inputs: a text, or token ids.
-        limit: tokens that are read at most.
+    With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides. At most
+    `limit` tokens are read.
 
     Raises:
         ValueError: fewer than two tokens, token ids outside of the vocabulary, or a text without a tokenizer.

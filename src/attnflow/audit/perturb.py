@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
-from attnflow.audit.inputs import Call, Draw
+from attnflow.audit.inputs import Call
 from attnflow.audit.passes import Event, Key, Recording, Runner, refuse_nan
 from attnflow.audit.report import Kind, Violation
 from attnflow.models.evaluation import REFUSALS, precision
@@ -38,7 +38,7 @@ class Hit:
     """A perturbation and the first event that it moved."""
 
     selected: Tensor
-    drawn: Draw
+    drawn: Call
     moved: Moved
     confirmed: bool | None
 
@@ -139,7 +139,7 @@ class Prober:
             self.runner.run(call, lambda event: self._compare(event, everything, moves))
         return moves
 
-    def _against_order(self, selected: Tensor, drawn: Draw, rows: Sequence[int] | None) -> list[Moved]:
+    def _against_order(self, selected: Tensor, drawn: Call, rows: Sequence[int] | None) -> list[Moved]:
         clean: dict[int, Tensor] = {}
         moves: list[Moved] = []
 
@@ -189,7 +189,7 @@ class Prober:
                 there.append(Moved(moved.event, change))
         return there
 
-    def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Draw) -> tuple[list[Moved], bool | None]:
+    def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Call) -> tuple[list[Moved], bool | None]:
         """What of `moves` is no rounding, and whether that could be told."""
         other = other_precision(self.runner.dtype)
         if self._other_fails:
