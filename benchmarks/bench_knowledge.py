@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
-from attnflow.knowledge.memory_layer.source import IndexedEntries
+from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.source import EntrySource
 from benchmarks.harness import OURS, Case, main
 
 WIDTH, KEY = 512, 128
@@ -120,7 +120,7 @@ def folded_top_k(found: Scene) -> Callable[[Tensor], Tensor]:
 
 def approximate(found: Scene) -> Callable[[Tensor], Tensor]:
     found.reader.retrieval = Retrieval(k=found.k, search="approximate")
-    source = IndexedEntries(found.entries, found.reader.threshold_columns(found.entries), search="approximate")
+    source = EntrySource.of(found.entries, found.reader.threshold_columns(found.entries), search="approximate")
     return lambda hidden: found.reader(hidden, source)
 
 

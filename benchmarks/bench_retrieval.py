@@ -21,8 +21,8 @@ from torch.nn import functional
 import attnflow as af
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
 from attnflow.knowledge.layered import readers
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
-from attnflow.knowledge.memory_layer.source import IndexedEntries
+from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.source import EntrySource
 from benchmarks.harness import OURS, RESULTS, ROOT, Case, main
 
 HERE = "benchmarks.bench_retrieval"
@@ -109,10 +109,10 @@ def layer(way: str, k: int | None, tokens: int) -> Timed:
     reader, entries, hidden = clustered()
     hidden = hidden[:tokens]
     expected = reader(hidden, entries)
-    source: Tensor | IndexedEntries = entries
+    source: Tensor | EntrySource = entries
     if way in ("index", "approximate"):
         search = "exact" if way == "index" else "approximate"
-        source = IndexedEntries(entries, reader.threshold_columns(entries), search=search)
+        source = EntrySource.of(entries, reader.threshold_columns(entries), search=search)
     if k is not None:
         reader.retrieval = Retrieval(k=k, search="approximate" if way == "approximate" else "exact")
     error = (reader(hidden, source) - expected).norm() / expected.norm()

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from attnflow.knowledge.memory_layer.retrieval import Retrieval
+from attnflow.knowledge.retrieval import Retrieval
 from experiments.facts.corpus import UNKNOWN, Corpus
 from experiments.facts.model import FactReader
 from experiments.facts.training import Trained

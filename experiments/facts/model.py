@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow.knowledge.hf.modular import Entries, ModularConfig, ModularForCausalLM
-from attnflow.knowledge.memory_layer.reader import Reading
+from attnflow.knowledge.reader import Reading
 from experiments.facts.corpus import Vocabulary
 
 _LONGEST: Final = 3  # words of an answer, its end included

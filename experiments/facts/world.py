@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnflow.knowledge.memory_layer.source import StoredKnowledge
+from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
 from experiments.facts.corpus import FRAMES, HELD_OUT_FRAMES, UNKNOWN, Corpus, Fact, Key
 from experiments.facts.training import Trained
@@ -54,7 +54,7 @@ class World:
         }
         columns = self._thresholds(torch.zeros(1, self._encoder.entry_dim)).shape[1]
         self.store = Store.open(folder, dim=self._encoder.entry_dim, num_thresholds=columns)
-        self.knowledge = StoredKnowledge(self.store, self._thresholds)
+        self.knowledge = EntrySource(self.store, self._thresholds)
         self._ids: dict[Key, int] = {}
         self._insert(facts)
 

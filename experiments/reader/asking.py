@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnflow.knowledge.answers import token_ids
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.layered import observed
-from attnflow.knowledge.memory_layer.reader import Reading
+from attnflow.knowledge.reader import Reading
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, last_logits, text_losses
 from experiments.reader.world import ABSENT, GROUPS, KINDS, WORDINGS, Asked
 

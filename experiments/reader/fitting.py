@@ -18,7 +18,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.memory_layer.reader import Reading
+from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.records import Record
 from attnflow.models.layers import stack_of
 from experiments.reader.practice import Settings, near_enough, practice

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import attnflow as af
-from attnflow.knowledge.hf.sync import save_entries
+from attnflow.knowledge.hf.stored_layers import save_entries
 from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model
 

@@ -119,8 +119,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         corpus, "passages", lambda count: (["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20)[:count]
     )
     monkeypatch.setattr(corpus, "documents", lambda _: ["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20)
-    monkeypatch.setattr("attnflow.knowledge.hf.practice.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
-    monkeypatch.setattr("attnflow.knowledge.hf.words._STEPS", 2)
+    monkeypatch.setattr("experiments.reader.practice.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
+    monkeypatch.setattr("experiments.reader.words._STEPS", 2)
     monkeypatch.setattr(Checkpoint, "is_here", True)
     monkeypatch.setattr(Checkpoint, "opened", lambda *_: nullcontext(tiny("Llama", torch.float32)))
     monkeypatch.setattr(ablate, "sample_text", lambda: "to be or not to be that is the question")

@@ -7,8 +7,8 @@ import attnflow as af
 from attnflow.knowledge import Retrieval
 from attnflow.knowledge.attention import named
 from attnflow.knowledge.layered import EntryValues, readers
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
-from attnflow.knowledge.memory_layer.source import IndexedEntries
+from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.source import EntrySource
 from tests.models import modular, outputs, tiny, tokens
 
 CONVERTED = ["Llama", "GPT2", "Phi3", "Bert"]
@@ -116,7 +116,7 @@ def test_the_bound_of_a_layer(name, retrieval):
 def test_the_bound_of_a_block_that_reads_an_index():
     model, ids = modular(torch.float32), tokens(2, 7)
     base = model.knowledge.entries.detach()
-    model.model.source = IndexedEntries(base, torch.cat([r.threshold_columns(base) for r in model.readers()], dim=1))
+    model.model.source = EntrySource.of(base, torch.cat([r.threshold_columns(base) for r in model.readers()], dim=1))
     readings = []
     (first, _) = readers(model)
     first.retrieval, first.observer = EXACT, readings.append

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval
 from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.duplication import duplicates
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
+from attnflow.knowledge.reader import KnowledgeReader, Reading
 from attnflow.knowledge.usage import Activity, active
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
 from attnflow.knowledge.attention import ACTIVATIONS
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader
-from attnflow.knowledge.memory_layer.source import IndexedEntries
+from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.source import EntrySource
 
 TOKENS = (2, 3)
 THRESHOLDS = ["mlp", "coordinate", "per_entry"]
@@ -212,7 +212,7 @@ def test_the_bound_is_reached():
 
 def indexed(readers, entries, search="exact"):
     """One index for several layers."""
-    return IndexedEntries(entries, torch.cat([reader.threshold_columns(entries) for reader in readers], 1), search)
+    return EntrySource.of(entries, torch.cat([reader.threshold_columns(entries) for reader in readers], 1), search)
 
 
 @settings(max_examples=40)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from attnflow.knowledge import Retrieval
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.layered import EntryValues
-from attnflow.knowledge.memory_layer.retrieval import (
+from attnflow.knowledge.retrieval import (
     best,
     certify,
     chosen,

@@ -1,9 +1,9 @@
 """From which store a model reads: feed-forward layers as cross-attention to an explicit knowledge base.
 
 The function itself is in `attention`, its entries are in `base`, `layered` has the layers that read them, `conditions`
-says when feed-forward layers are of this form; `memory_layer/` is what a model reads and by which search, `index/`
-searches, `certificate` says what that promises, `store/` keeps entries; `provenance` holds what fired, `usage` and
-`duplication` say how a base is used. What needs a transformers model is in `hf/`, and reachable from here.
+says when feed-forward layers are of this form; `reader` reads all entries or the best ones (`retrieval`) of a `source`;
+`index/` searches, `certificate` says what that promises, `store/` keeps entries; `provenance` holds what fired, `usage`
+and `duplication` say how a base is used. What needs a transformers model is in `hf/`, and reachable from here.
 """
 
 from typing import TYPE_CHECKING
@@ -12,8 +12,8 @@ from attnflow._core.lazy import on_demand
 from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.memory_layer.retrieval import Retrieval
 from attnflow.knowledge.provenance import Trace
+from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.edit import edit
     from attnflow.knowledge.hf.encoder import TextEncoder
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
-    from attnflow.knowledge.hf.sync import save_entries
     from attnflow.knowledge.hf.trace import trace
     from attnflow.knowledge.usage import activity
 
@@ -42,7 +41,6 @@ __all__ = [
     "duplicates",
     "edit",
     "from_ffn",
-    "save_entries",
     "to_ffn",
     "trace",
 ]

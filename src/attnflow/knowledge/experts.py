@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.layered import LayerEntries
-from attnflow.knowledge.memory_layer.reader import Reading
-from attnflow.knowledge.memory_layer.retrieval import chosen, straight_through
+from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.retrieval import chosen, straight_through
 from attnflow.models.experts import PackedExperts, by_expert
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.memory_layer.reader import Observer, Reading
-from attnflow.knowledge.memory_layer.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
+from attnflow.knowledge.reader import Observer, Reading
+from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
 
 
 class LayerReader(ABC):

@@ -21,7 +21,7 @@ from attnflow._core.markup import aligned
 from attnflow._core.results import Result
 from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers
-from attnflow.knowledge.memory_layer.reader import Reading
+from attnflow.knowledge.reader import Reading
 
 
 @dataclass(frozen=True)

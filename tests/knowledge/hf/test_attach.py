@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from attnflow.knowledge import ModularConfig, ModularForCausalLM, Retrieval, Store, save_entries
+from attnflow.knowledge import ModularConfig, ModularForCausalLM, Retrieval, Store
 from attnflow.knowledge.layered import readers
 from tests.models import outputs, tiny, tokens
 
@@ -53,7 +53,7 @@ def test_reading_a_store_is_reading_the_models_own_entries(retrieval, threshold,
     model = modular(threshold=threshold, gated=gated)
     read(model, retrieval)
     own = logits(model)
-    handle = af.knowledge.attach(model, store_of(model), write_thresholds=True)
+    handle = af.knowledge.attach(model, store_of(model), write=True)
     torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)
     handle.remove()
     assert torch.equal(logits(model), own)
@@ -64,7 +64,7 @@ def test_reading_a_store_is_reading_the_models_own_entries(retrieval, threshold,
 def test_an_edit_is_seen_by_the_next_token():
     model = modular()
     store = store_of(model)
-    source = af.knowledge.attach(model, store, write_thresholds=True)
+    source = af.knowledge.attach(model, store, write=True)
     read(model, Retrieval(k=5, search="exact"))
     before, name = logits(model), store.snapshot()
     new = source.insert(embeddings=torch.randn(3, 16) * 8, texts=["a", "b", "c"])
@@ -84,20 +84,20 @@ def test_an_edit_is_seen_by_the_next_token():
 def test_thresholds_of_another_model_are_refused_until_they_are_written():
     model = modular()
     store = store_of(model)
-    with pytest.raises(ValueError, match=r"60 of 60 entries are not this model's: .*write_thresholds=True"):
+    with pytest.raises(ValueError, match=r"60 of 60 entries are not this model's: .*write=True"):
         af.knowledge.attach(model, store)
-    source = af.knowledge.attach(model, store, write_thresholds=True)
+    source = af.knowledge.attach(model, store, write=True)
     assert {(entry.version, entry.encoder) for entry in store.get(store.ids())} == {(2, "of its own")}
     assert source.write_thresholds() == 0
     af.knowledge.attach(model, store)
     move(model)
-    assert len(source.stale()) == 60
+    assert source.write_thresholds() == 60
 
 
 def test_entries_may_be_deleted_while_a_model_reads():
     model = modular()
     store = store_of(model)
-    source = af.knowledge.attach(model, store, write_thresholds=True)
+    source = af.knowledge.attach(model, store, write=True)
     read(model, Retrieval(k=9, search="exact"))
     stop, failures = threading.Event(), []
 
@@ -153,7 +153,7 @@ def converted(name="Llama"):
     model = af.knowledge.from_ffn(tiny(name, torch.float32))
     base = model.knowledge
     store = Store.open("memory", dim=base.entry_dim, num_thresholds=base.num_layers)
-    save_entries(model, store)
+    af.knowledge.attach(model, store, write=True).remove()
     return model, store
 
 
@@ -192,7 +192,7 @@ def test_stores_are_removed_in_the_order_in_which_they_can_be(kind):
         model = modular()
         first, second = store_of(model), store_of(model)
         second.delete(second.ids()[:40])
-        run, options = lambda: logits(model), {"write_thresholds": True}
+        run, options = lambda: logits(model), {"write": True}
     else:
         (model, first), (_, second) = converted(), converted()
         second.delete([3, 50, 51])

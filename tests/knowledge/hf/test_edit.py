@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from attnflow.knowledge import ModularConfig, ModularForCausalLM, Store, attach, edit, from_ffn, save_entries, to_ffn
+from attnflow.knowledge import ModularConfig, ModularForCausalLM, Store, attach, edit, from_ffn, to_ffn
 from attnflow.knowledge.facts import EditReport, Fact, read_facts
 
 TEXT = "the capital of France is Paris and the river of Italy was a long way from the sea and the sky is blue"
@@ -201,8 +201,7 @@ def test_what_else_is_refused(tokenizer):
 def test_a_model_that_reads_a_store_is_refused(tokenizer):
     model = converted()
     store = Store.open("memory", dim=model.knowledge.entry_dim, num_thresholds=model.knowledge.num_thresholds)
-    save_entries(model, store)
-    with attach(model, store):
+    with attach(model, store, write=True):
         refused(model, FRANCE, "reads a store", tokenizer)
 
 

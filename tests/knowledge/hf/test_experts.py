@@ -9,10 +9,10 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import attnflow as af
 from attnflow.knowledge.experts import ExpertEntries
-from attnflow.knowledge.hf.sync import layer_thresholds, load_entries, save_entries
+from attnflow.knowledge.hf.stored_layers import layer_thresholds, load_entries, save_entries
 from attnflow.knowledge.hf.verify import verify
 from attnflow.knowledge.layered import readers
-from attnflow.knowledge.memory_layer.retrieval import Retrieval
+from attnflow.knowledge.retrieval import Retrieval
 from attnflow.models.evaluation import precision
 from tests.models import deep, outputs, tiny
 from tests.models.table import in_double

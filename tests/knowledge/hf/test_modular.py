@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from attnflow.knowledge import ModularConfig, Retrieval
 from attnflow.knowledge.attention import named
-from attnflow.knowledge.memory_layer.source import IndexedEntries
+from attnflow.knowledge.source import EntrySource
 from tests.models import MODULAR, modular, tokens
 
 FORMS = [
@@ -142,7 +142,7 @@ def test_entries_may_be_given():
 def test_a_source_instead_of_the_base(retrieval):
     model, ids = modular(torch.float32), tokens()
     entries = model.knowledge.entries.detach()
-    source = IndexedEntries(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
+    source = EntrySource.of(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
     for reader in model.readers():
         reader.retrieval = retrieval
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_beams_and_samples_with_entries_of_the_call():
     torch.manual_seed(1)
     samples = model.generate(ids, do_sample=True, num_return_sequences=3, top_k=0, **options)
     assert samples.shape == (6, 11)
-    source = IndexedEntries(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
+    source = EntrySource.of(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
     indexed = model.float().generate(
         ids, do_sample=False, num_beams=3, num_return_sequences=2, **{**options, "entries": source}
     )

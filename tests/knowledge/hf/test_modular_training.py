@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from attnflow.knowledge import ModularForCausalLM
-from attnflow.knowledge.memory_layer.source import IndexedEntries
+from attnflow.knowledge.source import EntrySource
 from tests.models import modular, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # about their own names
@@ -159,7 +159,7 @@ def test_autocast():
             found = model.train(training)(input_ids=ids, labels=ids)
             assert abs(found.loss.item() - expected.loss.item()) < 0.2
             found.loss.backward()
-        source = IndexedEntries(
+        source = EntrySource.of(
             model.knowledge.entries,
             torch.cat([r.threshold_columns(model.knowledge.entries) for r in model.readers()], 1),
         )

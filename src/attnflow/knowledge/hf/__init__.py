@@ -14,5 +14,4 @@ from attnflow.knowledge.hf.edit import edit as edit
 from attnflow.knowledge.hf.encoder import TextEncoder as TextEncoder
 from attnflow.knowledge.hf.modular import ModularConfig as ModularConfig
 from attnflow.knowledge.hf.modular import ModularForCausalLM as ModularForCausalLM
-from attnflow.knowledge.hf.sync import save_entries as save_entries
 from attnflow.knowledge.hf.trace import trace as trace

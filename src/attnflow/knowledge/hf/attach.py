@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from attnflow._core.checks import Indices
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.hf.saved_reader import save_reader
-from attnflow.knowledge.hf.sources import Added, Copied, Exchanged, Searched, Source, copies_of, modular_of
+from attnflow.knowledge.hf.added_readers import AddedReaders, save_reader
+from attnflow.knowledge.hf.modular import ModularModel, ModularReader
 from attnflow.knowledge.hf.store_reader import store_readers
+from attnflow.knowledge.hf.stored_layers import StoredLayers, followed
 from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import readers, reads_entries
-from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.memory_layer.source import StoredKnowledge
+from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.source import EntrySource, Link, SharedLink
 from attnflow.knowledge.store import Store
 from attnflow.models.loaded import Loaded, split
 
@@ -30,36 +31,37 @@ def attach(
     model: nn.Module | Loaded,
     store: Store | None = None,
     *,
+    retrieval: Retrieval | None = None,
+    write: bool = False,
     reader: str | os.PathLike[str] | None = None,
     layers: Sequence[int] | None = None,
     key_dim: int = 256,
     num_heads: int = 1,
-    retrieval: Retrieval | None = None,
-    write_thresholds: bool = False,
 ) -> Attached:
     """Let a model read a store; edits act on the next token.
 
-    Any decoder gets a reader after some of its layers: cross-attention from the layer's tokens to the entries, added
-    behind a gate that is 0 at first, with which the model is as it was, bit for bit. Readers are parameters that you
-    train; `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder. A model that has
-    readers reads another store from now on.
+    What reads it depends on the model:
 
-    A modular model reads the store instead of its own entries, and searches it itself. So does one that `from_ffn`
-    converted: it takes its entries from the store, anew before the forward pass that follows an edit.
+    - A modular model reads the store instead of its own entries.
+    - A model that `from_ffn` converted takes its entries from the store, anew before the pass that follows an edit.
+    - Any other decoder gets readers after some of its layers: cross-attention from the layer's tokens to the entries,
+      added behind a gate. The gate is 0 at first, and the model is as it was, bit for bit. The readers are parameters
+      to train; `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder.
 
     The store and `retrieval` are no part of what `save_pretrained` writes; the weights of readers are.
 
     Args:
         model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` gave.
-        store: of texts. Of a modular model ("mlp" or "coordinate" thresholds) of width entry_dim, with
-            `config.threshold_columns` threshold columns; of a converted model as `save_entries` filled it. None: the
-            model's own entries.
+        store: for readers, one of texts. For a modular model ("mlp" or "coordinate" thresholds), one of width entry_dim
+            with `config.threshold_columns` threshold columns. For a converted model, one of width
+            `model.knowledge.entry_dim` with `model.knowledge.num_thresholds` columns. None: the model's own entries.
+        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
+        write: write to the store what it lacks of this model. For a converted model these are its entries, in place
+            of what the store holds; for a modular one the thresholds that are not its own.
         reader: the folder of a saved reader; by default a new one, which has learned nothing yet.
         layers: after which layers a new reader reads; by default every second one of the last third.
         key_dim: of a new reader, the width of queries and keys.
         num_heads: of a new reader; heads are summed.
-        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
-        write_thresholds: of a modular model: compute and write thresholds where the stored ones are not this model's.
 
     Returns:
         A handle: insert entries through it, `remove()` leaves the model as it was.
@@ -70,7 +72,7 @@ def attach(
             several stacks of layers. Thresholds that belong to rows and not to entries, or that are not this model's.
         UnsupportedArchitecture: no layers that are known. The model is as it was.
 
-    Cost: the entries once in memory, read anew after an edit, and for each token, layer and head all of them, or a
+    Cost: the entries once more in memory, read anew after an edit, and for each token, layer and head all of them, or a
         search. Of a modular model the thresholds of all entries, once; of a converted one all entries, twice in memory.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,31 +85,60 @@ def attach(
     1 layer of LlamaForCausalLM reads 8 entries of memory: all of them
     """
     module, _ = split(model)
-    if store is None and retrieval is None:
-        raise ValueError("give a store to read, or a retrieval of the best entries, or both")
-    if store is not None and not isinstance(cast(object, store), Store):
-        raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
-    if reader is not None or layers is not None or (store is not None and not reads_entries(module)):
-        return Attached(module, Added(module, _text_store(store), reader, layers, key_dim, num_heads), retrieval)
-    readers(module)  # refuses a model without entries
-    source: Source | None = None
-    if store is not None:
-        modular = modular_of(module)
-        if store_readers(module):
-            source = Exchanged(module, _text_store(store))
-        elif modular is None:
-            source = Copied(module, store)
-        else:
-            source = Searched(modular, store, write_thresholds)
-    return Attached(module, source, retrieval)
-
-
-def _text_store(store: Store | None) -> Store:
     if store is None:
-        raise ValueError("a reader reads a store: attach(model, store, ...)")
-    if not len(store):
-        raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
-    return store
+        if retrieval is None or reader is not None or layers is not None:
+            raise ValueError("give a store to read, or a retrieval of the best entries of a model that has some")
+        readers(module)  # refuses a model without entries
+        return Attached(module, None, retrieval)
+    if not isinstance(cast(object, store), Store):
+        raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
+    link: Link
+    if reader is not None or layers is not None or not reads_entries(module) or store_readers(module):
+        link = AddedReaders(module, store, reader, layers, key_dim, num_heads)
+    elif (modular := _modular(module)) is not None:
+        link = ModularLink(modular, store, write)
+    else:
+        link = StoredLayers(module, store, write)
+    return Attached(module, link, retrieval)
+
+
+class ModularLink(SharedLink):
+    """A store that a modular model reads in place of its own entries."""
+
+    def __init__(self, modular: ModularModel, store: Store, write: bool) -> None:
+        width = modular.config.entry_dim
+        if modular.config.threshold == "per_entry":
+            raise ValueError(
+                "threshold='per_entry' belongs to rows of the model's own base: entries of a store need 'mlp' or "
+                "'coordinate'"
+            )
+        if store.dim != width:
+            raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
+        layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
+
+        def thresholds(entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
+            moved = entries.to(modular.knowledge.entries)
+            return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
+
+        super().__init__(EntrySource(store, thresholds), store)
+        if write:
+            self.source.write_thresholds()
+        elif len(stale := self.source.stale()):
+            raise ValueError(
+                f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
+                "attach(model, store, write=True) computes them anew"
+            )
+        self._modular, self._before = modular, modular.source
+        modular.source = self.source
+
+    @property
+    def current(self) -> bool:
+        """Whether the model reads this one now."""
+        return self._modular.source is self.source
+
+    def put_back(self) -> None:
+        """Let the model read what it read before."""
+        self._modular.source = self._before
 
 
 class Attached(Handle):
@@ -118,9 +149,9 @@ class Attached(Handle):
         readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
     """
 
-    def __init__(self, model: nn.Module, source: Source | None, retrieval: Retrieval | None) -> None:
+    def __init__(self, model: nn.Module, link: Link | None, retrieval: Retrieval | None) -> None:
         super().__init__(model)
-        self._source, self.store = source, None if source is None else source.store
+        self._link, self.store = link, None if link is None else link.store
         self.readers = readers(model)
         self._before = [reader.retrieval for reader in self.readers]
         for reader in self.readers if retrieval is not None else ():
@@ -155,15 +186,10 @@ class Attached(Handle):
         """
         self._stored().upsert(ids, embeddings, **columns)
 
-    def stale(self) -> Int64[Tensor, " n"]:
-        """Ids of entries whose stored thresholds are not those of a modular model, as after training it."""
-        source = self._stored()
-        return source.stale() if isinstance(source, Searched) else torch.zeros(0, dtype=torch.int64)
-
     def write_thresholds(self) -> int:
-        """Write a modular model's thresholds where they are stale; returns for how many entries."""
-        source = self._stored()
-        return source.write_thresholds() if isinstance(source, Searched) else 0
+        """Write a modular model's thresholds where they are stale, as after training; returns for how many entries."""
+        link = self._stored()
+        return link.source.write_thresholds() if isinstance(link, ModularLink) else 0
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
@@ -174,18 +200,19 @@ class Attached(Handle):
             ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
             FileNotFoundError: the folder around it does not exist.
         """
-        return save_reader(self.model, Path(folder))
+        encoder = self._link.encoder if isinstance(self._link, AddedReaders) else ""
+        return save_reader(self.model, Path(folder), encoder)
 
-    def _stored(self) -> Source:
-        if self._source is None:
+    def _stored(self) -> Link:
+        if self._link is None:
             raise ValueError("the model reads its own entries: attach(model, store) lets it read a store")
-        return self._source
+        return self._link
 
     def _restore(self) -> None:
-        if self._source is not None:
-            if not self._source.latest:
+        if self._link is not None:
+            if not self._link.current:
                 raise RuntimeError("another store was attached to this model later: remove that one first")
-            self._source.put_back()
+            self._link.put_back()
         for reader, retrieval in zip(self.readers, self._before, strict=True):
             reader.retrieval = retrieval
 
@@ -199,12 +226,15 @@ class Attached(Handle):
 
 def attached_store(model: nn.Module) -> Store | None:
     """The store that a model reads now, if any."""
-    added = store_readers(model)
-    if added:
-        return added[0].source.store
-    modular = modular_of(model)
-    if modular is not None:
-        return modular.source.store if isinstance(modular.source, StoredKnowledge) else None
+    modular = _modular(model)
+    sources = [reader.source for reader in store_readers(model)] if modular is None else [modular.source]
+    if sources:
+        return None if sources[0] is None else sources[0].store
     base = getattr(model, "knowledge", None)
-    copies = copies_of(base) if isinstance(base, LayeredKnowledge) else []
-    return copies[-1].store if copies else None
+    link = followed(base) if isinstance(base, LayeredKnowledge) else None
+    return None if link is None else link.store
+
+
+def _modular(model: nn.Module) -> ModularModel | None:
+    """The modular model in a model, if there is one."""
+    return next((module for module in model.modules() if isinstance(module, ModularModel)), None)

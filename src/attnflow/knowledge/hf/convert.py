@@ -17,6 +17,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.hf.layer_forms import LayerForm, form_of
+from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.hf.verify import Inputs, verify
 from attnflow.models.experts import PackedExperts
 from attnflow.models.families.table import FeedForward
@@ -132,8 +133,8 @@ def to_ffn(model: Model | Loaded) -> Model:
     base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
     for layer, form in enumerate(forms):
         form.close(plain, base, layer)
-    for copied in base.__dict__.get("copies", []):
-        copied.stop()  # a store that is attached to the converted model
+    if (link := followed(base)) is not None:
+        link.stop()
     delattr(plain, KNOWLEDGE)
     delattr(plain, _SITES)
     config = getattr(plain, "config", None)

@@ -29,7 +29,7 @@ from attnflow.knowledge.hf.edit_places import (
     weights_everywhere,
 )
 from attnflow.knowledge.hf.edit_target import Descent, about, target
-from attnflow.knowledge.hf.sources import copies_of
+from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.knowledge.least_change import least_change
 from attnflow.models.evaluation import evaluating
@@ -303,7 +303,7 @@ def _chosen(rows: Tensor, moment: Tensor, entries: int | None) -> Tensor:
 
 def _check_base(model: nn.Module) -> None:
     base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
-    if copies_of(base):
+    if followed(base) is not None:
         raise ValueError("the model reads a store, which would undo the edit: remove the store first, or change it")
     if not bool(torch.isfinite(base.entries).all()):
         raise ValueError("the model's entries hold NaN or infinity")

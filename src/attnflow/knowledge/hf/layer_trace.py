@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, wide
 from attnflow.knowledge.layered import LayerReader
-from attnflow.knowledge.memory_layer.reader import Reading
 from attnflow.knowledge.provenance import By, LayerTrace
+from attnflow.knowledge.reader import Reading
 
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
 _BLOCK: Final = 1 << 13  # entries whose values are held at once

@@ -30,11 +30,11 @@ from attnflow.knowledge.attention import (
 )
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.layered import LayerReader
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
-from attnflow.knowledge.memory_layer.retrieval import Retrieval
-from attnflow.knowledge.memory_layer.source import Source, StoredKnowledge
+from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.source import EntrySource
 
-Entries = Float[Tensor, "entries entry_dim"] | Source
+Entries = Float[Tensor, "entries entry_dim"] | EntrySource
 
 # What a Llama has, too.
 _SHARED: Final = (
@@ -216,7 +216,7 @@ class ModularReader(KnowledgeReader, LayerReader):
     def every(self) -> Int[Tensor, " entries"]:
         """All ids of a store, or all rows."""
         source = self.model.source
-        return source.store.ids() if isinstance(source, StoredKnowledge) else super().every()
+        return super().every() if source is None else source.ids()
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Rows of E are their own ids, and what is read of a source has ids already."""
@@ -243,9 +243,7 @@ class ModularReader(KnowledgeReader, LayerReader):
         source = self.model.source
         if source is None:
             return self.model.knowledge.entries[positions]
-        wanted = positions.cpu()
-        rows = source.store.rows(wanted) if isinstance(source, StoredKnowledge) else source.rows()[wanted]
-        return rows.to(self.attention.value)
+        return source.rows(positions.cpu()).to(self.attention.value)
 
 
 class ModularBlock(GradientCheckpointingLayer):
@@ -303,7 +301,7 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=cast(Any, config))
         self.gradient_checkpointing = False
-        self.source: Source | None = None
+        self.source: EntrySource | None = None
         self.post_init()
 
     def forward(self, *args: Any, entries: Entries | None = None, **kwargs: Any) -> Any:
@@ -315,7 +313,7 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         """What blocks read in a call: the entries given, or else the source, or else E."""
         if entries is None:
             return self.knowledge() if self.source is None else self.source
-        if not isinstance(cast(object, entries), Tensor | Source):
+        if not isinstance(cast(object, entries), Tensor | EntrySource):
             raise TypeError(f"entries must be a tensor [entries, d_E] or a source, got {type(entries).__name__}")
         return entries
 

@@ -4,120 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow._core.checks import integer
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
-from attnflow.knowledge.hf.pooled_values import PooledValues
-from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import LayerReader
-from attnflow.knowledge.memory_layer.reader import KnowledgeReader, Reading
-from attnflow.knowledge.memory_layer.source import StoredKnowledge
-from attnflow.knowledge.store import Store, StoreError
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal
-from attnflow.models.inputs import ordinary_tokens, sparing
-from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
-from attnflow.models.layers import Stack
-from attnflow.models.sites import models_around
+from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.source import EntrySource
+from attnflow.models.interception import AttentionCall, Output, Proceed
 
 CHILD: Final = "knowledge_reader"  # of an attention module
-_TRIES: Final = 100
+POOL: Final = "knowledge_pool"  # likewise
+_LAYERS: Final = 4  # that are pooled
 _OWN: Final = 0.1  # weight of the token itself beside what all say together
-_SHARE: Final = 2 / 3  # of the layers, above which readers stand by default
-
-
-class FollowedStore(StoredKnowledge):
-    """A store that the readers of one model read: its entries as one tensor, taken anew when they were edited.
-
-    Attributes:
-        encoder: that made them.
-    """
-
-    def __init__(self, store: Store, encoder: str) -> None:
-        super().__init__(store)
-        self.encoder = encoder
-        self._revision: int | None = None
-        self._ids = torch.zeros(0, dtype=torch.int64)
-        self.cpu_rows = torch.zeros(0, store.dim)
-        self.at: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
-        """E on the device and in the precision of a tensor.
-
-        Raises:
-            StoreError: the store was closed, or cannot be read.
-        """
-        return _untraced(self, like)
-
-    def ids(self) -> Int[Tensor, " entries"]:
-        """The ids of the rows of `entries`."""
-        self.follow()
-        return self._ids
-
-    def rows(self) -> Float[Tensor, "entries entry_dim"]:
-        """E, as it is in the store."""
-        self.follow()
-        return self.cpu_rows
-
-    def insert(
-        self,
-        embeddings: Vectors,
-        *,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Int64[Tensor, " n"]:
-        """`Store.insert`, by the encoder of the others unless another one is named."""
-        if layers is not None or experts is not None:
-            raise ValueError("all readers of a model read all entries: leave layers and experts out")
-        return super().insert(embeddings, **{"encoder": self.encoder or None, **columns})
-
-    def follow(self) -> None:
-        """Take the entries anew if they were edited."""
-        len(self.store)  # raises if it was closed
-        for _ in range(_TRIES):
-            revision = self.store.revision
-            if revision == self._revision:
-                return
-            ids = self.store.ids()
-            try:
-                rows = self.store.vectors(ids)
-            except KeyError:  # deleted by another thread between the two
-                continue
-            self._revision, self._ids, self.cpu_rows = revision, ids, rows
-            self.at.clear()
-            return
-        raise StoreError(f"entries were deleted faster than they could be read {_TRIES} times")
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Of what a layer works on: its tokens, and the values of its attention."""
-
-    model_dim: int
-    value_dim: int  # of all heads, each set of shared values once
-
-
-def _current(source: FollowedStore, like: Tensor) -> Tensor:
-    """The entries of a store, in the precision and on the device of a tensor."""
-    source.follow()
-    key = like.device, like.dtype
-    if key not in source.at:
-        source.at[key] = source.cpu_rows.to(like)
-    return source.at[key]
-
-
-# No part of a compiled graph: anybody may edit the entries between two tokens.
-_untraced: Final = cast("Callable[[FollowedStore, Tensor], Tensor]", torch.compiler.disable(_current))
 
 
 class StoreReader(KnowledgeReader, LayerReader):
@@ -139,7 +42,7 @@ class StoreReader(KnowledgeReader, LayerReader):
     """
 
     def __init__(
-        self, layer: int, model_dim: int, pooled: PooledValues, key_dim: int, num_heads: int, source: FollowedStore
+        self, layer: int, model_dim: int, pooled: PooledValues, key_dim: int, num_heads: int, source: EntrySource
     ) -> None:
         attention = GeneralizedCrossAttention(
             model_dim,
@@ -202,7 +105,7 @@ class StoreReader(KnowledgeReader, LayerReader):
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
         """gate sqrt(d) E W_V of entries with these ids."""
-        rows = self.source.store.vectors(positions.cpu()).to(self.attention.value)
+        rows = self.source.rows(positions.cpu())[:, : self.attention.entry_dim].to(self.attention.value)
         return self._scale * torch.einsum("ne,hed->hnd", rows, self.attention.value)
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
@@ -259,70 +162,99 @@ def store_readers(model: nn.Module) -> list[StoreReader]:
     return [module for module in model.modules() if isinstance(module, StoreReader)]
 
 
-def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
-    """The numbers of layers that get a reader, by default every second one of the last third but the last.
+def pooled_layers(able: Sequence[int], first_reader: int) -> list[int]:
+    """The layers whose values are pooled: the first four that have attention, none above the first reader.
 
-    Raises:
-        ValueError: other layers than the model has.
-        UnsupportedArchitecture: layers without attention.
+    The words themselves are what an entry is recognised by, and layer by layer values say less of them: of 1,000
+    made-up facts, the right one was told for 86 % of held-out questions by the values of SmolLM2-135M's layer 3, for
+    70 % by those of layer 6, for 56 % by those of layer 9, and for 95 % by several of the first layers together.
     """
-    number, able = len(stack.layers), sorted(stack.attention)
-    if layers is None:
-        few = [layer for layer in able if layer >= int(number * _SHARE)] or able[-1:]
-        return few[:-1:2] or few
-    if isinstance(cast(object, layers), str) or not layers:
-        raise ValueError(f"layers must list numbers of layers, 0 to {number - 1}, got {layers!r}")
-    chosen = [integer("layer", one, 0, number - 1) for one in layers]
-    if len(set(chosen)) != len(chosen):
-        raise ValueError(f"layers must name each layer once, got {chosen}")
-    without = [layer for layer in chosen if layer not in stack.attention]
-    if without:
-        raise UnsupportedArchitecture(f"layers {without} have no self-attention that a reader could ask by: {able} do")
-    return sorted(chosen)
+    return [layer for layer in sorted(able) if layer <= first_reader][:_LAYERS]
 
 
-def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
-    """The widths that layers work on, measured by running the model on two tokens; it is as it was.
+class PooledValues(nn.Module):
+    """P, for each token the means of the values of all tokens that it may attend to, in several layers.
 
-    Raises:
-        UnsupportedArchitecture: a model that does not run on token ids, or a layer that does not return tokens.
+    Each mean is what the layer's own attention gives for a query of zeros, with its keys, mask and cache: nothing flows
+    where the model's mask lets nothing flow. Heads that share their values give one mean. No parameters; a child of the
+    attention modules that it pools, and of the readers that ask by it, so that copies of a model have their own.
+
+    Attributes:
+        layers: that are pooled.
+        width: of P.
+        last: the last layer with a reader, after which P is not needed any more.
     """
-    names = {stack.attention[number].module: number for number in chosen}
-    values: dict[int, int] = {}
-    seen: dict[int, Any] = {}
 
-    def look(call: AttentionCall, proceed: Proceed) -> Output:
-        output, weights = proceed(call)
-        values[names[call.module]] = call.key.shape[1] * output.shape[-1]
-        return output, weights
+    def __init__(self, layers: Sequence[int], width: int, last: int) -> None:
+        super().__init__()
+        self.layers, self.width, self.last = tuple(layers), width, last
+        self._parts: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # of passes with gradients and without
+        self._open = 0  # passes with gradients whose backward pass has not begun
+        self._backward = False
 
-    def keep(number: int, _: nn.Module, __: object, output: Any) -> None:
-        seen[number] = output[0] if isinstance(output, tuple) else output
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model has done no forward pass."""
+        return {**self.__dict__, "_parts": {False: {}, True: {}}, "_open": 0, "_backward": False}
 
-    around = models_around(list(stack.attention.values()))
-    with ExitStack() as undo:
-        interception = intercept(around, dict.fromkeys(names, look), role="pool")
-        undo.callback(interception.remove)
-        for number in chosen:
-            undo.enter_context(stack.layers[number].register_forward_hook(partial(keep, number)))
-        undo.enter_context(evaluating(around[0]))
-        undo.enter_context(torch.no_grad())
-        device = next(stack.layers[chosen[0]].parameters()).device
-        try:
-            ids = torch.tensor([ordinary_tokens(around[0], 2)], device=device)
-            cast(Any, around[0])(input_ids=ids, **sparing(around[0]))
-        except REFUSALS as error:
-            raise UnsupportedArchitecture(
-                f"{type(around[0]).__name__} does not run on two token ids, by which a reader sees its layers: "
-                f"{refusal(error)}"
-            ) from error
-    result: dict[int, Widths] = {}
-    for number in chosen:
-        hidden = seen.get(number)
-        if number not in values or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 2) or hidden.ndim != 3:
-            raise UnsupportedArchitecture(
-                f"layer {number} ({type(stack.layers[number]).__name__}) does not return tokens [batch, tokens, width] "
-                "to which a reader could add"
+    def begin(self) -> None:
+        """A forward pass: what was pooled in the last one is over."""
+        if _recomputing():
+            return
+        grad = torch.is_grad_enabled()
+        self._parts[grad] = {}
+        if grad:
+            self._open = 1 if self._backward else self._open + 1
+            self._backward = False
+
+    def put(self, layer: int, call: AttentionCall, proceed: Proceed) -> None:
+        """Pool the values of a layer."""
+        kwargs = {name: 0.0 if name == "dropout" else value for name, value in call.kwargs.items()}
+        output, _ = Proceed((), proceed.kernels)(call.replace(query=torch.zeros_like(call.query), kwargs=kwargs))
+        if call.empty is not None:
+            output = output.masked_fill(call.empty.transpose(1, 2)[..., None], 0.0)
+        shared = call.query.shape[1] // call.key.shape[1]
+        self._parts[torch.is_grad_enabled()][layer] = output[:, :, ::shared].flatten(2)
+
+    def read(
+        self, layer: int, hidden: Float[Tensor, "batch tokens model_dim"], kind: torch.dtype
+    ) -> Float[Tensor, "batch tokens width"]:
+        """P of this forward pass, for the reader of a layer, each layer's part of root mean square 1.
+
+        Raises:
+            RuntimeError: nothing was pooled; or gradient checkpointing recomputes one of several forward passes.
+        """
+        grad = torch.is_grad_enabled()
+        if _recomputing():
+            self._backward = True
+            if self._open > 1:
+                raise RuntimeError(
+                    f"{self._open} forward passes with gradients came before this backward pass, and gradient "
+                    "checkpointing recomputes what a reader asked by in the last one alone: run passes that need no "
+                    "gradient under torch.no_grad(), or call model.gradient_checkpointing_disable()"
+                )
+        parts = self._parts[grad]
+        if any(one not in parts or parts[one].shape[:2] != hidden.shape[:2] for one in self.layers):
+            raise RuntimeError(
+                "a layer with a reader ran without it: the model's attention implementation was set after "
+                "af.knowledge.attach. Remove the reader, choose the implementation, and attach it again"
             )
-        result[number] = Widths(hidden.shape[-1], values[number])
-    return result
+        result = [functional.rms_norm(part.to(kind), part.shape[-1:]) for part in map(parts.__getitem__, self.layers)]
+        if layer == self.last and not grad:
+            self._parts[False] = {}
+        return torch.cat(result, dim=-1)
+
+
+def pool_before(layer: int, call: AttentionCall, proceed: Proceed) -> Output:
+    """Interceptor of an attention module whose values are pooled; the call goes on as it is."""
+    cast(PooledValues, getattr(call.module, POOL)).put(layer, call, proceed)
+    return proceed(call)
+
+
+def begin_before(path: str, layer: nn.Module, _: object) -> None:
+    """Forward pre-hook of the first layer that is pooled, whose attention module is at `path`."""
+    cast(PooledValues, getattr(layer.get_submodule(path), POOL)).begin()
+
+
+def _recomputing() -> bool:
+    """Whether a backward pass runs, in which gradient checkpointing repeats parts of the forward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]

@@ -16,7 +16,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.duplication import duplicates
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.hf.sync import MADE_BY, save_entries
+from attnflow.knowledge.hf.stored_layers import MADE_BY, save_entries
 from attnflow.knowledge.index import Mode
 from attnflow.knowledge.records import SEPARATOR, Record, Split, read_records
 from attnflow.knowledge.store import Store

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.memory_layer.retrieval import (
+from attnflow.knowledge.retrieval import (
     Retrieval,
     best,
     certify,
@@ -23,7 +23,7 @@ from attnflow.knowledge.memory_layer.retrieval import (
     sum_of_chosen,
     sum_of_rows,
 )
-from attnflow.knowledge.memory_layer.source import Source
+from attnflow.knowledge.source import EntrySource
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
 
@@ -100,7 +100,7 @@ class KnowledgeReader(nn.Module):
         return self.attention.thresholds(entries).flatten(0, 1).T
 
     def forward(
-        self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | Source
+        self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, "*tokens model_dim"]:
         """What the entries add to each token.
 
@@ -122,7 +122,7 @@ class KnowledgeReader(nn.Module):
         return self._read_all(hidden, *self._everything(source))
 
     def error_bound(
-        self, reading: Reading, source: Float[Tensor, "entries entry_dim"] | Source
+        self, reading: Reading, source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, " tokens"]:
         """How far the output of each token (flattened) can be from that of reading all entries, in Euclidean norm.
 
@@ -158,7 +158,7 @@ class KnowledgeReader(nn.Module):
     def _first_column(self) -> int:
         return self.layer * self.columns
 
-    def _everything(self, source: Tensor | Source) -> tuple[Tensor, Tensor]:
+    def _everything(self, source: Tensor | EntrySource) -> tuple[Tensor, Tensor]:
         """E, and this layer's thresholds [parts, heads, entries]."""
         attention = self.attention
         if isinstance(source, Tensor):
@@ -191,9 +191,7 @@ class KnowledgeReader(nn.Module):
         if retrieval is None or retrieval.reads_all(len(entries), queries, training):
             return self._read_all(hidden, entries, thresholds)
         if retrieval.search == "approximate":
-            raise ValueError(
-                "an approximate search needs an index: pass memory_layer.source.IndexedEntries, or a store"
-            )
+            raise ValueError("an approximate search needs an index: pass an EntrySource of a store, or of the matrix")
         scores = attention.score(hidden, entries, thresholds)
         ranked = scores[0].detach()
         if self.observer is not None:
@@ -209,7 +207,7 @@ class KnowledgeReader(nn.Module):
             return attention.read(straight_through(sparse, weigh(scores, attention.activation)), entries)
         return attention.write(sum_of_chosen(sparse, mask, entries))
 
-    def _from_source(self, hidden: Tensor, source: Source, retrieval: Retrieval) -> Tensor:
+    def _from_source(self, hidden: Tensor, source: EntrySource, retrieval: Retrieval) -> Tensor:
         attention, heads = self.attention, self.attention.num_heads
         shape = (*hidden.shape[:-1], heads)
         queries = attention.project_query(hidden).reshape(attention.parts, -1, heads, attention.entry_dim)

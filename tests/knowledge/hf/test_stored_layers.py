@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnflow.knowledge.hf.convert import from_ffn, to_ffn
-from attnflow.knowledge.hf.sync import layer_thresholds, load_entries, save_entries
+from attnflow.knowledge.hf.stored_layers import layer_thresholds, load_entries, save_entries
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.store import Store
 from attnflow.models import MODELS, load_model
@@ -92,7 +92,7 @@ def test_edits_of_the_store_act_in_the_model():
 
 
 def test_saving_again_writes_what_has_changed_and_goes_on_after_an_interruption(monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.sync._BATCH", 20)
+    monkeypatch.setattr("attnflow.knowledge.hf.stored_layers._BATCH", 20)
     model = converted()
     with store_for(model) as store:
 

@@ -1,24 +1,95 @@
-"""The entries of a converted model in a store, and back: read there, searched there, edited there."""
+"""A converted model whose entries are in a store: written there, and taken from there as they are edited."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from attnflow._core.checks import integer, preview
+from attnflow._core.checks import Indices, integer, preview
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.index.arguments import Vectors
+from attnflow.knowledge.source import Link
 from attnflow.knowledge.store import Store
 
 MADE_BY: Final = "from_ffn"  # where an entry of a store says which encoder made it
 OTHER_LAYER: Final = -1e9  # finite: of an infinite score GELU and SiLU are no numbers
 _BATCH: Final = 4096
+_FOLLOWED: Final = "followed"  # of a base, the store that it follows
+
+
+class StoredLayers(Link):
+    """A store whose entries a converted model holds, as they are at each forward pass."""
+
+    def __init__(self, model: nn.Module, store: Store, write: bool = False) -> None:
+        self.store, self._model, self._base = store, model, _base(model)
+        base = self._base
+        if write:
+            save_entries(model, store)
+        self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
+        self._earlier = followed(base)
+        base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
+        try:
+            self._load()
+        except BaseException:
+            base.put(*self._before)
+            raise
+        base.__dict__[_FOLLOWED] = self
+        self._hook = model.register_forward_pre_hook(self._follow)
+
+    def insert(
+        self,
+        embeddings: Vectors,
+        *,
+        layers: Sequence[int] | None = None,
+        experts: Sequence[int | None] | None = None,
+        **columns: Any,
+    ) -> Int64[Tensor, " n"]:
+        """`Store.insert`."""
+        if layers is None:
+            raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
+        thresholds = layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
+        return self.store.insert(embeddings=embeddings, thresholds=thresholds, **columns)
+
+    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        """`Store.upsert`."""
+        self.store.upsert(ids=ids, embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
+
+    @property
+    def current(self) -> bool:
+        """Whether the model reads this one now."""
+        return followed(self._base) is self
+
+    def put_back(self) -> None:
+        """Let the model read what it read before."""
+        self._hook.remove()
+        self._base.__dict__[_FOLLOWED] = self._earlier
+        self._base.put(*self._before)
+
+    def stop(self) -> None:
+        """Follow the store no longer, nor any that was attached earlier; the entries stay as they are."""
+        self._hook.remove()
+        if self._earlier is not None:
+            self._earlier.stop()
+
+    def _load(self) -> None:
+        self._revision = self.store.revision
+        load_entries(self._model, self.store)
+
+    def _follow(self, _: nn.Module, __: object) -> None:
+        if self.current and self._revision != self.store.revision:
+            self._load()
+
+
+def followed(base: LayeredKnowledge) -> StoredLayers | None:
+    """The store whose entries a base follows, the one that was attached last."""
+    return base.__dict__.get(_FOLLOWED)
 
 
 @dataclass(frozen=True)
@@ -77,10 +148,9 @@ def save_entries(
     """Make a store hold the entries of a converted model, bit for bit, under the same ids.
 
     An entry is stored with the whole of its row as embedding, "layer 3" or "layer 3, expert 5" as source, and
-    `layer_thresholds`. To ask which
-    entries of a layer a hidden state h activates, search with [h | 0 | ... | 1 | 0] (1 at the threshold of the first
-    part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each atomic: killed and called again, it
-    goes on. A store that is opened for this alone, with `search="exact"`, need not build an index.
+    `layer_thresholds`. To ask which entries of a layer a hidden state h activates, search with [h | 0 | ... | 1 | 0]
+    (1 at the threshold of the first part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each
+    atomic: killed and called again, it goes on.
 
     Args:
         model: converted by `from_ffn`.
@@ -207,7 +277,7 @@ def _stored_layers(store: Store, ids: Tensor, base: LayeredKnowledge) -> tuple[T
     if bool(bad.any()):
         raise ValueError(
             f"entry {int(ids[bad][0])} does not say which one layer it belongs to: its thresholds must be those of "
-            "attnflow.knowledge.hf.sync.layer_thresholds"
+            "attnflow.knowledge.hf.stored_layers.layer_thresholds"
         )
     layers = own.int().argmax(dim=1)
     if experts is not None:

@@ -1,0 +1,337 @@
+"""Readers of a store that a decoder gets: after which layers, of which widths, saved in a folder, taken out again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from attnflow._core.checks import integer, preview
+from attnflow._core.errors import UnsupportedArchitecture, WrongBase
+from attnflow._core.files import SEAL, seal, sealed, write_folder
+from attnflow._core.markup import plural
+from attnflow.knowledge.hf.store_reader import (
+    CHILD,
+    POOL,
+    PooledValues,
+    StoreReader,
+    begin_before,
+    pool_before,
+    pooled_layers,
+    read_after,
+    store_readers,
+)
+from attnflow.knowledge.layered import reads_entries
+from attnflow.knowledge.source import EntrySource, SharedLink
+from attnflow.knowledge.store import Store
+from attnflow.models.inputs import ordinary_tokens
+from attnflow.models.interception import (
+    AttentionCall,
+    Output,
+    Proceed,
+    base_implementation,
+    check_implementation,
+    intercept,
+)
+from attnflow.models.layers import Stack, same_weights, stack_of
+from attnflow.models.sites import models_around
+from attnflow.models.trial import DoesNotRun, read, trial
+from attnflow.models.watching import calls_of
+
+WEIGHTS: Final = "reader.safetensors"
+_SHARE: Final = 2 / 3  # of the layers, above which readers stand by default
+_FORMAT: Final = "attnflow-reader"
+_VERSION: Final = 1
+_TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int}
+
+
+def encoder_of(store: Store) -> str:
+    """The one encoder that made the entries of a store; "" where they do not say.
+
+    Raises:
+        ValueError: several did: their scores do not compare.
+    """
+    encoders = store.stats().encoders
+    if len(encoders) > 1:
+        raise ValueError(
+            f"the entries of {store.uri} were made by {len(encoders)} encoders ({preview(encoders)}), and their scores "
+            f"do not compare: build a store of their texts by one encoder"
+        )
+    return next(iter(encoders), "")
+
+
+def check_store(store: Store, entry_dim: int, encoder: str) -> None:
+    """Refuse a store whose entries readers for others cannot read."""
+    if store.dim != entry_dim:
+        raise ValueError(f"the reader reads entries of width {entry_dim}, those of {store.uri} have {store.dim}")
+    here = encoder_of(store)
+    if here != encoder:
+        raise ValueError(
+            f"the reader was made for entries by {encoder or 'an encoder without a name'}, those of {store.uri} are by "
+            f"{here or 'an encoder without a name'}: build a store of the same texts by the first"
+        )
+
+
+class AddedReaders(SharedLink):
+    """A store, and the readers of it that a model has got."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        folder: str | os.PathLike[str] | None,
+        layers: Sequence[int] | None,
+        key_dim: int,
+        num_heads: int,
+    ) -> None:
+        if not len(store):
+            raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
+        super().__init__(EntrySource(store), store, encoder_of(store))
+        if reads_entries(model):
+            raise ValueError(
+                f"{type(model).__name__} reads entries already: remove what was attached, or leave reader and layers out"
+            )
+        stack = stack_of(model)
+        saved = None if folder is None else SavedReader.read(Path(folder))
+        if saved is not None:
+            if layers is not None:
+                raise ValueError("a saved reader has its own layers: give reader or layers, one of them")
+            saved.check(stack, store)
+            layers, key_dim, num_heads = saved.layers, saved.key_dim, saved.num_heads
+        chosen = checked_layers(layers, stack)
+        pooled = pooled_layers(list(stack.attention), chosen[0])
+        around = models_around(list(stack.attention.values()))
+        name = base_implementation(around[0].config)
+        check_implementation(around[0], name, "the model's attention implementation", "reader")
+        widths = measured(stack, sorted({*pooled, *chosen}))
+        pool = PooledValues(pooled, sum(widths[number].value_dim for number in pooled), chosen[-1])
+        self._readers = [
+            self._made(stack, number, widths[number].model_dim, pool, key_dim, num_heads) for number in chosen
+        ]
+        if saved is not None:
+            saved.fill(self._readers)
+        modules = {number: stack.attention[number].module for number in {*pooled, *chosen}}
+        pooling = {modules[number]: partial(pool_before, number) for number in pooled}
+        self._interception = intercept(around, pooling, role="pool")
+        self._children = [(modules[number], POOL) for number in pooled] + [
+            (modules[number], CHILD) for number in chosen
+        ]
+        for (module, child), one in zip(self._children, [*[pool] * len(pooled), *self._readers], strict=True):
+            module.add_module(child, one)
+        self._hooks: list[RemovableHandle] = [
+            stack.layers[pooled[0]].register_forward_pre_hook(partial(begin_before, _path(stack, pooled[0])))
+        ]
+        for number in chosen:
+            self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, _path(stack, number))))
+
+    @property
+    def current(self) -> bool:
+        """Whether the model reads this one now."""
+        return self._readers[0].source is self.source
+
+    def put_back(self) -> None:
+        """Let the model read what it read before."""
+        self._interception.remove(keep_changes=True)
+        for hook in self._hooks:
+            hook.remove()
+        for module, child in self._children:
+            delattr(module, child)
+
+    def _made(
+        self, stack: Stack, number: int, model_dim: int, pool: PooledValues, key_dim: int, num_heads: int
+    ) -> StoreReader:
+        module = stack.attention[number].module
+        reader = StoreReader(number, model_dim, pool, key_dim, num_heads, self.source)
+        parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
+        if parameter is not None:  # half precision is too coarse to learn in
+            reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+        return reader.train(module.training)
+
+
+def _path(stack: Stack, number: int) -> str:
+    """Of the attention module of a layer, below the layer."""
+    return stack.attention[number].name.removeprefix(f"{stack.path}.{number}").strip(".")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of what a layer works on: its tokens, and the values of its attention."""
+
+    model_dim: int
+    value_dim: int  # of all heads, each set of shared values once
+
+
+def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
+    """The numbers of layers that get a reader, by default every second one of the last third but the last.
+
+    Raises:
+        ValueError: other layers than the model has.
+        UnsupportedArchitecture: layers without attention.
+    """
+    number, able = len(stack.layers), sorted(stack.attention)
+    if layers is None:
+        few = [layer for layer in able if layer >= int(number * _SHARE)] or able[-1:]
+        return few[:-1:2] or few
+    if isinstance(layers, str) or not layers:
+        raise ValueError(f"layers must list numbers of layers, 0 to {number - 1}, got {layers!r}")
+    chosen = [integer("layer", one, 0, number - 1) for one in layers]
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"layers must name each layer once, got {chosen}")
+    without = [layer for layer in chosen if layer not in stack.attention]
+    if without:
+        raise UnsupportedArchitecture(f"layers {without} have no self-attention that a reader could ask by: {able} do")
+    return sorted(chosen)
+
+
+def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
+    """The widths that layers work on, measured by running the model on two tokens; it is as it was.
+
+    Raises:
+        UnsupportedArchitecture: a model that does not run on token ids, or a layer that does not return tokens.
+    """
+    sites = {stack.attention[number]: number for number in chosen}
+    names = {site.module: number for site, number in sites.items()}
+    model = models_around(list(stack.attention.values()))[0]
+    values: dict[int, int] = {}
+
+    def look(call: AttentionCall, proceed: Proceed) -> Output:
+        output, weights = proceed(call)
+        values[names[call.module]] = call.key.shape[1] * output.shape[-1]
+        return output, weights
+
+    try:
+        # FlexAttention warns where it is not compiled, and a trial compiles nothing
+        other = "sdpa" if base_implementation(model.config) == "flex_attention" else None
+        with trial(model, dict.fromkeys(sites, look), implementation=other):
+            layers = {number: stack.layers[number] for number in chosen}
+            calls = calls_of(layers, lambda: read(model, [ordinary_tokens(model, 2)]))
+    except DoesNotRun as error:
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} does not run on two token ids, by which a reader sees its layers: {error.why}"
+        ) from error
+    returned = {call.name: call.output[0] if isinstance(call.output, tuple) else call.output for call in calls}
+    result: dict[int, Widths] = {}
+    for number in chosen:
+        hidden = returned.get(number)
+        if number not in values or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 2) or hidden.ndim != 3:
+            raise UnsupportedArchitecture(
+                f"layer {number} ({type(stack.layers[number]).__name__}) does not return tokens [batch, tokens, width] "
+                "to which a reader could add"
+            )
+        result[number] = Widths(hidden.shape[-1], values[number])
+    return result
+
+
+def save_reader(model: nn.Module, folder: Path, encoder: str) -> Path:
+    """Write the readers of a model to a folder, which they replace, and return it."""
+    readers = store_readers(model)
+    if not readers:
+        raise ValueError(f"{type(model).__name__} has no reader that `attach` put into it: there is nothing to save")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(readers).items()}
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise ValueError(f"the reader holds NaN or infinity in {', '.join(bad[:3])}, which is not saved")
+    first = readers[0]
+    about = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "base": stack_of(model).identity(CHILD),
+        "encoder": encoder,
+        "entry_dim": first.attention.entry_dim,
+        "layers": [reader.layer for reader in readers],
+        "key_dim": first.attention.key_dim,
+        "num_heads": first.attention.num_heads,
+    }
+    with write_folder(folder) as new:
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        seal(new, about)
+    return folder
+
+
+def tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
+    """The tensors of readers by layer number and name; none is copied."""
+    return {f"layers.{one.layer}.{name}": tensor for one in readers for name, tensor in one.state_dict().items()}
+
+
+@dataclass(frozen=True)
+class SavedReader:
+    """What a folder says of the readers in it."""
+
+    folder: Path
+    base: Mapping[str, Any]
+    encoder: str
+    entry_dim: int
+    layers: list[int]
+    key_dim: int
+    num_heads: int
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedReader:
+        """Of a folder that `save_reader` wrote.
+
+        Raises:
+            FileNotFoundError: no reader was saved there.
+            ValueError: files that are damaged, of something else, or of a newer version.
+        """
+        if not (folder / SEAL).is_file() and not (folder / WEIGHTS).is_file():
+            raise FileNotFoundError(f"{folder} holds no saved reader: the handle of knowledge.attach saves one")
+        about = sealed(folder)
+        if about.get("format") != _FORMAT:
+            raise ValueError(f"{folder} holds no saved reader but {about.get('format') or 'something else'}")
+        if about.get("version") != _VERSION:
+            raise ValueError(
+                f"{folder} has version {about.get('version')}, this release reads {_VERSION}: update attnflow"
+            )
+        wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
+        samples = [] if wrong else about["base"].get("samples")
+        if not isinstance(samples, list) or not all(isinstance(one, int | float) for one in samples):
+            wrong.append("base")
+        if wrong:
+            raise ValueError(f"{folder} is damaged: {', '.join(wrong)} cannot be read")
+        return cls(folder, *(about[name] for name in _TYPES))
+
+    def check(self, stack: Stack, store: Store) -> None:
+        """Refuse a model or a store that the readers do not belong to.
+
+        Raises:
+            WrongBase: another model, with what differs.
+            ValueError: a store of another width or encoder.
+        """
+        here: dict[str, Any] = stack.identity(CHILD)
+        named = f" ({self.base.get('name')})" if self.base.get("name") else ""
+        for name in ("model_type", "num_layers", "width"):
+            if self.base.get(name) != here[name]:
+                raise WrongBase(
+                    f"the reader in {self.folder} is for another model{named}: {name} is {self.base.get(name)} there "
+                    f"and {here[name]} here"
+                )
+        if not same_weights(here["samples"], self.base.get("samples", [])):
+            raise WrongBase(
+                f"the reader in {self.folder} was made for other weights of this architecture{named}; load those"
+            )
+        check_store(store, self.entry_dim, self.encoder)
+
+    def fill(self, readers: Sequence[StoreReader]) -> None:
+        """Give readers the values that were saved; a ValueError where they do not fit."""
+        path = self.folder / WEIGHTS
+        try:
+            saved = load_file(os.fspath(path))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        tensors = tensors_of(readers)
+        wrong = sorted(set(tensors) ^ set(saved)) or [n for n in tensors if tensors[n].shape != saved[n].shape]
+        bad = wrong or [name for name, tensor in saved.items() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            raise ValueError(f"{path} does not fit, or holds NaN or infinity: {plural(len(bad), 'tensor')}, {bad[0]}")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(saved[name])
