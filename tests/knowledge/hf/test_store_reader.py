@@ -2,7 +2,6 @@
 
 import copy
 import math
-import shutil
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, T
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture, WrongBase
-from attnflow._core.files import seal, sealed
 from attnflow.knowledge import Retrieval, Store
 from attnflow.knowledge.hf.store_reader import CHILD, store_readers
 from attnflow.knowledge.store import StoreError
@@ -240,7 +238,7 @@ def test_a_reader_is_saved_alone_and_comes_back_for_any_store_of_its_encoder(tmp
     again = copy.deepcopy(model)
     handle = opened(af.knowledge.attach(model, store_of(), layers=[1], key_dim=4, num_heads=3))
     folder = handle.save(tmp_path / "reader")
-    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "reader.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["reader.safetensors", "reader_config.json"]
     assert (folder / "reader.safetensors").stat().st_size < 40_000
     back = af.knowledge.attach(again, store_of(), reader=folder)
     assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
@@ -278,11 +276,6 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     refused(ValueError, "give a store to read", model, None, layers=[1])
     refused(UnsupportedArchitecture, "attention interface", tiny("Bloom", torch.float32), store_of())
     refused(ValueError, "several stacks", tiny("Bart", torch.float32), store_of())
-    about = sealed(reader)
-    for samples in (["a"], {"a": 1}, None):
-        forged = shutil.copytree(reader, tmp_path / f"forged {samples}")
-        seal(forged, about | {"base": about["base"] | {"samples": samples}})
-        refused(ValueError, "is damaged: base cannot be read", model, store_of(), reader=forged)
     weights = reader / "reader.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\7")
     refused(ValueError, "damaged", model, store_of(), reader=reader)
@@ -290,7 +283,7 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     assert set(model.state_dict()) == names
     assert not any(module._forward_hooks for module in model.modules())
     handle = af.knowledge.attach(model, store_of())
-    with pytest.raises(ValueError, match="reads entries already"):
+    with pytest.raises(ValueError, match="reads entries"):
         af.knowledge.attach(model, store_of(), layers=[0])
     with pytest.raises(ValueError, match="leave layers and experts out"):
         handle.insert(embeddings=torch.ones(1, DIM), layers=[1])

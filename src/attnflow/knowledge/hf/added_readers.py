@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attnflow._core.checks import integer, preview
-from attnflow._core.errors import UnsupportedArchitecture, WrongBase
-from attnflow._core.files import SEAL, seal, sealed, write_folder
-from attnflow._core.markup import plural
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.hf.store_reader import (
     CHILD,
     POOL,
@@ -33,6 +29,7 @@ from attnflow.knowledge.hf.store_reader import (
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.source import EntrySource, SharedLink
 from attnflow.knowledge.store import Store
+from attnflow.models.addons import Addon, read_addon, save_addon
 from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import (
     AttentionCall,
@@ -42,16 +39,14 @@ from attnflow.models.interception import (
     check_implementation,
     intercept,
 )
-from attnflow.models.layers import Stack, same_weights, stack_of
+from attnflow.models.layers import Stack, stack_of
 from attnflow.models.sites import models_around
 from attnflow.models.trial import DoesNotRun, read, trial
 from attnflow.models.watching import calls_of
 
-WEIGHTS: Final = "reader.safetensors"
 _SHARE: Final = 2 / 3  # of the layers, above which readers stand by default
-_FORMAT: Final = "attnflow-reader"
-_VERSION: Final = 1
-_TYPES: Final = {"base": Mapping, "encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int}
+_KIND: Final = "reader"  # of a saved add-on
+_TYPES: Final = {"encoder": str, "entry_dim": int, "layers": list, "key_dim": int, "num_heads": int}
 
 
 def encoder_of(store: Store) -> str:
@@ -67,18 +62,6 @@ def encoder_of(store: Store) -> str:
             f"do not compare: build a store of their texts by one encoder"
         )
     return next(iter(encoders), "")
-
-
-def check_store(store: Store, entry_dim: int, encoder: str) -> None:
-    """Refuse a store whose entries readers for others cannot read."""
-    if store.dim != entry_dim:
-        raise ValueError(f"the reader reads entries of width {entry_dim}, those of {store.uri} have {store.dim}")
-    here = encoder_of(store)
-    if here != encoder:
-        raise ValueError(
-            f"the reader was made for entries by {encoder or 'an encoder without a name'}, those of {store.uri} are by "
-            f"{here or 'an encoder without a name'}: build a store of the same texts by the first"
-        )
 
 
 class AddedReaders(SharedLink):
@@ -98,15 +81,14 @@ class AddedReaders(SharedLink):
         super().__init__(EntrySource(store), store, encoder_of(store))
         if reads_entries(model):
             raise ValueError(
-                f"{type(model).__name__} reads entries already: remove what was attached, or leave reader and layers out"
+                f"{type(model).__name__} reads entries: remove what was attached, or leave out reader and layers"
             )
         stack = stack_of(model)
-        saved = None if folder is None else SavedReader.read(Path(folder))
+        saved = None if folder is None else _saved(folder, stack, store)
         if saved is not None:
             if layers is not None:
                 raise ValueError("a saved reader has its own layers: give reader or layers, one of them")
-            saved.check(stack, store)
-            layers, key_dim, num_heads = saved.layers, saved.key_dim, saved.num_heads
+            layers, key_dim, num_heads = (saved.config[name] for name in ("layers", "key_dim", "num_heads"))
         chosen = checked_layers(layers, stack)
         pooled = pooled_layers(list(stack.attention), chosen[0])
         around = models_around(list(stack.attention.values()))
@@ -118,7 +100,7 @@ class AddedReaders(SharedLink):
             self._made(stack, number, widths[number].model_dim, pool, key_dim, num_heads) for number in chosen
         ]
         if saved is not None:
-            saved.fill(self._readers)
+            saved.fill(_tensors_of(self._readers))
         modules = {number: stack.attention[number].module for number in {*pooled, *chosen}}
         pooling = {modules[number]: partial(pool_before, number) for number in pooled}
         self._interception = intercept(around, pooling, role="pool")
@@ -232,106 +214,39 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
 
 
 def save_reader(model: nn.Module, folder: Path, encoder: str) -> Path:
-    """Write the readers of a model to a folder, which they replace, and return it."""
+    """Write the readers of a model to a folder, in place of those that it held, and return it."""
     readers = store_readers(model)
     if not readers:
         raise ValueError(f"{type(model).__name__} has no reader that `attach` put into it: there is nothing to save")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(readers).items()}
-    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
-    if bad:
-        raise ValueError(f"the reader holds NaN or infinity in {', '.join(bad[:3])}, which is not saved")
-    first = readers[0]
-    about = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "base": stack_of(model).identity(CHILD),
+    first = readers[0].attention
+    config = {
         "encoder": encoder,
-        "entry_dim": first.attention.entry_dim,
+        "entry_dim": first.entry_dim,
         "layers": [reader.layer for reader in readers],
-        "key_dim": first.attention.key_dim,
-        "num_heads": first.attention.num_heads,
+        "key_dim": first.key_dim,
+        "num_heads": first.num_heads,
     }
-    with write_folder(folder) as new:
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        seal(new, about)
-    return folder
+    return save_addon(folder, _KIND, _tensors_of(readers), config, stack_of(model).identity(CHILD))
 
 
-def tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
+def _tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
     """The tensors of readers by layer number and name; none is copied."""
     return {f"layers.{one.layer}.{name}": tensor for one in readers for name, tensor in one.state_dict().items()}
 
 
-@dataclass(frozen=True)
-class SavedReader:
-    """What a folder says of the readers in it."""
-
-    folder: Path
-    base: Mapping[str, Any]
-    encoder: str
-    entry_dim: int
-    layers: list[int]
-    key_dim: int
-    num_heads: int
-
-    @classmethod
-    def read(cls, folder: Path) -> SavedReader:
-        """Of a folder that `save_reader` wrote.
-
-        Raises:
-            FileNotFoundError: no reader was saved there.
-            ValueError: files that are damaged, of something else, or of a newer version.
-        """
-        if not (folder / SEAL).is_file() and not (folder / WEIGHTS).is_file():
-            raise FileNotFoundError(f"{folder} holds no saved reader: the handle of knowledge.attach saves one")
-        about = sealed(folder)
-        if about.get("format") != _FORMAT:
-            raise ValueError(f"{folder} holds no saved reader but {about.get('format') or 'something else'}")
-        if about.get("version") != _VERSION:
-            raise ValueError(
-                f"{folder} has version {about.get('version')}, this release reads {_VERSION}: update attnflow"
-            )
-        wrong = [name for name, kind in _TYPES.items() if not isinstance(about.get(name), kind)]
-        samples = [] if wrong else about["base"].get("samples")
-        if not isinstance(samples, list) or not all(isinstance(one, int | float) for one in samples):
-            wrong.append("base")
-        if wrong:
-            raise ValueError(f"{folder} is damaged: {', '.join(wrong)} cannot be read")
-        return cls(folder, *(about[name] for name in _TYPES))
-
-    def check(self, stack: Stack, store: Store) -> None:
-        """Refuse a model or a store that the readers do not belong to.
-
-        Raises:
-            WrongBase: another model, with what differs.
-            ValueError: a store of another width or encoder.
-        """
-        here: dict[str, Any] = stack.identity(CHILD)
-        named = f" ({self.base.get('name')})" if self.base.get("name") else ""
-        for name in ("model_type", "num_layers", "width"):
-            if self.base.get(name) != here[name]:
-                raise WrongBase(
-                    f"the reader in {self.folder} is for another model{named}: {name} is {self.base.get(name)} there "
-                    f"and {here[name]} here"
-                )
-        if not same_weights(here["samples"], self.base.get("samples", [])):
-            raise WrongBase(
-                f"the reader in {self.folder} was made for other weights of this architecture{named}; load those"
-            )
-        check_store(store, self.entry_dim, self.encoder)
-
-    def fill(self, readers: Sequence[StoreReader]) -> None:
-        """Give readers the values that were saved; a ValueError where they do not fit."""
-        path = self.folder / WEIGHTS
-        try:
-            saved = load_file(os.fspath(path))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        tensors = tensors_of(readers)
-        wrong = sorted(set(tensors) ^ set(saved)) or [n for n in tensors if tensors[n].shape != saved[n].shape]
-        bad = wrong or [name for name, tensor in saved.items() if not bool(torch.isfinite(tensor).all())]
-        if bad:
-            raise ValueError(f"{path} does not fit, or holds NaN or infinity: {plural(len(bad), 'tensor')}, {bad[0]}")
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved[name])
+def _saved(folder: str | os.PathLike[str], stack: Stack, store: Store) -> Addon:
+    """Saved readers; a WrongBase for another model, a ValueError for a store of another width or encoder."""
+    saved = read_addon(folder, _KIND)
+    wrong = [name for name, kind in _TYPES.items() if not isinstance(saved.config.get(name), kind)]
+    if wrong:
+        raise ValueError(f"{saved.path} is damaged: {', '.join(wrong)} cannot be read")
+    saved.check_base(stack.identity(CHILD))
+    width, encoder, here = saved.config["entry_dim"], saved.config["encoder"], encoder_of(store)
+    if store.dim != width:
+        raise ValueError(f"the reader reads entries of width {width}, those of {store.uri} have {store.dim}")
+    if here != encoder:
+        raise ValueError(
+            f"the reader was made for entries by {encoder or 'an encoder without a name'}, those of {store.uri} are by "
+            f"{here or 'an encoder without a name'}: build a store of the same texts by the first"
+        )
+    return saved

@@ -194,11 +194,10 @@ class Attached(Handle):
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
 
-        The folder is replaced in one step: after a kill it holds the old readers or the new ones.
+        After a kill the folder holds the old readers or the new ones, whole.
 
         Raises:
             ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
-            FileNotFoundError: the folder around it does not exist.
         """
         encoder = self._link.encoder if isinstance(self._link, AddedReaders) else ""
         return save_reader(self.model, Path(folder), encoder)
