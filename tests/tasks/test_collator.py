@@ -313,46 +313,6 @@ def test_samples_of_any_kind(feature):
     assert all(torch.equal(expected[name], batch[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        ([], "at least one sample, got none"),
-        ([[1, 2], [1]], "sample 1 of the batch: this family needs at least 2 tokens, got 1"),
-        ([[]], "sample 0 of the batch: this family needs at least 2 tokens, got 0"),
-        ([{"ids": [1, 2]}], r"mapping with \"input_ids\", got the keys \['ids'\]"),
-        ([{"input_ids": [1, 2], "attention_mask": [1]}], "differ in length: 2 and 1"),
-        ([torch.zeros(2, 2, dtype=torch.int64)], "one-dimensional"),
-    ],
-)
-def test_bad_samples(features, message):
-    with pytest.raises(ValueError, match=message):
-        Collator(tasks.causal_lm)(features)
-
-
-def test_bad_collators():
-    with pytest.raises(TypeError):
-        Collator([1, 2])
-    with pytest.raises(ValueError, match=r"floating-point type, got torch\.int64"):
-        Collator(tasks.causal_lm, dtype=torch.int64)
-    with pytest.raises(ValueError, match="pad_to_multiple_of must be at least 1"):
-        Collator(tasks.causal_lm, pad_to_multiple_of=0)
-    with pytest.raises(ValueError, match="pad_to_multiple_of must be at most"):
-        Collator(tasks.causal_lm, pad_to_multiple_of=2**40)
-    with pytest.raises(TypeError, match="must hold integers"):
-        Collator(tasks.causal_lm)([torch.tensor([0.5, 1.5])])
-
-
-def test_labels_survive_packing():
-    targets = torch.tensor([[[3, -100], [-100, -100]]])
-    weights = torch.tensor([[[1 / 3, 0.0], [0.0, 0.0]]], dtype=DOUBLE)
-    labels = pack_labels(targets, weights)
-    assert labels.shape == (1, 2, 4, 3)
-    assert labels.ne(-100).sum() == labels[..., 1:].ne(-100).sum() == 4  # what Trainer counts: each label four times
-    found = unpack_labels(labels)
-    assert torch.equal(found[0], targets)
-    assert torch.equal(found[1], weights)
-
-
 def test_loss_against_cross_entropy():
     scores = torch.randn(2, 3, 7, dtype=DOUBLE, requires_grad=True)
     targets = torch.tensor([[[1, 2], [-100, -100], [3, -100]], [[4, 0], [5, -100], [-100, -100]]])
@@ -394,36 +354,6 @@ def test_a_forgotten_average_embeddings_is_explained_and_the_advice_helps():
     handle.remove()
     with pytest.raises(IndexError):
         learner(**inputs)
-
-
-def test_labels_of_another_kind_are_refused_and_the_advice_helps():
-    ids = [5, 6, 7, 8, 9, 10]
-    with refused(ValueError, r"got \(1, 5\): make the batch with af.tasks.Collator\(family_fn\)"):
-        tasks.loss(torch.zeros(1, 5, 64), torch.zeros(1, 5, dtype=torch.int64))
-    batch = Collator(tasks.causal_lm)([ids])
-    assert tasks.loss(torch.zeros(1, 5, 64), batch["labels"]) == pytest.approx(torch.tensor(64.0).log())
-
-
-def test_bad_losses():
-    labels = pack_labels(torch.full((1, 2, 1), -100), torch.zeros(1, 2, 1, dtype=DOUBLE))
-    with pytest.raises(ValueError, match=r"expected logits \[1, 2\] \+ \[vocabulary\].*got \[1, 3, 7\]"):
-        tasks.loss(torch.zeros(1, 3, 7), labels)
-    with pytest.raises(ValueError, match="expected the labels of an af"):
-        tasks.loss(torch.zeros(1, 7), torch.zeros(1, 3, 5, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"expected the labels of an af\.tasks\.Collator batch, got NoneType"):
-        tasks.loss(torch.zeros(1, 2, 7), None)
-    with pytest.raises(TypeError, match="expected logits"):
-        tasks.loss(3, labels)
-    with pytest.raises(ValueError, match='"mean", "sum" or "none", got \'each\''):
-        tasks.loss(torch.zeros(1, 2, 7), labels, reduction="each")
-
-
-def test_passing_the_labels_to_a_model_fails_loudly():
-    """Without compute_loss_func, HF would shift labels: it must not train on them silently."""
-    llama = model()
-    batch = Collator(tasks.causal_lm)([[5, 6, 7]])
-    with pytest.raises(Exception, match=r"."):
-        llama(**batch)
 
 
 def test_drawn_places_are_drawn_for_each_sample():

@@ -40,12 +40,6 @@ def test_a_family_without_a_formula():
     assert "none is known for block_diffusion(12 tokens, block=3, masked=[0, 4])" in str(made)
 
 
-def test_spans_of_a_butterfly_have_none_either():
-    made = derive("butterfly", 6, block=2)
-    assert (made.closed_form, made.equals_closed_form, made.ok) == (None, None, True)
-    assert made.merged.task.size == 14
-
-
 def test_a_difference_from_the_formula_is_not_ok(monkeypatch):
     monkeypatch.setattr(derivation, "_closed_form", lambda *_: ("as printed", tasks.families.butterfly_as_printed(6)))
     made = derive("butterfly", 6)
@@ -56,22 +50,3 @@ def test_a_difference_from_the_formula_is_not_ok(monkeypatch):
 def test_every_family_of_the_library_has_its_name():
     assert all(getattr(tasks, name) is each.function for name, each in named_families().items())
     assert named_families()["block_two_stream"].signature.startswith("block_two_stream(tokens, block, ")
-
-
-@pytest.mark.parametrize(
-    ("family", "parameters", "message"),
-    [
-        ("buterfly", {}, "unknown family 'buterfly': did you mean butterfly"),
-        ("butterfly", {"blocks": 2}, "unknown name 'blocks'"),
-        ("block_two_stream", {}, r"block_two_stream\(tokens, block, .* needs block"),
-        ("block_two_stream", {"block": 4}, "must be a multiple of block = 4, got 6"),
-    ],
-)
-def test_bad_names_and_parameters(family, parameters, message):
-    with pytest.raises(ValueError, match=message):
-        derive(family, 6, **parameters)
-
-
-def test_a_saved_derivation_names_its_kind():
-    with pytest.raises(ValueError, match="expected a saved Derivation, got 'LeakReport'"):
-        Derivation.from_json(tasks.check(tasks.merge(tasks.causal_lm([5, 6]))).to_json())

@@ -8,7 +8,6 @@ import torch
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Token
-from tests.refused import refused
 
 IDS = [11, 12, 13, 14, 15, 16]
 DATA = [Token(id, i) for i, id in enumerate(IDS)]
@@ -101,39 +100,6 @@ def test_token_ids_of_any_kind(tokens):
     assert tasks.butterfly(tokens) == tasks.butterfly(IDS)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: tasks.causal_lm([]), "at least 2 tokens, got 0"),
-        (lambda: tasks.causal_lm([5]), "at least 2 tokens, got 1"),
-        (lambda: tasks.butterfly([5]), "at least 2 tokens, got 1"),
-        (lambda: tasks.block_two_stream([], 2), "at least 1 tokens, got 0"),
-        (lambda: tasks.block_two_stream([5, 6], 2), "at least 2 blocks, got 2 tokens in 1 block of 2"),
-        (lambda: tasks.block_two_stream(IDS, 4), "multiple of block = 4, got 6; pad to 8"),
-        (lambda: tasks.block_two_stream(IDS, 0), "block must be at least 1, got 0"),
-        (lambda: tasks.block_diffusion(IDS, 4), "multiple of block = 4"),
-        (lambda: tasks.block_diffusion(IDS, 2, masked=[]), "at least one place"),
-        (lambda: tasks.masked_lm(IDS, []), "at least one place"),
-        (lambda: tasks.masked_lm(IDS, [1, 1]), "each once"),
-        (lambda: tasks.masked_lm(IDS, [6]), r"positions in \[0, 6\), got 6"),
-        (lambda: tasks.masked_lm(IDS, [1], mask_token=-1), "mask_token must be at least 0, got -1"),
-        (lambda: tasks.multi_token_prediction(IDS, 0), "horizon must be at least 1, got 0"),
-        (lambda: tasks.permutation_lm(IDS, [0, 1]), r"permutation of range\(6\)"),
-        (lambda: tasks.permutation_lm([], []), "at least 1 tokens"),
-        (lambda: tasks.causal_lm(np.array([[1, 2], [3, 4]])), "one-dimensional"),
-    ],
-)
-def test_bad_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize("tokens", [[1.5, 2.5], "ab", 5])
-def test_token_ids_must_be_integers(tokens):
-    with pytest.raises((TypeError, ValueError)):
-        tasks.causal_lm(tokens)
-
-
 def test_butterfly_of_blocks():
     family = tasks.butterfly(IDS, block=2, mask_token=99)
     for number, k in enumerate((0, 2, 4)):
@@ -189,17 +155,3 @@ def test_the_expected_loss_of_drawn_places_is_the_any_order_bound():
         for order in permutations(range(3))
     ]
     assert expected * 3 == pytest.approx(np.mean(orders), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: tasks.butterfly(IDS, masked=[1]), r"masked goes with block"),
-        (lambda: tasks.butterfly(IDS, block=6), r"at least 2 blocks, got 6 tokens in 1 block of 6"),
-        (lambda: tasks.butterfly(IDS, block=4), r"number of tokens"),
-        (lambda: tasks.block_diffusion(IDS, 2, masked="some"), r'"random", got \'some\''),
-    ],
-)
-def test_arguments_of_spans(call, message):
-    with refused(ValueError, message):
-        call()

@@ -211,22 +211,6 @@ def _twice(mask: af.masks.Mask) -> af.masks.Mask:
     return af.masks.from_dense(mask.dense().repeat(2, 2))
 
 
-@pytest.mark.parametrize("function", [tasks.merge, lambda family: embedding(tasks.causal_lm([1, 2])[0], family)])
-def test_bad_families(function):
-    tokens = [Token(i, i) for i in range(3)]
-    sparse = Task(tokens, [], af.masks.sliding_window(3, 2))
-    blind = Task(tokens, [], af.masks.from_edges([(1, 0), (2, 0)], 3))
-    with pytest.raises(ValueError, match="at least one task, got none"):
-        function([])
-    with pytest.raises(ValueError, match=r"task 1 is not dense.*densified"):
-        function([tasks.causal_lm([1, 2])[0], sparse])
-    with pytest.raises(ValueError, match=r"task 0 some position does not attend to itself.*densified"):
-        function([blind])
-    with pytest.raises(TypeError):
-        function([tokens])
-    function([sparse.densified(), blind.densified()])
-
-
 def test_empty_tasks_merge_to_an_empty_task():
     empty = Task([], [], af.masks.causal(0))
     merged = tasks.merge([empty, empty])

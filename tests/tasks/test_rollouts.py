@@ -217,12 +217,6 @@ def test_accumulated_batches_may_differ_in_what_their_labels_have(tmp_path):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-9)
 
 
-def test_a_batch_with_advantages_is_read_by_the_lint():
-    group = {"prompts": [1, 2], "responses": [[3, 4], [3, 5, 6]], "advantages": [1.0, -1.0]}
-    report = af.audit.check_batch(Collator(tasks.rollouts)([group]))
-    assert report.ok
-
-
 def test_prompts_numbered_apart_are_told():
     """The same prompt with data numbers of its own in each rollout: nothing is shared, and merge says why."""
     prompt, length = list(range(1, 1025)), 512
@@ -243,12 +237,6 @@ def test_prompts_numbered_apart_are_told():
     assert tasks.merge(family).task.size == 3068
     two = tasks.merge([rollout(0, 0), rollout(1, 0), rollout(2, 20_000)])
     assert two.note.replace("\u202f", "").startswith("1024 positions more could be shared")
-
-
-def test_sequences_that_share_nothing_are_said_to():
-    merged = tasks.merge(tasks.rollouts([[1], [2]], [[3, 4], [3, 4]]))
-    assert merged.task.size == 4
-    assert str(merged).endswith("nothing is shared: one merged pass costs what the tasks cost in one batch")
 
 
 def test_empty_responses_train_nothing():
@@ -273,40 +261,6 @@ def test_tensors_and_arrays_are_welcome():
     )
     both = tasks.rollouts([1, 2], torch.tensor([[3, 4], [3, 5]]), old_logprobs=-torch.ones(2, 2))
     assert [label.old_logprob for label in both[1].labels] == [-1.0, -1.0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1], []), "responses must have at least one entry, got none"),
-        (([1], [[], []]), "responses with at least one token, got 2 without any"),
-        (([], [[1]]), "prompts must have at least one entry"),
-        (([[1], []], [[1], [2]]), "prompt 1 is empty: nothing predicts the first token"),
-        (([[1], [2]], [[1], [2], [3]]), "one prompt for all 3 responses or one for each, got 2 prompts"),
-        (([1], [[2, -100]]), "token ids must be at least 0, got -100: leave padding out"),
-        (([1], [[2, 3]], [1.0, 2.0]), "weights must have an entry for each of the 1 responses, got 2"),
-        (([1], [[2, 3]], [[1.0]]), r"weights\[0\] must be one number or one for each of the 2 tokens.*shape \(1,\)"),
-        (([1], [[2, 3]], None, [float("nan")]), r"advantages\[0\] must be finite, got nan"),
-        (([1], [[2, 3]], None, [[0.0, float("inf")]]), r"advantages\[0\] must be finite, got inf"),
-        (([1], [[2, 3]], None, None, [-1.0]), "old_logprobs must hold one number for each token of each response"),
-        (([1], [[2, 3]], None, None, [[-1.0]]), r"old_logprobs\[0\] must be one number or one for each of the 2"),
-    ],
-)
-def test_bad_groups(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.rollouts(*arguments)
-
-
-def test_bad_samples_of_a_collator_are_named():
-    collate = Collator(tasks.rollouts)
-    with pytest.raises(TypeError, match="sample 0 of the batch: a group of rollouts is a mapping"):
-        collate([[1, 2, 3]])
-    with pytest.raises(ValueError, match="sample 0 of the batch: a group of rollouts lacks responses"):
-        collate([{"prompts": [1]}])
-    with pytest.raises(ValueError, match="unknown name 'advantage': did you mean advantages"):
-        collate([{"prompts": [1], "responses": [[2]], "advantage": [1.0]}])
-    batch = collate([{"prompts": [1], "responses": [[2, 3]], "advantages": None}])
-    assert batch["labels"].shape == (1, 2, 4, 2)
 
 
 def test_labels_keep_their_numbers_through_json_and_pickling():

@@ -85,12 +85,6 @@ def test_leaks_are_those_of_the_product(stack, cut):
             assert all(here == there or table[there, here] for table, (here, there) in steps)
 
 
-def test_more_layers_than_masks_are_refused():
-    task = Task([Token(1, 0)], [], [masks.causal(1)] * 2)
-    with pytest.raises(ValueError, match="layers must be at most 2, got 3"):
-        af.tasks.check(task, layers=3)
-
-
 def test_a_stack_proves_what_a_closure_cannot():
     """Layer 1 reads one back, layer 2 nothing: two steps back never arrive, though the closure of layer 1 says so."""
     tokens = [Token(id, i) for i, id in enumerate([5, 6, 7, 8])]
@@ -109,25 +103,6 @@ def layered():
     tokens = [Token(id, place) for place, id in enumerate(range(20, 31))]
     layers = [masks.sliding_window(10, 3), masks.dilated_window(10, 2, 3), masks.causal(10)]
     return Task(tokens[:10], [Label(i, target=tokens[i + 1]) for i in range(10)], layers)
-
-
-def test_refusals():
-    stack = layered()
-    with pytest.raises(ValueError, match=r"task 0 has a mask per layer \(3\), .* merge tasks with one mask"):
-        af.tasks.merge([stack])
-    with pytest.raises(ValueError, match=r"a mask per layer \(3\), not one for all: use task.masks"):
-        _ = stack.mask
-    with pytest.raises(ValueError, match="has no dense form"):
-        stack.densified()
-    with pytest.raises(ValueError, match="is sparse as its masks are"):
-        stack.sparsified()
-    causal = af.tasks.merge(af.tasks.causal_lm(range(11)))
-    with pytest.raises(ValueError, match="task 0 has a mask per layer"):
-        causal.embeds([stack])
-    with pytest.raises(ValueError, match="at least one mask per layer, got an empty sequence"):
-        Task(stack.inputs, stack.labels, [])
-    with pytest.raises(ValueError, match=r"as long as the inputs \(10\), got shape \(3, 3\)"):
-        Task(stack.inputs, stack.labels, [masks.causal(10), masks.causal(3)])
 
 
 def test_as_plain_data():
@@ -163,30 +138,6 @@ def test_sparse_forms_keep_the_order(family, window, anchors):
 
 def sparse_family(tokens):
     return af.tasks.merge(af.tasks.causal_lm(tokens)).task.sparsified(window=4, layers=LAYERS)
-
-
-def test_sparse_forms_are_collated_and_trained():
-    model = tiny_llama().float()
-    collate = af.tasks.Collator(sparse_family, by_length=True)
-    batch = collate([list(range(10)), list(range(3, 10))])
-    allowed = batch["attention_mask"][0, 0] == 0
-    assert torch.equal(allowed[:9, :9], sparse_family(range(10)).mask.dense())
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        output = model(**{name: value for name, value in batch.items() if name != "labels"})
-        losses.append(af.tasks.loss(output, batch))
-        losses[-1].backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    assert losses[-1] < 0.5 * losses[0]
-    alone = af.tasks.Collator(sparse_family)([list(range(10))])
-    inputs = {name: value for name, value in alone.items() if name != "labels"}
-    moved = {**inputs, "input_ids": inputs["input_ids"].clone()}
-    moved["input_ids"][0, 0] = 50
-    with torch.no_grad():
-        difference = (model(**inputs).logits - model(**moved).logits).abs().amax(-1)[0]
-    assert difference[8] > 0  # two windows of four, and a third layer: all of it has arrived
 
 
 def stacked(tokens):
@@ -243,28 +194,6 @@ def test_stacks_are_collated(form, by_length, backend):
         torch.testing.assert_close(ours[name], gradient, **EXACT)
 
 
-@pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, at compilation
-def test_stacks_run_under_flex_attention_and_compiled():
-    torch._dynamo.reset()
-    model, collate = tiny_llama().float(), af.tasks.Collator(stacked, masks="intervals")
-    inputs = {name: value for name, value in collate(STACKED).items() if name != "labels"}
-    with torch.no_grad():
-        with masks.attach(model, "batch"):
-            expected = model(**inputs, use_cache=False).logits
-            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-            torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
-        with masks.attach(model, "batch", backend="flex_attention"):
-            torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_flex_attention_takes_no_dense_stacks():
-    model, batch = tiny_llama().float(), af.tasks.Collator(stacked)(STACKED)
-    refused = pytest.raises(ValueError, match=r"takes no dense masks: make the batches .*masks=\"intervals\"")
-    with masks.attach(model, "batch", backend="flex_attention"), torch.no_grad(), refused:
-        model(batch["input_ids"], batch["attention_mask"], batch["position_ids"])
-
-
 def test_a_task_with_one_mask_may_stand_beside_stacks():
     model = tiny_llama()
     window = af.tasks.merge(af.tasks.causal_lm([4, 5, 6, 7])).task
@@ -314,44 +243,3 @@ def test_trainer_trains_what_a_loop_trains(form, family, stock_run, tmp_path):
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
         assert not torch.equal(ours, before[name]), name
-
-
-def test_stacks_of_a_batch_are_never_another_number():
-    batch = {form: af.tasks.Collator(stacked, masks=form)(STACKED) for form in ("dense", "intervals")}
-    inputs = {form: {name: value for name, value in each.items() if name != "labels"} for form, each in batch.items()}
-    for form in inputs:
-        for backend in ("sdpa", "eager"):
-            model = tiny_llama().float()
-            model.set_attn_implementation(backend)
-            with pytest.raises(RuntimeError):  # without attach
-                model(**inputs[form])
-            fewer = tiny_llama(2).float()
-            refused = pytest.raises(ValueError, match="masks for 3 layers, one each, but the model has 2 attention")
-            with masks.attach(fewer, "batch", backend=backend), refused:
-                fewer(**inputs[form])
-    one = stacked(list(range(6)))
-    single = Task(one.sequence, one.targets, one.masks[:1])
-    with pytest.raises(ValueError, match="a list of one mask is for models of one layer"):
-        af.tasks.Collator(lambda tokens: single)([[1]])
-    rows = af.tasks.Collator(lambda tokens: single, masks="intervals")([[1]])
-    with masks.attach(model, "batch"), pytest.raises(ValueError, match="masks for 1 layers, one each"):
-        model(rows["input_ids"], rows["attention_mask"])
-    other = Task(one.sequence, one.targets, one.masks[:2])
-    both = iter([one, other])
-    with pytest.raises(
-        ValueError, match="sample 1 of the batch has a mask for each of 2 layers, sample 0 for each of 3"
-    ):
-        af.tasks.Collator(lambda tokens: next(both))([[1], [2]])
-
-
-def test_a_batch_of_stacks_is_audited_layer_by_layer():
-    model = tiny_llama().float()
-    for form in ("dense", "intervals"):
-        batch = af.tasks.Collator(stacked, masks=form)([list(range(10))])
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        with masks.attach(model, "batch"):
-            assert af.audit.check(model, inputs, order="mask").ok
-            more = [mask & masks.causal(mask.num_queries) for mask in stacked(range(10)).masks]
-            narrow = [*more[:2], masks.sliding_window(more[0].num_queries, 1)]
-            assert not af.audit.check(model, inputs, order=narrow).ok
-        assert af.audit.check_batch(batch).ok

@@ -160,38 +160,6 @@ def test_drawn_tokens_follow_the_warped_distribution():
     assert best.tokens[0][0] == int(logits.argmax())
 
 
-@pytest.mark.parametrize("name", ["Jamba", "FalconH1", "Bloom", "T5", "Mamba2"])
-def test_what_cannot_be_decoded_is_refused(name):
-    with pytest.raises(af.UnsupportedArchitecture, match=r"attention|cache|position_ids|encoder"):
-        tasks.generate_blocks(tiny(name, torch.float32), [3, 7], 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ids": list(range(3, 40)), "max_new_tokens": 64}, r"64 positions.*would take 102"),
-        ({"ids": [3, 7], "per_pass": 3}, r"per_pass must be at most 2"),
-        ({"ids": [3, 7], "threshold": 0.5}, r"threshold goes with per_pass"),
-        ({"ids": [3, 7], "temperature": 0.0}, r"temperature must be above 0"),
-        ({"ids": [3, 77]}, r"ids must hold ids of the 50 entries.*got 77"),
-        ({"ids": [3, 7], "mask_token": 50}, r"mask_token must hold ids of the 50 entries"),
-        ({"ids": [3, 7], "eos_token": -2}, r"eos_token must be at least -1"),
-        ({"ids": [3, 7], "top_p": 1.5}, r"top_p must be above 0 and at most 1"),
-        (
-            {"ids": torch.tensor([[3, 7, 5]]), "attention_mask": torch.tensor([[1, 0, 1]])},
-            r"sequence 0 has pads between",
-        ),
-        (
-            {"ids": torch.tensor([[3, 7, 5]]), "attention_mask": torch.tensor([[1, 1]])},
-            r"must have the shape of ids",
-        ),
-    ],
-)
-def test_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.generate_blocks(tiny("Llama"), block=2, **{"max_new_tokens": 4, **arguments})
-
-
 def test_the_model_is_as_before():
     torch.manual_seed(0)
     model = tiny("GPT2").train()

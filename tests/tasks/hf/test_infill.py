@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
 from attnflow.tasks.embedding import run
@@ -62,20 +61,6 @@ def test_a_batch_gives_each_gap_what_it_gives_alone(model, per_pass):
     together = tasks.infill(model, left, right, 4, **options)
     alone = [tasks.infill(model, *sides, 4, **options) for sides in zip(left, right, strict=True)]
     assert together.tokens == tuple(each.tokens[0] for each in alone)
-
-
-def test_arguments():
-    model = tiny("Llama")
-    for arguments, message in (
-        (([3], [[4], [5]], 2), r"got 1 left and 2 right"),
-        (([], [], 2), r"at least one side"),
-        (([3], [77], 2), r"left and right must hold ids of the 50 entries.*got 77"),
-        (([3], [4], 63), r"64 positions, but the text would take 65"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tasks.infill(model, *arguments)
-    with pytest.raises(af.UnsupportedArchitecture, match="beside its attention"):
-        tasks.infill(tiny("Jamba", torch.float32), [3], [4], 2)
 
 
 def test_verify_holds_for_spans(model):

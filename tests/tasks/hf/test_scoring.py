@@ -81,25 +81,6 @@ def test_scores_are_the_same_under_a_handle_of_share_prefixes():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("requests", "message"),
-    [
-        ([([5], [6]), ([], [6])], "request 1: the context has no token"),
-        ([([5], [])], "request 0: the continuation has no token"),
-        ([("w1", "w2")], "request 0: texts need a tokenizer"),
-        ([([5] * 64, [6, 7])], "a request has 65 tokens, more than the 64 that the model reads"),
-    ],
-)
-def test_requests_that_cannot_be_scored(requests, message):
-    with pytest.raises(ValueError, match=message):
-        af.tasks.score(ZOO["Llama"].make(), requests)
-
-
-def test_text_beside_ids():
-    with pytest.raises(TypeError, match="request 0: context and continuation must both be texts or both token ids"):
-        af.tasks.score(ZOO["Llama"].make(), [("w1", [5])])
-
-
 def test_no_requests():
     scores = af.tasks.score(ZOO["Llama"].make(), [])
     assert (scores.log_probs, scores.passes, scores.tokens_before) == ((), 0, 0)

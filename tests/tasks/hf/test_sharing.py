@@ -174,15 +174,6 @@ def test_lora_dropout_is_refused_while_it_trains():
         model(**BATCHES["a group"], use_cache=False)
 
 
-def test_attention_dropout_is_refused_while_it_trains():
-    model = ZOO["Llama"].make(attention_dropout=0.2)
-    with af.tasks.share_prefixes(model):
-        model(**BATCHES["a group"], use_cache=False)
-        model.train()
-        with pytest.raises(ValueError, match=r"self_attn has attention_dropout = 0\.2"):
-            model(**BATCHES["a group"], use_cache=False)
-
-
 def test_generation_runs_as_it_came():
     model = ZOO["Llama"].make()
     given = BATCHES["padded on the left"]
@@ -256,23 +247,6 @@ def test_tuples_are_shared_and_those_of_the_backbone_run_as_they_came():
     assert handle.report.stock == {"a tuple was asked for (return_dict=False)": 1}
 
 
-def test_embeddings_run_as_they_came():
-    model = ZOO["Llama"].make()
-    embedded = model.get_input_embeddings()(BATCHES["a group"]["input_ids"])
-    with af.tasks.share_prefixes(model) as handle:
-        model(inputs_embeds=embedded, use_cache=False)
-    assert handle.report.stock == {"it was given no input_ids [batch, tokens]": 1}
-
-
-def test_one_short_common_beginning_is_not_worth_a_row():
-    model = ZOO["Llama"].make()
-    ids = torch.cat([torch.full((6, 1), 9), torch.randint(10, 50, (6, 400), generator=torch.manual_seed(0))], dim=1)
-    stock = model(ids, use_cache=False).logits
-    with af.tasks.share_prefixes(model) as handle:
-        assert torch.equal(model(ids, use_cache=False).logits, stock)
-    assert handle.report.stock == {NOTHING: 1}
-
-
 def test_groups_of_several_prompts_are_rows_of_their_own():
     model = ZOO["Llama"].make()
     generator = torch.manual_seed(0)
@@ -343,13 +317,6 @@ def test_chunked_attention_is_refused():
     )
     with pytest.raises(af.UnsupportedArchitecture, match="attends in chunks"):
         af.tasks.share_prefixes(Llama4ForCausalLM(config))
-
-
-def test_router_logits_run_as_they_came():
-    model = ZOO["Mixtral"].make()
-    with af.tasks.share_prefixes(model) as handle:
-        model(**BATCHES["a group"], use_cache=False, output_router_logits=True)
-    assert handle.report.stock == {"output_router_logits was asked for": 1}
 
 
 @pytest.mark.compiled
