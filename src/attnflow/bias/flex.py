@@ -9,35 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, NamedTuple, no_type_check
+from typing import TYPE_CHECKING, Any, Final, cast, no_type_check
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from attnflow.bias.call import Allow, Call
 from attnflow.bias.terms import Additive, Offset, Term, wide
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 _BLOCK: Final = 128
-_WORD: Final = 64  # keys whose bits share a number
-_PAIRS: Final = 1 << 22  # looked at together
 _LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
 
 # torch reads the signature and closure of these functions: `no_type_check` keeps run-time type checkers away.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Lookup = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class Form(NamedTuple):
-    """A relation as FlexAttention takes it.
-
-    Attributes:
-        blocks: the `BlockMask`.
-        empty: queries that may attend to nothing, [batch or 1, heads or 1, queries], whose output is set to 0.
-    """
-
-    blocks: Any
-    empty: Tensor
 
 
 def refuses(call: Call) -> str | None:
@@ -62,15 +50,17 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values."""
-    form = form_of(call)
+    blocks = blocks_of(call.allow, call.query.device)
     output: Tensor = _compiled(call.query.device.type)(
         *(call.query, call.key, call.value),
         score_mod=score_mod(call),
-        block_mask=form.blocks,
+        block_mask=blocks,
         scale=call.scale,
         enable_gqa=call.heads_per_kv > 1,
     )
-    return output.masked_fill(form.empty[..., None], 0.0).to(call.value.dtype)
+    if (allowed := call.allow.dense()) is not None:  # a query that may attend to nothing has the output 0
+        output = output.masked_fill(~allowed.to(output.device).any(dim=-1, keepdim=True), 0.0)
+    return output.to(call.value.dtype)
 
 
 def score_mod(call: Call) -> ScoreMod:
@@ -89,12 +79,12 @@ def score_mod(call: Call) -> ScoreMod:
     return modify
 
 
-def form_of(call: Call) -> Form:
-    """The block mask of a call's relation; kept with the relation for the layers to come."""
-    device = call.query.device
-    result = call.allow.derived(("flex", str(device)), lambda: _form(call.allow, device))
-    assert isinstance(result, Form)
-    return result
+def blocks_of(allow: Allow, device: torch.device) -> BlockMask | None:
+    """The block mask of a relation, None for every pair; kept with the relation for the layers to come.
+
+    Memory: a byte for each pair.
+    """
+    return cast("BlockMask | None", allow.derived(("flex", str(device)), lambda: _blocks(allow, device)))
 
 
 def _lookup(term: Term, call: Call) -> Lookup:
@@ -136,43 +126,18 @@ def _element(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     return index * 0 if tensor.shape[dim] == 1 else index
 
 
-def _form(allow: Allow, device: torch.device) -> Form:
-    """Words of bits of all pairs, and the blocks of 128 x 128 that they fill."""
-    from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
+def _blocks(allow: Allow, device: torch.device) -> BlockMask | None:
+    from torch.nn.attention.flex_attention import create_block_mask  # takes 0.3 s: not paid by `import attnflow`
 
-    words, counts = _count_pairs(allow, device)
+    if (dense := allow.dense()) is None:
+        return None
+    table = dense.to(device)
 
     @no_type_check
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        word = words[_element(words, b), _element(words, h, 1), k >> 6, q]
-        return ((word >> (k & 63)) & 1) == 1
+        return table[_element(table, b), _element(table, h, 1), q, k]
 
-    tables: list[Tensor] = []
-    whole = _BLOCK * _BLOCK
-    for chosen in ((counts > 0) & (counts < whole), counts == whole):
-        tables += [chosen.sum(dim=-1, dtype=torch.int32), (~chosen).byte().argsort(dim=-1, stable=True).int()]
-    blocks = BlockMask.from_kv_blocks(
-        *tables, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(allow.num_queries, allow.num_keys)
-    )
-    return Form(blocks, (words == 0).all(dim=2)[:, :, : allow.num_queries])
-
-
-def _count_pairs(allow: Allow, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(a bit for each pair, int64[batch, heads, key words, queries]; allowed pairs of each block of 128 x 128)."""
-    num_blocks = -(-allow.num_keys // _BLOCK)
-    step = max(1, _PAIRS // (allow.batch * num_blocks * _BLOCK * _BLOCK)) * _BLOCK
-    bit = torch.ones((), dtype=torch.int64, device=device) << torch.arange(_WORD, device=device)
-    words: list[Tensor] = []
-    counts: list[Tensor] = []
-    for start in range(0, allow.num_queries, step):
-        stop = min(start + step, allow.num_queries)
-        part = allow.rows(slice(start, stop))
-        if part is None:
-            part = torch.ones(1, 1, stop - start, allow.num_keys, dtype=torch.bool, device=device)
-        part = functional.pad(part.to(device), (0, -allow.num_keys % _BLOCK, 0, (start - stop) % _BLOCK))
-        words.append((part.unflatten(3, (-1, _WORD)) * bit).sum(dim=-1).mT)
-        counts.append(part.unflatten(3, (num_blocks, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum(dim=(3, 5)))
-    return torch.cat(words, dim=3).contiguous(), torch.cat(counts, dim=2)
+    return create_block_mask(mask_mod, *table.shape, device=str(device), BLOCK_SIZE=_BLOCK)
 
 
 @cache

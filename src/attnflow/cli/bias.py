@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from attnflow._core.files import write_atomically
 from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
+
+if TYPE_CHECKING:
+    from attnflow.models.addons import Addon
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json", ".dot")
@@ -65,12 +68,12 @@ def bias_show(
         raise BadUsage(f"--query {query} is no position of a text of {len(prompt)} characters")
     with working(f"loading {model}") as spinner:
         from attnflow import bias as biases
-        from attnflow.bias.hf.saving import check_place, read
+        from attnflow.bias.hf.saving import read
 
         folder = Path(model) if bias is None else bias
         try:
             saved = read(folder)
-            check_place(saved, layer, head)
+            _check_place(saved, layer, head)
         except FileNotFoundError as error:
             hint = "" if bias is not None else f"; {model} has no bias: give --bias DIR"
             raise BadUsage(f"{error}{hint}") from error
@@ -125,3 +128,16 @@ def bias_show(
     say(screen, f"{view}\n\n{graph}" if is_graph else str(view))
     if output is not None:
         say(screen, f"written: {output}")
+
+
+def _check_place(saved: Addon, layer: int | None, head: int | None) -> None:
+    """Raise ValueError for a layer that has no bias in `saved`, or a head that its base model does not have."""
+    from attnflow.bias import GuidanceConfig
+
+    number, num_heads = int(saved.base["num_layers"]), int(saved.base["num_heads"])
+    placed = [GuidanceConfig(layers=one["layers"]).layer_indices(number) for one in saved.config["bias"]]
+    layers = sorted({index for indices in placed for index in indices})
+    if layer is not None and layer not in layers:
+        raise ValueError(f"layer must be one of those with a bias, {layers}, got {layer}")
+    if head is not None and not 0 <= head < num_heads:
+        raise ValueError(f"head must be one of the base model's, 0 to {num_heads - 1}, got {head}")

@@ -7,6 +7,7 @@ import torch
 from transformers import StaticCache
 
 import attnflow as af
+from attnflow.bias.terms import Additive
 from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, ROTATED, biased, disabled, disturb, family, outputs, tokens
 
 pytestmark = [
@@ -116,3 +117,15 @@ def test_training_goes_on_in_the_same_graph():
     with torch.no_grad():
         torch.testing.assert_close(outputs(model, input_ids=ids), outputs(twin, input_ids=ids), rtol=1e-2, atol=1e-2)
         disturb(model)
+
+
+def test_tiles_are_not_compiled():
+    """Their blocks follow the values of a mask: "auto" leaves them out, and asked for by name they say so."""
+    heads, bias = torch.randn(1, 2, 200, 8), [Additive(torch.randn(1, 2, 200))]
+    auto, tiled = (
+        torch.compile(lambda q, b=backend: af.bias.attention(q, q, q, bias, backend=b)[0], backend="eager")
+        for backend in ("auto", "tiled")
+    )
+    torch.testing.assert_close(auto(heads), af.bias.attention(heads, heads, heads, bias, backend="tiled")[0])
+    with pytest.raises(Exception, match=r"torch\.compile cannot trace"):
+        tiled(heads)

@@ -10,36 +10,20 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from attnflow.bias import content, positions
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.content import (
-    BilinearConfig,
-    CumulativeConfig,
-    DotConfig,
-    GuidanceConfig,
-    KeyConfig,
-    LowRankConfig,
-)
 from attnflow.bias.hf.attach import BiasHandle, Train, attach_to, handle_of, placed
 from attnflow.bias.hf.layers import CHILD, Layer, layers_of
 from attnflow.bias.kind import CustomConfig, layer_biases
-from attnflow.bias.positions import AlibiConfig, DenseConfig, RelativeConfig
 from attnflow.models.addons import Addon, identity, read_addon, save_addon
 from attnflow.models.loaded import Loaded, split
 
-KINDS: Final[Mapping[str, type[BiasConfig]]] = {
-    config.kind: config
-    for config in (
-        GuidanceConfig,
-        BilinearConfig,
-        DotConfig,
-        KeyConfig,
-        CumulativeConfig,
-        LowRankConfig,
-        DenseConfig,
-        AlibiConfig,
-        RelativeConfig,
-    )
-}
+_CONTENT: Final = (
+    *(content.GuidanceConfig, content.BilinearConfig, content.DotConfig),
+    *(content.KeyConfig, content.CumulativeConfig, content.LowRankConfig),
+)
+_POSITIONS: Final = (positions.DenseConfig, positions.AlibiConfig, positions.RelativeConfig)
+KINDS: Final[Mapping[str, type[BiasConfig]]] = {config.kind: config for config in (*_CONTENT, *_POSITIONS)}
 _SIZES: Final = ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
 
 
@@ -142,17 +126,6 @@ def read(folder: str | os.PathLike[str]) -> Addon:
     ):
         raise ValueError(f"{saved.path} is damaged: its configs cannot be read")
     return saved
-
-
-def check_place(saved: Addon, layer: int | None = None, head: int | None = None) -> None:
-    """Raise ValueError for a layer that has no bias in `saved`, or a head that its base model does not have."""
-    number, num_heads = int(saved.base["num_layers"]), int(saved.base["num_heads"])
-    placed = [GuidanceConfig(layers=one["layers"]).layer_indices(number) for one in saved.config["bias"]]
-    layers = sorted({index for indices in placed for index in indices})
-    if layer is not None and layer not in layers:
-        raise ValueError(f"layer must be one of those with a bias, {layers}, got {layer}")
-    if head is not None and not 0 <= head < num_heads:
-        raise ValueError(f"head must be one of the base model's, 0 to {num_heads - 1}, got {head}")
 
 
 def _check_sizes(saved: Addon, configs: Sequence[BiasConfig], layers: Sequence[Layer]) -> None:
