@@ -37,14 +37,8 @@ def id_table(task: Task) -> Int[Tensor, "n width"]:
 def embed(ids: Int[Tensor, "*batch n width"], embedding: nn.Module) -> Float[Tensor, "*batch n hidden"]:
     """The mean embedding of the ids of each token (hasse, eq. 46, on token embeddings alone; see order.md).
 
-    Differentiable in the embedding. Places that hold `NO_ID` do not count.
-
-    Args:
-        ids: a table of ids, as `id_table` or the collator makes it.
-        embedding: `model.get_input_embeddings()`.
-
-    Raises:
-        ValueError: an id lies outside the vocabulary.
+    Differentiable in the embedding. Places that hold `NO_ID` do not count. A `ValueError` if an id lies outside the
+    vocabulary.
     """
     there = ids >= 0
     size = getattr(embedding, "num_embeddings", None)
@@ -137,12 +131,9 @@ class AveragedTokens(Handle):
 def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
     """Let a model take averaged tokens: `input_ids` of shape [batch, n, width] become mean embeddings.
 
-    A forward pre-hook replaces three-dimensional `input_ids` (filled with -100, as `Collator` makes them for families
-    with averaged tokens) by `inputs_embeds`; gradients reach the embedding. Other calls pass unchanged. Call it on the
-    model that you give to `Trainer`. `handle.remove()` takes it off.
-
-    Raises:
-        TypeError: the model has no `get_input_embeddings`.
+    A forward pre-hook replaces three-dimensional `input_ids` (filled with -100, as `Collator` makes them) by
+    `inputs_embeds`; gradients reach the embedding. Other calls pass unchanged. Call it on the model that you give to
+    `Trainer`. A `TypeError` if the model has no `get_input_embeddings`.
     """
     model, _ = split(model)
     if not callable(getattr(model, "get_input_embeddings", None)):

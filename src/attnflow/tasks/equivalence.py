@@ -55,7 +55,7 @@ class Prefixes:
     """
 
     longest: list[int]  # tasks that are a prefix of no other (of equals, one)
-    of: list[int]  # for each task the index in `longest` of one that it is a prefix of
+    within: list[int]  # for each task the index in `longest` of one that it is a prefix of
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> Prefixes:
@@ -78,7 +78,7 @@ class Prefixes:
     def labelled(self, tasks: Sequence[Task]) -> list[BoolArray]:
         """For each task of `longest`, whether each position carries a label, of its own or of a prefix."""
         flags = [np.zeros(tasks[number].size, dtype=np.bool_) for number in self.longest]
-        for task, longer in zip(tasks, self.of, strict=True):
+        for task, longer in zip(tasks, self.within, strict=True):
             flags[longer][task.targets.column("position")] = True
         return flags
 

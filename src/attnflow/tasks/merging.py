@@ -201,7 +201,7 @@ def merge(family: Sequence[Task]) -> MergedTask:
     repeats = any(repeats_below(task, numbers) for task, numbers in zip(longest, inputs, strict=True))
     layout = Layout(longest, inputs, prefixes.labelled(tasks), tokens)
     quotient = _by_search(layout) if repeats else _by_hash(layout)
-    positions = [quotient.position[of][: task.size] for task, of in zip(tasks, prefixes.of, strict=True)]
+    positions = [quotient.position[of][: task.size] for task, of in zip(tasks, prefixes.within, strict=True)]
     [node] = equivalence.renumber([quotient.node])
     merged = Task(Inputs(tokens, quotient.inputs), _labels(tasks, positions), quotient.mask)
     note = "" if repeats or len(longest) == 1 else _note(longest, len(node), sum(task.size for task in tasks))

@@ -169,7 +169,7 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a causal model as arrays.
+    """Sequences of a causal model as arrays.
 
     Attributes:
         ids: int64[batch, length].
@@ -205,17 +205,17 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What runs in place of a batch: prefix trees, one in each row.
+    """What runs in place of a batch: prefix trees.
 
     Attributes:
-        ids: int64[rows, width].
-        positions: int64[rows, width].
-        trees: the tree of each row; slots behind it are padding.
+        ids: int64[trees, width].
+        positions: int64[trees, width].
+        trees: slots behind the nodes of a tree are padding.
         columns: int64[nodes] of each tree, the column of the batch that a node lies in.
-        place: int64[batch, length], the slot of each token in the flattened rows; -1 at pads.
+        place: int64[batch, length], the slot of each token in the flattened trees; -1 at pads.
         tokens: real tokens of the batch.
-        labels: int64[rows, width], as in `Batch`: every label of the batch once. None if it has none.
-        label_place: int64[batch, length - 1], the place of each prediction in the flattened [rows, width - 1].
+        labels: int64[trees, width], as in `Batch`: every label of the batch once. None if it has none.
+        label_place: int64[batch, length - 1], the place of each prediction in the flattened [trees, width - 1].
     """
 
     ids: IntArray

@@ -81,12 +81,12 @@ def generate_blocks(
     """Write text in blocks, one pass for each, by a model trained on `block_two_stream` or `block_diffusion`.
 
     A pass reads [clean block k | block k + 1, masked] after the cache of blocks 0..k-1, exactly what the merged task
-    computes: clean rows read all blocks up to their own, masked rows also one another. The masked rows then leave the
-    cache. With `per_pass` a block is refined: each pass fills the surest places and the next sees them, so that it
-    takes block / per_pass passes; train it by `block_diffusion(..., masked="random")`.
+    computes: clean tokens read all blocks up to their own, masks also one another. The masks then leave the cache.
+    With `per_pass` a block is refined: each pass fills the surest places and the next sees them, so that it takes
+    block / per_pass passes; train it by `block_diffusion(..., masked="random")`.
 
-    Blocks begin at multiples of `block`, as in training. A prompt that ends within a block leaves that block partly
-    filled, which a model trained on wholly masked blocks alone has never seen.
+    Blocks begin at multiples of `block`. A prompt that ends within a block leaves it partly filled, which a model
+    trained on wholly masked blocks alone has never seen.
 
     Args:
         model: a causal language model with attention alone, run by "sdpa" or "eager", or what `load_model` returns.
@@ -105,16 +105,12 @@ def generate_blocks(
         eos_token: id or ids that end a text; by default those of the model's generation config, -1 for none.
         progress: called with (tokens written, tokens to write, what).
 
-    Returns:
-        The new tokens of each prompt, and how many passes they took.
-
     Raises:
         UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
         ValueError: an argument out of range, or more positions than the model has.
 
-    Cost: a pass over the prompt under a dense mask (n^2 numbers for each prompt), then a pass of 2 x block rows for
-    each block, and with `per_pass` block / per_pass - 1 of `block` rows. A sequence that has ended goes on with its
-    batch.
+    Cost: a pass over the prompt under a dense mask, then for each block a pass of 2 x block tokens, and with
+    `per_pass` block / per_pass - 1 of `block`. A sequence that has ended goes on with its batch.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -192,28 +188,24 @@ def infill(
 ) -> Decoded:
     """Fill a gap of `length` tokens between `left` and `right`, by a model trained on `butterfly(..., block=length)`.
 
-    The left side is read causally, the right side from its end back, and `length` [MASK]s at the gap read both and
-    one another: exactly what the merged task computes. With `per_pass` the gap is refined: each pass fills the surest
-    places and the next sees them; train it by `butterfly(..., block=length, masked="random")`.
+    The left side is read causally, the right side from its end back, and `length` [MASK]s at the gap read both and one
+    another: exactly what the merged task computes. With `per_pass` the gap is refined as in `generate_blocks`; train
+    it by `butterfly(..., block=length, masked="random")`.
 
     Args:
         model: a language model with attention alone, run by "sdpa" or "eager", or what `load_model` returns.
         left: token ids before the gap, [batch, n] of several texts or a list of any lengths; may be empty.
-        right: token ids after it, likewise.
+        right: token ids after it, in the same form.
         length: tokens to write, as many as were masked in training.
         mask_token: id of [MASK], as in training.
-        per_pass: places that a pass fills at least; by default all (one shot).
-        threshold, temperature, top_k, top_p, seed: as in `generate_blocks`.
-
-    Returns:
-        The tokens of each gap, and how many passes they took.
+        per_pass, threshold, temperature, top_k, top_p, seed: as in `generate_blocks`.
 
     Raises:
-        UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
+        UnsupportedArchitecture: as in `generate_blocks`.
         ValueError: an argument out of range, other numbers of left and right sides, or both sides empty.
 
     Cost: a pass over both sides and the gap under a dense mask; with `per_pass` length / per_pass - 1 passes of
-    `length` rows more.
+    `length` tokens more.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM

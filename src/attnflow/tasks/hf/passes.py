@@ -25,14 +25,9 @@ from attnflow.tasks.embedding import additive, require_runnable
 
 
 class CachedPasses:
-    """A model and the keys and values of what it has read: each pass appends rows, `drop` takes the last ones away.
+    """A model and the keys and values of what it has read: each pass appends tokens, `drop` takes the last ones away.
 
-    The cache keeps everything (also of layers with a sliding window): what a row may read is what the pass allows.
-
-    Attributes:
-        model: the model.
-        passes: how many passes were run.
-        past: rows in the cache.
+    The cache keeps everything (also of layers with a sliding window): what a token may read is what the pass allows.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -157,7 +152,7 @@ def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
 
     Raises:
         UnsupportedArchitecture: it does not take a 4D mask, positions and a cache that can be cut, or positions mix
-            beside its attention (a state of a recurrent layer cannot be cut back).
+            beside its attention.
         ValueError: it has no place for so many positions.
     """
     require_runnable(model)

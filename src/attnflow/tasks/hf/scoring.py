@@ -69,25 +69,21 @@ def score(
 ) -> Scores:
     """Log-probabilities of continuations after contexts, common prefixes run once; or of every label of a family.
 
-    Few-shot examples before many questions, a question before its answers: the requests of a pass become prefix trees
-    (see `share_prefixes`), and logits are made for the tokens that predict a continuation, once for all that stand
-    at one.
+    The requests of a pass become prefix trees (see `share_prefixes`): few-shot examples run once for many questions, a
+    question once for its answers. Logits are made only for the tokens that predict a continuation.
 
-    A family runs as its merged task, all subtasks in one pass: log p(label | what its subtask reads). For
-    `butterfly(ids)` that is log p(x_k | all other tokens), and the sum is the pseudo-log-likelihood (Salazar et al.,
-    arXiv:1910.14659), for which masking token by token takes n passes. Weights of labels are left out. The numbers mean
-    something only for what a model was trained for: a causal model has no two-sided scores.
+    A family runs as its merged task, all subtasks in one pass: log p(label | what its subtask reads), weights left
+    out. For `butterfly(ids)` that is log p(x_k | all other tokens), and the sum is the pseudo-log-likelihood (Salazar
+    et al., arXiv:1910.14659). Only what a model was trained for means something: a causal model has no two-sided
+    scores.
 
     Args:
         model: a language model, causal for requests, or what `load_model` returns.
-        requests: pairs (context, continuation) of texts or token ids, neither empty. Texts are read as lm-eval reads
-            them: spaces at the end of the context belong to the continuation, and both are tokenized together. Or
-            the subtasks of a family, or its merged task.
+        requests: pairs (context, continuation) of texts or token ids, neither empty; or the subtasks of a family, or
+            its merged task. Texts are read as lm-eval reads them: spaces at the end of the context belong to the
+            continuation, and both are tokenized together.
         tokenizer: for texts, unless the model came with one.
         tokens_per_pass: tokens that one forward pass runs at most, unless one request alone has more.
-
-    Returns:
-        `log_probs` and `greedy` in the order of the requests, tokens before and after, passes.
 
     Raises:
         ValueError: an empty context or continuation (which one is said), texts without a tokenizer, a request longer
