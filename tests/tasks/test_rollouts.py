@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.merging import embedding
+from tests.tasks.training import arguments
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -204,12 +205,14 @@ def test_accumulated_batches_may_differ_in_what_their_labels_have(tmp_path):
         {"prompts": [7], "responses": [[8, 9, 10], [5]]},
     ]
     collate, trained, reference = Collator(tasks.rollouts, dtype=DOUBLE), model(), model()
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=0.1,
-        optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, remove_unused_columns=False, use_cpu=True,
-        train_sampling_strategy="sequential", report_to="none", save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    Trainer(trained, arguments, train_dataset=groups, data_collator=collate, compute_loss_func=tasks.loss).train()
+    options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    Trainer(
+        trained,
+        arguments(tmp_path, **options, remove_unused_columns=False),
+        train_dataset=groups,
+        data_collator=collate,
+        compute_loss_func=tasks.loss,
+    ).train()
     batch = collate(groups)
     tasks.loss(reference(**inputs(batch)), batch).backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()

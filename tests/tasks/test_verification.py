@@ -149,18 +149,6 @@ def test_labels_of_a_subtask_that_has_none():
     assert not result.ok
 
 
-def test_weights_count():
-    family = [replace_weights(task, 0.5) for task in tasks.causal_lm(IDS)]
-    full = tasks.verify(tasks.causal_lm(IDS), tasks.merge(tasks.causal_lm(IDS)), llama())
-    half = tasks.verify(family, tasks.merge(family), llama())
-    assert half.merged_loss == pytest.approx(full.merged_loss / 2)
-    assert replace(half, tolerance=1e-12).ok
-
-
-def replace_weights(task: Task, weight: float) -> Task:
-    return Task(task.inputs, [replace(label, weight=weight) for label in task.labels], task.mask)
-
-
 def test_single_precision_without_gradients():
     family = FAMILIES["butterfly"]
     result = tasks.verify(family, tasks.merge(family), llama().float(), gradients=False)
