@@ -27,6 +27,7 @@ from attnflow.tasks.tokens import is_prefix
 
 Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
+_ALL_BITS: Final = 0xFFFFFFFFFFFFFFFF
 _TOGETHER: Final = 1 << 20  # intervals and positions that are hashed at a time
 _TRIED: Final = 4  # longer tasks that a task is compared with
 
@@ -146,15 +147,9 @@ def image(task: Task, names: IntArray, size: int) -> IntervalRows:
 
 def union_of_rows(classes: Classes) -> IntervalRows:
     """The row of each class, taken from the position that appears first."""
-    first = first_of_each(classes.position, classes.size)
-    return IntervalRows.stack(classes.rows, classes.size).take(first)
-
-
-def first_of_each(numbers: Sequence[IntArray], size: int) -> IntArray:
-    """For each of `size` numbers, all of which occur, the place of the first in the concatenation of the arrays."""
-    _, first = np.unique(np.concatenate([*numbers, np.zeros(0, np.int64)]), return_index=True)
-    assert len(first) == size
-    return first.astype(np.int64)
+    _, first = np.unique(np.concatenate([*classes.position, np.zeros(0, np.int64)]), return_index=True)
+    assert len(first) == classes.size
+    return IntervalRows.stack(classes.rows, classes.size).take(first.astype(np.int64))
 
 
 def is_embedding(tasks: Sequence[Task], classes: Classes, merged: IntervalRows, inputs: Sequence[IntArray]) -> bool:
@@ -205,16 +200,14 @@ def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tupl
     """
     position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
     for mask, members in _by_mask(tasks):
-        label = _mix(np.stack([inputs[task] for task in members]).astype(np.uint64) + np.uint64(_seed(seed)))
+        label = _mix(
+            np.stack([inputs[task] for task in members]).astype(np.uint64) + np.uint64((seed + 1) * _GOLDEN & _ALL_BITS)
+        )
         below = _row_sums(mask, label)  # the set of inputs below each position
         node = _mix(_row_sums(mask, _mix(below ^ _mix(label))))  # equal within a class of mutually reachable positions
         for row, task in enumerate(members):
             node_keys[task], position_keys[task] = node[row], _mix(node[row] ^ label[row])
     return position_keys, node_keys
-
-
-def _seed(seed: int) -> int:
-    return (seed + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
 
 
 def _by_mask(tasks: Sequence[Task]) -> Iterator[tuple[Mask, list[int]]]:

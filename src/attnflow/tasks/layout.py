@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray
+from attnflow.masks.intervals import BoolArray, ragged
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import TokenTable
 
@@ -194,6 +194,6 @@ def _streams(members: Sequence[IntArray], size: int) -> list[tuple[int, IntArray
         placed[fresh] = True
         streams.append((task, fresh))
         owners = first_owner[fresh + 1] - first_owner[fresh]
-        slot = np.arange(owners.sum()) + np.repeat(first_owner[fresh] - (np.cumsum(owners) - owners), owners)
-        missing -= np.bincount(owner[slot], minlength=len(missing))  # a task lists a class once
+        slots = ragged(first_owner[fresh], owners)[1]
+        missing -= np.bincount(owner[slots], minlength=len(missing))  # a task lists a class once
     return streams

@@ -12,7 +12,7 @@ from attnflow._core.checks import IntArray, integer, preview
 from attnflow._core.errors import LeakFound
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 from attnflow.order.flow import analyze
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
@@ -245,11 +245,9 @@ class _Readable:
         total = np.cumsum(last - first)
         cuts = np.searchsorted(total, np.arange(_CHUNK, int(total[-1]) if len(total) else 0, _CHUNK))
         for part in np.split(np.arange(len(self.labels)), cuts):
-            count = last[part] - first[part]
-            owner = np.repeat(part, count)
-            place = carrier[np.arange(len(owner)) + np.repeat(first[part] - (np.cumsum(count) - count), count)]
-            key = place if self.rank is None else self.rank[place]
-            inside = self.rows.holds(self.row[owner], key)
+            owner, places = ragged(first[part], last[part] - first[part])
+            owner, place = part[owner], carrier[places]
+            inside = self.rows.holds(self.row[owner], place if self.rank is None else self.rank[place])
             parts.append(np.stack([self.labels[owner[inside]], place[inside]]))
         return np.concatenate(parts, axis=1)
 

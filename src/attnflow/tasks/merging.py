@@ -190,8 +190,6 @@ def merge(family: Sequence[Task]) -> MergedTask:
     (True, [0, 1, 1, 2, 0, 1, 2])
     """
     tasks = _family(family)
-    for number, task in enumerate(tasks):
-        _require_one_mask(number, task)
     prefixes = Prefixes.of(tasks)
     by_mask = {id(tasks[number].mask): number for number in reversed(prefixes.longest)}
     for number in sorted(by_mask.values()):
@@ -242,7 +240,6 @@ def embedding(task: Task, family: Sequence[Task]) -> Embedding:
     """Which nodes of a family have an equivalent in a task over the same tokens; see `MergedTask.embeds`."""
     tasks = _family(family)
     for number, each in enumerate(tasks):
-        _require_one_mask(number, each)
         _require_dense(number, each)
     every = [*tasks, task.densified()]
     tokens, inputs = numbered([each.sequence for each in every])
@@ -279,24 +276,21 @@ def _own_nodes(task: Task, inputs: IntArray, node: IntArray) -> list[IntArray]:
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
-    """The tasks of a family."""
+    """The tasks of a family, of which each has one mask."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task; pass [task]")
     tasks = list(family)
     if not tasks:
         raise ValueError("a family needs at least one task, got none")
-    for task in tasks:
+    for number, task in enumerate(tasks):
         if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"a family is a sequence of Task, got {type(task).__name__}")
+        if task.num_layers is not None:
+            raise ValueError(
+                f"task {number} has a mask per layer ({task.num_layers}), but merging compares the down-sets of dense "
+                "tasks: merge tasks with one mask for all layers"
+            )
     return tasks
-
-
-def _require_one_mask(number: int, task: Task) -> None:
-    if task.num_layers is not None:
-        raise ValueError(
-            f"task {number} has a mask per layer ({task.num_layers}), but merging compares the down-sets of dense "
-            "tasks: merge tasks with one mask for all layers"
-        )
 
 
 def _require_dense(number: int, task: Task) -> None:

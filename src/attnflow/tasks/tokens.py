@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from attnflow._core.checks import IntArray, integer
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
+from attnflow.masks.intervals import ragged
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -129,8 +130,7 @@ class Ragged:
         """The rows chosen, repeats allowed."""
         lengths = self.lengths[rows]
         indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        source = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], lengths)
-        return Ragged(indptr, self.values[source])
+        return Ragged(indptr, self.values[ragged(self.indptr[rows], lengths)[1]])
 
     def lists(self) -> list[list[int]]:
         """The rows as lists."""
@@ -195,11 +195,6 @@ class TokenTable:
         """The tokens chosen, repeats allowed."""
         return TokenTable(self.ids.take(rows), self.position[rows], self.provenance.take(rows))
 
-    def tokens(self) -> list[Token]:
-        """As objects."""
-        rows = zip(self.ids.lists(), self.position.tolist(), self.provenance.lists(), strict=True)
-        return [Token(ids, position, provenance) for ids, position, provenance in rows]
-
     def numbers(self, provenance: bool = True) -> IntArray:
         """A number for each token, equal iff the tokens are (in ids and position alone, without `provenance`)."""
         columns = [self.ids.numbers(), self.position, *[self.provenance.numbers()] * provenance]
@@ -233,7 +228,9 @@ class Inputs:
 
     def __iter__(self) -> Iterator[Token]:
         used, place = np.unique(self.index, return_inverse=True)
-        tokens = self.table.take(used).tokens()
+        table = self.table.take(used)
+        rows = zip(table.ids.lists(), table.position.tolist(), table.provenance.lists(), strict=True)
+        tokens = [Token(*row) for row in rows]
         return (tokens[i] for i in place.tolist())
 
     def equals(self, other: Inputs) -> bool:
