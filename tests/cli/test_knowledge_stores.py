@@ -9,9 +9,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from attnflow.knowledge.duplication import Duplicates
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.store import Store
-from attnflow.knowledge.text_results import Inspection, Matches
+from attnflow.knowledge.hf.texts import Matches
+from attnflow.knowledge.store import Store, StoreStats
 from attnflow.models.names import MODELS
 
 pytest.importorskip("lancedb")
@@ -200,9 +201,9 @@ def test_stats(run, encoder, store):
     assert "duplicates 1 groups of 6 entries, 1 of which say nothing new" in out
     assert out.splitlines()[-1].split() == ["2", "[3,", "5]", "rain", "and", "wind"]
     found = json.loads(run("knowledge", "stats", store, "--duplicates", "--json").out)
-    inspection = Inspection.from_dict(found)
-    assert (inspection.store.count, inspection.store.versions) == (6, {1: 6})
-    assert inspection.duplicates.surplus == 1
+    assert Duplicates.from_dict(found).surplus == 1
+    numbers = StoreStats.from_dict(json.loads(run("knowledge", "stats", store, "--json").out))
+    assert (numbers.count, numbers.versions) == (6, {1: 6})
 
 
 def test_an_encoder_that_has_changed(run, tmp_path, encoder, store):

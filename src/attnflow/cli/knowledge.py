@@ -186,14 +186,18 @@ def stats(
 
     How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates and found some.
     """
-    from attnflow.knowledge.hf import texts
-
     with working(f"opening {store}") as spinner, opened(store) as held:
-        inspection = texts.inspect(
-            held, threshold=threshold if duplicates else None, progress=_shown(spinner, "comparing")
-        )
-    _show(inspection, json_output)
-    raise typer.Exit(0 if inspection.ok else 1)
+        numbers, same, texts = held.stats(), None, list[str | None]()
+        if duplicates:
+            from attnflow.knowledge.duplication import duplicates as find
+
+            same = find(held, threshold, progress=_shown(spinner, "comparing"))
+            texts = [entry.text for entry in held.get([group[0] for group in same.groups[:20]])]
+    if json_output:
+        print_result(numbers if same is None else same)
+    else:
+        say(console(), str(numbers) if same is None else f"{numbers}\n\nduplicates {same.listed(texts)}")
+    raise typer.Exit(0 if same is None or same.ok else 1)
 
 
 @contextmanager

@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import IntArray, index_array, preview
-from attnflow._core.markup import aligned
+from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.base import KnowledgeBase, LayeredKnowledge
 from attnflow.knowledge.index import EntryIndex, SearchMode
+from attnflow.knowledge.records import readable
 from attnflow.knowledge.store import Store
 
 _Pairs = tuple[int, Tensor, Tensor]  # (rows compared so far, first, second)
 
+_SHOWN: Final = 20  # groups that are listed
 _ROWS: Final = 512  # that are compared at once
 _COLUMNS: Final = 1 << 13  # with so many others
 _MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto" asks an index (minutes on 2 cores)
@@ -64,12 +66,19 @@ class Duplicates(Result):
             f"({self.pairs:,} pairs with a cosine of {self.threshold:g} or more; {how})"
         )
 
+    def listed(self, texts: Sequence[str | None] = ()) -> str:
+        """The summary and the largest groups, with the texts of their first entries where they are given."""
+        rows = [[f"{len(group):,}", preview(group, 6)] for group in self.groups[:_SHOWN]]
+        head = ["entries", "ids"]
+        if texts:
+            head += ["text of the first"]
+            rows = [[*row, shorten(readable(text), 60)] for row, text in zip(rows, texts, strict=True)]
+        said = [self.summary, *([aligned([head, *rows], left=[1, 2][: len(head) - 1])] if rows else [])]
+        more = len(self.groups) - len(rows)
+        return "\n".join(said + [f"and {plural(more, 'more group')}"] * bool(more))
+
     def __str__(self) -> str:
-        rows = [[f"{len(group):,}", preview(group)] for group in self.groups[:20]]
-        said = [self.summary, *([aligned([["entries", "ids"], *rows], left=[1])] if rows else [])]
-        if len(self.groups) > len(rows):
-            said.append(f"and {len(self.groups) - len(rows):,} more groups")
-        return "\n".join(said)
+        return self.listed()
 
 
 def duplicates(

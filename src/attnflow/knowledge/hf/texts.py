@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -11,20 +12,114 @@ from typing import Any, Final, cast
 import numpy as np
 
 from attnflow._core.checks import Indices, preview
-from attnflow._core.markup import plural
+from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.progress import Progress
-from attnflow.knowledge.duplication import duplicates
+from attnflow._core.results import Result
+from attnflow.knowledge.certificate import Neighbours
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.stored_layers import MADE_BY, save_entries
 from attnflow.knowledge.index import Mode
-from attnflow.knowledge.records import SEPARATOR, Record, Split, read_records
+from attnflow.knowledge.records import SEPARATOR, Record, Split, read_records, readable
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.text_results import Inspection, Match, Matches, Written
 from attnflow.models.loader import load_model
 
 _WINDOW: Final = 1024  # entries of one write
-_GROUPS: Final = 20  # of duplicates that are shown
+
+
+@dataclass(frozen=True)
+class Written(Result):
+    """Entries that were written to a store.
+
+    Attributes:
+        store: where it is.
+        backend: "lancedb", or "memory".
+        entries: that it holds now.
+        dim: width of an embedding.
+        ids: of the entries that were written; fewer than it holds where a build went on after an interruption.
+        encoder: version of what made the embeddings.
+        truncated: sources of the texts that are longer than the encoder reads, whose ends are not embedded.
+        seconds: that it took.
+    """
+
+    store: str
+    backend: str
+    entries: int
+    dim: int
+    ids: tuple[int, ...]
+    encoder: str
+    truncated: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        before = self.entries - len(self.ids)
+        again = f" ({before:,} were there already)" if before else ""
+        return (
+            f"{self.store}: {plural(self.entries, 'entry', 'entries')} of width {self.dim} by {self.encoder}{again}, "
+            f"in {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
+class Match:
+    """An entry that a search of texts gives, with its score."""
+
+    id: int
+    score: float
+    text: str | None
+    source: str | None
+    version: int
+    encoder: str | None
+
+    @classmethod
+    def of(cls, store: Store, near: Neighbours, k: int) -> tuple[Match, ...]:
+        """The k best entries, at most, that a search for one query gave, best first."""
+        scored = zip(near.ids.tolist(), near.scores.tolist(), strict=True)
+        pairs = [(key, score) for key, score in scored if key >= 0][:k]
+        return tuple(
+            cls(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
+            for entry, (_, score) in zip(store.get([key for key, _ in pairs]), pairs, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Matches(Result):
+    """The entries of a store that are nearest to a text, best first.
+
+    Attributes:
+        store: where it is.
+        query: the text.
+        encoder: what embedded it.
+        label: "exact", or "approximate": others may score more.
+        total: entries that were searched.
+        other_encoders: how many of them another encoder made: their scores do not compare.
+        seconds: of the search alone.
+        matches: the entries.
+    """
+
+    store: str
+    query: str
+    encoder: str
+    label: str
+    total: int
+    other_encoders: int
+    seconds: float
+    matches: tuple[Match, ...]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each entry."""
+        return [asdict(one) for one in self.matches]
+
+    def __str__(self) -> str:
+        about = f"{plural(len(self.matches), 'entry', 'entries')} of {self.total:,}, {self.label} search"
+        lines = [f"{about} in {1000 * self.seconds:.1f} ms, scores by {self.encoder}"]
+        rows = [
+            [str(one.id), f"{one.score:.3f}", shorten(readable(one.text), 100), shorten(one.source or "", 40)]
+            for one in self.matches
+        ]
+        return "\n".join(
+            [*lines, *([aligned([["id", "score", "text", "source"], *rows], left=[2, 3])] if rows else [])]
+        )
 
 
 def build(
@@ -169,27 +264,6 @@ def search(
     return Matches(
         store.uri, query, version, near.certificate.label, len(store), others, seconds, Match.of(store, near, k)
     )
-
-
-def inspect(
-    store: Store,
-    *,
-    threshold: float | None = None,
-    progress: Progress | None = None,
-) -> Inspection:
-    """A store in numbers; where asked for with entries that say the same.
-
-    Args:
-        store: any.
-        threshold: the cosine from which two entries are duplicates; None: do not look for them.
-        progress: called as progress(done, total, what).
-
-    Raises:
-        ValueError: as `duplicates`.
-    """
-    same = None if threshold is None else duplicates(store, threshold, progress=progress)
-    texts = tuple(entry.text for entry in store.get([group[0] for group in same.groups[:_GROUPS]])) if same else ()
-    return Inspection(store.stats(), same, texts)
 
 
 def _write(

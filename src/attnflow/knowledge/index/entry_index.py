@@ -69,7 +69,7 @@ class EntryIndex:
             faiss()
         self.requested = search
         self._lock = threading.RLock()  # of whoever changes entries, and of the lists
-        self._set(np.zeros(0, dtype=np.int64), np.zeros((0, self.dim + self.num_thresholds), dtype=np.float32))
+        self.load(np.zeros(0, dtype=np.int64), np.zeros((0, self.dim + self.num_thresholds), dtype=np.float32))
 
     def __len__(self) -> int:
         return len(self._view.ids)
@@ -105,11 +105,17 @@ class EntryIndex:
             f"{100 * lists.recall:.1f} % of the ten best"
         )
 
-    def build(self, rows: Float[Tensor, "n width"], ids: IntArray | None = None) -> None:
-        """These entries in place of all others; their ids, in rising order, are 0 to n - 1 by default."""
+    def build(self, rows: Float[Tensor, "n width"]) -> None:
+        """A copy of these rows in place of all entries; their ids are 0 to n - 1."""
         checked = arguments.matrix("rows [entry | thresholds]", rows, self.dim + self.num_thresholds)
+        self.load(np.arange(len(checked)), checked.copy())
+
+    def load(self, ids: IntArray, rows: Floats) -> None:
+        """These entries in place of all others, with ids in rising order; not a copy."""
         with self._lock:
-            self._set(np.arange(len(checked)) if ids is None else ids, checked.copy())
+            self._lists: InvertedLists | None = None
+            self._changed = 0  # entries since the lists were made
+            self._show(ids, rows)
 
     def places(self, ids: IntArray) -> IntArray:
         """The row of each id, -1 of one that is not there."""
@@ -228,11 +234,6 @@ class EntryIndex:
         k = min(k, len(self))
         exact, here = (self.search(queries, k, threshold_column, mode).scores for mode in ("exact", None))
         return recall_of(*(scores.reshape(-1, k).numpy() for scores in (here, exact)))
-
-    def _set(self, ids: IntArray, rows: Floats) -> None:
-        self._lists: InvertedLists | None = None
-        self._changed = 0  # entries since the lists were made
-        self._show(ids, rows)
 
     def _show(self, ids: IntArray, rows: Floats) -> None:
         self._room = _View(ids, rows)  # what the view is the beginning of

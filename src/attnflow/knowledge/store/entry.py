@@ -146,24 +146,25 @@ def string(name: str, value: object) -> str | None:
     return value
 
 
-def dated(keys: IntArray, values: Mapping[str, list[Any]], old: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The other columns of rows: versions and times, and texts of entries that exist where none is given."""
-    now = time.time_ns() // 1000
-    before = [old.get(key) for key in keys.tolist()]
-    created = [now if one is None else _microseconds(one["created"]) for one in before]
+def columns(
+    ids: IntArray,
+    texts: list[str | None],
+    sources: list[str | None],
+    encoder: str | None,
+    old: Mapping[int, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """All columns but the vectors; entries that exist, in `old`, keep what is not given and get a version more."""
+    before = [old.get(key) for key in ids.tolist()]
     last = max((_microseconds(one["updated"]) for one in old.values()), default=0)
+    now = max(time.time_ns() // 1000, last + 1)  # later than before, whatever the clock says
     return {
-        "id": keys,
-        "version": [1 if one is None else one["version"] + 1 for one in before],
-        "created": created,
-        "updated": [max(now, last + 1)] * len(keys),  # later than before, whatever the clock says
-        **{
-            name: [
-                one[name] if value is None and one is not None else value
-                for value, one in zip(values[name], before, strict=True)
-            ]
-            for name in ("text", "source")
-        },
+        "id": ids,
+        "text": [one["text"] if text is None and one else text for text, one in zip(texts, before, strict=True)],
+        "source": [one["source"] if name is None and one else name for name, one in zip(sources, before, strict=True)],
+        "encoder": [encoder] * len(ids),
+        "version": [one["version"] + 1 if one else 1 for one in before],
+        "created": [_microseconds(one["created"]) if one else now for one in before],
+        "updated": [now] * len(ids),
     }
 
 

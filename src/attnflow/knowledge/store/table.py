@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -17,6 +18,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError, MissingExtra
 from attnflow.knowledge.index.exact import Floats
 
+_LOG = logging.getLogger(__name__)
 MEMORY: Final = "memory"
 _TABLE: Final = "entries"
 _RETIRED: Final = "retired"  # a second table: ids that were the highest when their entries went
@@ -24,6 +26,8 @@ _FORMAT: Final = b"attnflow.store"
 _SCHEMES: Final = ("s3://", "gs://", "az://")
 _FILES: Final = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
 _LOCK: Final = "writer.lock"
+_COMPACT: Final = 100  # commits after which files are written together
+_KEPT: Final = timedelta(minutes=10)  # that readers of an old version have before its files may go
 _FEW: Final = 1000  # ids that are looked up one by one; for more, the columns are read whole
 _TEXTS: Final = ("text", "source", "encoder")
 
@@ -56,9 +60,10 @@ class EntryTable:
     """The rows of a store, in the newest version of the table that was read: every change is one commit of LanceDB.
 
     A row has the columns of an `Entry`, and a `vector` [embedding | thresholds]. The widths are in the table's schema.
+    What changes rows returns whether nobody else has committed in between.
 
     Attributes:
-        version: of the table, which every commit raises.
+        highest: the highest id that was ever given out, -1 at the beginning.
 
     Args:
         uri: see `Store.open`.
@@ -73,10 +78,12 @@ class EntryTable:
     """
 
     def __init__(
-        self, uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, storage_options: Any = None
+        self, uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, storage_options: Any
     ) -> None:
         lancedb, self._arrow = _packages()
         self.uri = uri
+        self.highest = self._retired = self._version = -1
+        self._commits = 0  # since files were written together
         self._close: Callable[[], object] = lambda: None
         here = Path(uri).absolute() if is_directory(uri) else None
         if here is not None and not here.is_dir() and (read_only or dim is None):
@@ -86,7 +93,9 @@ class EntryTable:
         try:
             with failures(f"the store {uri} cannot be opened"):
                 place = "memory://" if uri == MEMORY else uri if here is None else str(here)
-                self._database = lancedb.connect(place, storage_options=storage_options)
+                self._database = lancedb.connect(
+                    place, storage_options=None if storage_options is None else dict(storage_options)
+                )
                 if _TABLE not in self._names():
                     self._create(here, dim, num_thresholds, read_only)
                 self._table: Any = self._database.open_table(_TABLE)
@@ -95,27 +104,26 @@ class EntryTable:
             self.close()
             raise
 
-    @property
-    def version(self) -> int:
-        """See above."""
-        return self._table.version
-
-    def refresh(self) -> None:
-        """Look at the newest version that anybody has committed."""
+    def refresh(self) -> bool:
+        """Look at the newest version that anybody has committed; returns whether it is another one."""
         with failures(f"the store {self.uri} cannot be read"):
             self._table.checkout_latest()
+            return self._table.version != self._version
 
     def load(self) -> tuple[IntArray, Floats]:
         """The ids of all rows in rising order, and their vectors."""
         with failures(f"the store {self.uri} cannot be read"):
-            count, done = self._table.count_rows(), 0
+            self._version, (count, done) = self._table.version, (self._table.count_rows(), 0)
             ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
             for batch in self._table.search().select(["id", "vector"]).to_batches():
                 place = slice(done, done + len(batch))
                 ids[place] = batch["id"].to_numpy()
                 vectors[place] = batch["vector"].flatten().to_numpy().reshape(len(batch), -1)
                 done += len(batch)
+            retired = self._database.open_table(_RETIRED).to_arrow()["id"] if _RETIRED in self._names() else ()
         order = np.argsort(ids)
+        self._retired = max((row.as_py() for row in retired), default=-1)
+        self.highest = max(int(ids.max(initial=-1)), self._retired)
         return (ids, vectors) if (np.diff(ids) > 0).all() else (ids[order], vectors[order])
 
     def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
@@ -134,8 +142,8 @@ class EntryTable:
             values = self._table.search().select([name]).to_arrow()[name]
         return {one["values"]: one["counts"] for one in values.value_counts().to_pylist()}
 
-    def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> int:
-        """Rows in place of those of the same ids, or beside the others; returns the new version."""
+    def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> bool:
+        """Rows in place of those of the same ids, or beside the others."""
         arrow, schema = self._arrow, self._table.schema
         vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
         kinds = {field.name: field.type if field.name in _TEXTS else arrow.int64() for field in schema}
@@ -145,28 +153,16 @@ class EntryTable:
         ]
         merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
         with failures(f"nothing was written to the store {self.uri}"):
-            return merge.execute(arrow.table(arrays, schema=schema)).version
+            version = merge.execute(arrow.table(arrays, schema=schema)).version
+        self.highest = max(self.highest, *(int(key) for key in columns["id"]))
+        return self._committed(version)
 
-    def delete(self, ids: IntArray) -> int:
-        """Rows no longer; returns the new version."""
+    def delete(self, ids: IntArray) -> bool:
+        """Rows no longer."""
         with failures(f"nothing was deleted from the store {self.uri}"):
-            return self._table.delete(_among(ids)).version
-
-    def retire(self, highest: int) -> None:
-        """Remember that ids up to this one have been given out, before their entries go."""
-        with failures(f"nothing was changed in the store {self.uri}"):
-            row = self._arrow.table({"id": [highest]})
-            if _RETIRED in self._names():
-                self._database.open_table(_RETIRED).add(row)
-            else:
-                self._database.create_table(_RETIRED, row)
-
-    def retired(self) -> int:
-        """The highest id that was retired, or -1."""
-        with failures(f"the store {self.uri} cannot be read"):
-            if _RETIRED not in self._names():
-                return -1
-            return max(self._database.open_table(_RETIRED).to_arrow()["id"].to_pylist())
+            if self.highest in ids:
+                self._retire()
+            return self._committed(self._table.delete(_among(ids)).version)
 
     def snapshots(self) -> list[str]:
         """Names, oldest first."""
@@ -181,21 +177,25 @@ class EntryTable:
 
     def drop_snapshot(self, name: str) -> None:
         """Forget a name."""
+        self._find(name)
         with failures(f"the snapshot {name!r} of {self.uri} was not dropped"):
             self._table.tags.delete(name)
 
     def restore(self, name: str) -> None:
         """A new version with the rows of a snapshot."""
+        self._find(name)
         with failures(f"the snapshot {name!r} of {self.uri} was not restored"):
+            self._retire()
             self._table.restore(name)
 
-    def compact(self, keep: timedelta) -> None:
+    def compact(self, keep: timedelta = timedelta(milliseconds=1)) -> None:
         """Few files in place of many; versions older than this go, but no snapshot nor what came after one."""
         with failures(f"the files of {self.uri} were not compacted"):
             tagged = {tag["version"] for tag in self._table.tags.list().values()}
             dates = [one["timestamp"] for one in self._table.list_versions() if one["version"] in tagged]
             ages = [datetime.now(date.tzinfo) - date + timedelta(minutes=1) for date in dates]
             self._table.optimize(cleanup_older_than=max([keep, *ages]))
+            self._version, self._commits = self._table.version, 0
 
     def bytes_on_disk(self) -> int | None:
         """Of all files of a directory; None elsewhere."""
@@ -206,6 +206,32 @@ class EntryTable:
     def close(self) -> None:
         """Let others write."""
         self._close()
+
+    def _committed(self, version: int) -> bool:
+        """Follow one's own commit; now and then, write files together."""
+        alone, self._version = version == self._version + 1, version
+        self._commits += 1
+        if alone and self._commits >= _COMPACT:
+            try:
+                self.compact(_KEPT)
+            except StoreError as error:  # the write has happened
+                _LOG.warning("%s; it is tried again after %d writes", error, _COMPACT)
+                self._commits = 0
+        return alone
+
+    def _retire(self) -> None:
+        """Remember the highest id before its entry goes."""
+        if self.highest > self._retired:
+            row = self._arrow.table({"id": [self.highest]})
+            if _RETIRED in self._names():
+                self._database.open_table(_RETIRED).add(row)
+            else:
+                self._database.create_table(_RETIRED, row)
+            self._retired = self.highest
+
+    def _find(self, name: str) -> None:
+        if name not in (taken := self.snapshots()):
+            raise KeyError(f"no snapshot {name!r}; there are {taken}")
 
     def _names(self) -> set[str]:
         return set(self._database.list_tables().tables)
