@@ -207,7 +207,8 @@ def _weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for name, parameter in layer.named_parameters():
             ours = without in name or any(part in name for part in _ADAPTERS)
-            if not (ours or parameter.is_meta) and parameter.is_floating_point() and parameter.ndim == 2:
+            elsewhere = parameter.is_meta or isinstance(parameter, DTensor)
+            if not (ours or elsewhere) and parameter.is_floating_point() and parameter.ndim == 2:
                 flat = parameter.detach().flatten()
                 samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
                 break

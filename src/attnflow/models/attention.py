@@ -126,14 +126,20 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
 
     Names are those that the model's own code uses, under adapters and when quantised, too.
 
-    Cost: one forward pass of 16 tokens; none if the weights are on the meta device, where the registry speaks.
+    Cost: one forward pass of 16 tokens; none if the weights are on the meta device. The registry speaks there, and for
+        models that do not run on tokens.
     """
     from attnflow.models.noise import traces
     from attnflow.models.probe import projections_in
 
-    if _can_run(model):
-        return {name: projections_in(trace) for name, trace in traces(model, sites).items()}
-    return _registered_projections(model, sites)
+    if not _can_run(model):
+        return _registered_projections(model, sites)
+    seen = traces(model, sites)
+    found = {name: projections_in(trace) for name, trace in seen.items()}
+    if unseen := [site for site in sites if not seen[site.name].calls]:  # a model of images reads no tokens
+        by_name = _registered_projections(model, unseen)
+        found |= {name: one for name, one in by_name.items() if not isinstance(one, str)}
+    return found
 
 
 def _registered_projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:

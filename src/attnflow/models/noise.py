@@ -80,7 +80,8 @@ def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict
         value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
 
-    with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, seen):
+    exact = torch.autocast(next(model.parameters()).device.type, enabled=False)
+    with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, seen), exact:
         try:
             read(around, [ordinary_tokens(around, 1)] * TOKENS)
         except REFUSALS as error:  # one token of text alone is no input of some models
