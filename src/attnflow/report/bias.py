@@ -24,6 +24,9 @@ from attnflow.report.svg import MONO
 _MAPS: Final = 3  # layers whose whole map is drawn
 _RANKS: Final = (1, 8)
 _LISTED: Final = 60  # edges of a graph in its table
+STRONGEST: Final = 16  # edges that can be told apart at a glance
+_LABEL: Final = 16  # characters of a token
+_HEIGHT: Final = 40.0
 
 
 def bias_part(bias_map: BiasMap, context: Context) -> Part:
@@ -173,11 +176,6 @@ def _moved(bias_map: BiasMap) -> float:
 
 def _share(value: float) -> str:
     return "–" if math.isnan(value) else f"{100 * value:.1f} %"
-
-
-STRONGEST: Final = 16  # edges that can be told apart at a glance
-_LABEL: Final = 16  # characters of a token
-_HEIGHT: Final = 40.0
 
 
 def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool = True) -> str:

@@ -27,6 +27,12 @@ _HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "directionality", 
 _LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
 
 Models = Sequence[GeometryScores]
+Picture = Literal["plane", "layers", "heads"]
+_MARKERS: Final = "osD^vPX*<>"
+_SCORES: Final = ("symmetry", "directionality")
+_MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-models": "s"}
+# One matrix of random weights of width d: symmetry 1/d +- 1.4/d, directionality 0 +- this / sqrt(d).
+_SPREAD: Final = {"excess": 4.7, "norm": 3.2}
 
 
 def scores_part(models: Models, _: Context) -> Part:
@@ -168,15 +174,6 @@ def _cells(quartiles: Quartiles) -> tuple[str, str]:
 
 def _text(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:z.3f}".replace("-", "−")
-
-
-Picture = Literal["plane", "layers", "heads"]
-
-_MARKERS: Final = "osD^vPX*<>"
-_SCORES: Final = ("symmetry", "directionality")
-_MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-models": "s"}
-# One matrix of random weights of width d: symmetry 1/d +- 1.4/d, directionality 0 +- this / sqrt(d).
-_SPREAD: Final = {"excess": 4.7, "norm": 3.2}
 
 
 @chart

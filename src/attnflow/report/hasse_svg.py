@@ -26,6 +26,7 @@ _HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides
 _MARGIN: Final = 14.0
 _MAX_WIDTH, _MAX_HEIGHT = 1240.0, 1700.0
 _LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
+MAX_POINTED: Final = 4096  # positions up to which each one's box is named
 
 
 def hasse_svg(
@@ -299,9 +300,6 @@ def page(body: str, width: float, height: float, caption: Sequence[str], standal
 def pair(point: Point) -> str:
     """A point of a path."""
     return f"{number(point[0])},{number(point[1])}"
-
-
-MAX_POINTED: Final = 4096  # positions up to which each one's box is named
 
 
 def diagram(hasse: Hasse, labels: Sequence[str] | None, max_boxes: int = 60) -> dict[str, object]:

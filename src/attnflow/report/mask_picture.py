@@ -17,6 +17,16 @@ from attnflow._core.markup import columns, element, escape, grouped, number, per
 from attnflow.masks.mask import Mask
 from attnflow.report.svg import MONO, SANS, STYLE
 
+_CELLS: Final = 96  # rows and columns of the heat map of a large mask
+_EXACT: Final = 64  # positions up to which every pair is a cell
+_STEPS: Final = 9
+_COLOUR: Final = "#3d7ea6"  # visible on white and on near-black; a page overrides it by the class af-cell
+_CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_HEIGHT: Final = 32  # lines of the picture, the axis not counted
+_NARROWEST: Final = 20
+_SHADES: Final = " ░▒▓█"
+_ASCII_SHADES: Final = " .-+#"
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -77,13 +87,6 @@ def block_sizes(mask: Mask) -> list[int]:
     """128, FlexAttention's block, and up to two smaller ones that cut a short sequence into 2 to 32 blocks."""
     n = max(mask.shape)
     return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
-
-
-_CELLS: Final = 96  # rows and columns of the heat map of a large mask
-_EXACT: Final = 64  # positions up to which every pair is a cell
-_STEPS: Final = 9
-_COLOUR: Final = "#3d7ea6"  # visible on white and on near-black; a page overrides it by the class af-cell
-_CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
 
 def mask_svg(
@@ -236,12 +239,6 @@ def _coded(cells: Grid) -> str:
     """The shares for the read-out of the page's script: a base-64 digit per cell."""
     top = len(_CODE) - 1
     return "".join(np.array(list(_CODE))[cells.levels(top)].reshape(-1).tolist())
-
-
-_HEIGHT: Final = 32  # lines of the picture, the axis not counted
-_NARROWEST: Final = 20
-_SHADES: Final = " ░▒▓█"
-_ASCII_SHADES: Final = " .-+#"
 
 
 def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = None) -> str:

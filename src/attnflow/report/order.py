@@ -30,6 +30,8 @@ _FEW: Final = 256  # positions up to which the receptive field of every one is f
 _SAMPLE: Final = 64
 _POINTS: Final = 160  # layers up to which a chart shows each
 _SPREAD: Final = (np.min, np.mean, np.max)
+_DRAWN: Final = 2  # leaks with a diagram of their own
+_LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
 def hasse_part(hasse: Hasse, context: Context) -> Part:
@@ -204,10 +206,6 @@ def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
             return np.stack(sizes)
         seen[walker, node] = True
         sizes.append(sizes[-1] + np.bincount(walker, minlength=count))
-
-
-_DRAWN: Final = 2  # leaks with a diagram of their own
-_LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
 def leak_part(report: LeakReport, context: Context) -> Part:

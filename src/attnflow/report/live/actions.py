@@ -16,6 +16,8 @@ from attnflow.tasks.task import Task
 
 Message = Mapping[str, object]
 Outcome = tuple[Design, list[str]]
+_MOST: Final = 512  # positions: a forward pass of so many tokens takes seconds
+_CHARACTERS: Final = 12  # of text for each token that is wanted
 
 
 def chosen(message: Message, size: int) -> Spec:
@@ -184,10 +186,6 @@ def _bounded(value: int, size: int, name: str) -> int:
 
 def _text(values: Mapping[str, object], name: str) -> str:
     return as_text(values.get(name), name)
-
-
-_MOST: Final = 512  # positions: a forward pass of so many tokens takes seconds
-_CHARACTERS: Final = 12  # of text for each token that is wanted
 
 
 def model_names() -> list[str]:

@@ -35,6 +35,8 @@ _SAMPLE: Final = 160  # characters of the text to begin with
 _RESULTS: Final = 4  # that are kept, so that another layer or token of them is shown at once
 
 Reply = dict[str, object]
+_LISTED: Final = 24  # violations and entries
+_DIGITS: Final = 4  # of numbers that are drawn
 
 
 class ModelSession:
@@ -167,10 +169,6 @@ class ModelSession:
 
         assert self._loaded is not None
         return trace(self._loaded, list(ids))
-
-
-_LISTED: Final = 24  # violations and entries
-_DIGITS: Final = 4  # of numbers that are drawn
 
 
 def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
