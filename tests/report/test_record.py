@@ -9,8 +9,7 @@ import pytest
 
 from attnflow import masks
 from attnflow.order import analyze
-from attnflow.report.live.record import record, recorded_design
-from attnflow.report.live.session import Session
+from attnflow.report.live.session import Session, record, recorded_design
 from attnflow.tasks import Label, Task, Token
 from tests.report.live_cases import do, plane
 from tests.report.test_page import leaking_task

@@ -65,7 +65,7 @@ class Context:
 
     Attributes:
         flow: the order that the page is about, on which leaks are drawn; None without one.
-        record: what the studio's page says of this order, `attnflow.report.live.record`; None for pictures alone.
+        record: what the studio's page says of this order, `attnflow.report.live.session`; None for pictures alone.
         labels: a text for each position.
         cost: the model whose attention is priced.
     """

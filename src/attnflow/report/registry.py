@@ -223,7 +223,7 @@ def page(
 
 def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None) -> str | None:
     """What can be pointed at on a page, with the labels of the task that the order is of."""
-    from attnflow.report.live.record import record, recorded_design
+    from attnflow.report.live.session import record, recorded_design
 
     tasks = [result.merged.task if isinstance(result, Derivation) else result for result in results]
     task = next((task for task in tasks if isinstance(task, Task) and task.flow is flow), None)

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, cast
 
 import numpy as np
 
+from attnflow._core.checks import IntArray
 from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import IntervalRows
@@ -17,6 +18,7 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
 from attnflow.tasks.labels import Labels
+from attnflow.tasks.leaks import LeakReport, survey
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
@@ -155,6 +157,16 @@ class Design:
         task = Task(inputs, Labels.columns(position, token, token, token), masks if self.stacked else masks[0])
         vars(task)["flow"] = self.flow  # what the masks let flow is analysed once
         return task
+
+    @cached_property
+    def survey(self) -> tuple[LeakReport, IntArray]:
+        """Which labels leak, and where, without their ways."""
+        return survey(self.task)
+
+    @property
+    def texts(self) -> list[str] | None:
+        """A text for each position; None if there are none."""
+        return [*self.tokens, *[""] * (self.size - len(self.tokens))] if self.tokens else None
 
     def with_layer(self, number: int, layer: Layer) -> tuple[Design, list[str]]:
         """With another mask for a layer; (the design, what had to go because it does not fit any more)."""

@@ -12,8 +12,8 @@ from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
 from attnflow.report.live.actions import Message
+from attnflow.report.live.answers import tile
 from attnflow.report.live.design import Design, Layer
-from attnflow.report.live.tiles import tile
 from attnflow.tasks.derivation import derive, named_families
 from attnflow.tasks.families import Family
 from attnflow.tasks.leaks import LeakReport, check

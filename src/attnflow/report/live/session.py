@@ -1,36 +1,38 @@
-"""`Session`: one design with its history, the operations that change it, and the questions that are asked about it."""
+"""`Session`: one design with its history and the questions about it; a record of all answers, for pages alone."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, cast
 
-from attnflow._core.checks import IntArray
-from attnflow._core.errors import AttnflowError
-from attnflow._core.markup import plural
-from attnflow._core.mask_examples import EXAMPLES
-from attnflow._core.plain import as_integer
-from attnflow.masks.export import FORMATS
-from attnflow.masks.spec import named_masks
-from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
-from attnflow.report.live.actions import ACTIONS, Message, model_names
-from attnflow.report.live.code import code, exported
-from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer
-from attnflow.report.live.families import families, family
-from attnflow.report.live.tiles import Area, tile
-from attnflow.tasks.leaks import LeakReport, survey, witnesses
+import numpy as np
 
-Reply = dict[str, object]
+from attnflow._core.errors import AttnflowError
+from attnflow._core.markup import shorten
+from attnflow._core.plain import as_integer
+from attnflow.order.flow import Flow
+from attnflow.report.live.actions import ACTIONS, Message
+from attnflow.report.live.answers import QUESTIONS, Area, Reply, layer_of, tile
+from attnflow.report.live.design import MAX_LAYERS, Design, Layer
+from attnflow.report.live.families import families, family
+from attnflow.tasks.task import Task
 
 _HISTORY: Final = 200
-_LISTED: Final = 100  # leaks, and 40 times as many positions and labels
-_WALKED: Final = 1 << 14  # positions that are walked through to show the ways of leaks before they are asked for
-_MAX_ARRIVALS: Final = 256  # layers that a receptive field is followed
+_LISTED: Final = 4000  # positions and labels
 _MAX_LINK: Final = 6000  # characters of a design that a URL holds
 _LARGEST: Final = 1 << 22  # integers of a message
+MAX_RECORDED: Final = 1024  # positions up to which every pair is drawn
+_FOLLOWED: Final = 512  # positions up to which each one's receptive field is recorded
+_MAX_BYTES: Final = 160_000  # of a record
+_MAX_TOKEN: Final = 40  # characters
+_NEVER: Final = 255
+_COARSE: Final = 128  # cells along a side of a mask that compresses badly
 
 
 @dataclass(frozen=True)
@@ -66,22 +68,11 @@ class Session:
         self.design = design
         self.revision = 0
         self._plain: tuple[Design, str] | None = None
-        self._survey: tuple[Design, tuple[LeakReport, IntArray]] | None = None
         self._past: list[_Step] = []
         self._future: list[_Step] = []
         self._questions: Mapping[str, Callable[[Message], Reply]] = {
             "state": lambda _: self._state([]),
-            "catalogue": lambda _: catalogue(),
             "tile": self._tile,
-            "flow": lambda _: self._flow(),
-            "diagram": lambda _: diagram(self.design.flow.hasse, self._texts()),
-            "field": self._field,
-            "leaks": lambda _: self._leaks(),
-            "witness": self._witness,
-            "cost": self._cost,
-            "difference": lambda _: self._difference(),
-            "code": lambda _: code(self.design),
-            "export": lambda message: exported(self._layer(message), str(message.get("format"))),
             "families": lambda _: families(),
             "family": family,
         }
@@ -101,13 +92,15 @@ class Session:
 
     def _answer(self, message: Message) -> Reply:
         name = message.get("op")
-        if not isinstance(name, str) or name not in {*ACTIONS, *self._questions, "undo", "redo"}:
+        if not isinstance(name, str) or name not in {*ACTIONS, *QUESTIONS, *self._questions, "undo", "redo"}:
             raise ValueError(f"unknown operation {str(name)[:40]!r}")
-        if name in self._questions:
+        if name in QUESTIONS or name in self._questions:
             revision = message.get("revision")
             if revision is not None and revision != self.revision:
                 return {"stale": True}
-            return {**self._questions[name](message), "revision": self.revision}
+            own = self._questions.get(name)
+            answer = QUESTIONS[name](self.design, message) if own is None else own(message)
+            return {**answer, "revision": self.revision}
         notices: list[str] = []
         before = self.design
         if name in ("undo", "redo"):
@@ -141,8 +134,8 @@ class Session:
         """What there is; after an operation without those lists that are what they were `before`."""
         design = self.design
         lists: dict[str, tuple[object, Callable[[], Reply]]] = {
-            "tokens": (design.tokens, lambda: {"tokens": list(design.tokens[: 40 * _LISTED])}),
-            "labels": (design.labels, lambda: {"labels": [list(pair) for pair in design.labels[: 40 * _LISTED]]}),
+            "tokens": (design.tokens, lambda: {"tokens": list(design.tokens[:_LISTED])}),
+            "labels": (design.labels, lambda: {"labels": [list(pair) for pair in design.labels[:_LISTED]]}),
             "sources": (design.sources, lambda: {"sources": [[i, *made] for i, made in _first(design.sources)]}),
         }
         reply: Reply = {
@@ -169,7 +162,9 @@ class Session:
         """A window of the matrix; for a page that shows what it was before, what has `changed` of it."""
         against = self.design.against
         sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
-        return tile(self._layer(window).mask, None if against is None else against.mask, *sizes, changed=changed)
+        return tile(
+            layer_of(self.design, window).mask, None if against is None else against.mask, *sizes, changed=changed
+        )
 
     def _is_inside(self, window: Message) -> bool:
         """Whether a window that a page showed is still one: the layer may be gone, and the mask be shorter."""
@@ -181,109 +176,7 @@ class Session:
         number = as_integer(window.get("layer", 0), "layer")
         if number >= len(before.layers) or before.against is not self.design.against:
             return None
-        return Area(0, 0, 0, 0) if before.layers[number].mask is self._layer(window).mask else area
-
-    def _flow(self) -> Reply:
-        flow = self.design.flow
-        return {
-            "depth": flow.depth,
-            "dense": flow.is_dense,
-            "num_layers": flow.num_layers,
-            "classes": len(flow.classes),
-            "largest_class": max(map(len, flow.classes)),
-            "covers": len(flow.hasse.edges),
-            "levels": max(flow.hasse.levels) + 1,
-            "closure_density": flow.closure_density,
-        }
-
-    def _field(self, message: Message) -> Reply:
-        position = as_integer(message.get("position"), "position")
-        first = self.design.flow.arrivals(position, _MAX_ARRIVALS)
-        return {"position": position, "runs": runs_of(first.tolist()), "followed": _MAX_ARRIVALS}
-
-    def _leaks(self) -> Reply:
-        if not self.design.labels:
-            return {"labels": 0, "leaks": [], "total": 0, "dead": [], "num_dead": 0, "dead_text": ""}
-        report, pairs = self._surveyed()
-        targets = self.design.task.targets
-        leaks: list[Reply] = [
-            {"position": position, "token": token, "carrier": carrier}
-            for position, token, carrier in zip(
-                *(targets.column(name)[pairs[:_LISTED, 0]].tolist() for name in ("position", "data_index")),
-                pairs[:_LISTED, 1].tolist(),
-                strict=True,
-            )
-        ]
-        for number in range(min(len(leaks), max(1, _WALKED // self.design.size))):
-            leaks[number] |= self._witness({"number": number})
-        return {
-            "labels": report.num_labels,
-            "leaks": leaks,
-            "total": len(pairs),
-            "dead": list(report.dead[:MAX_POINTED]),
-            "num_dead": len(report.dead),
-            "dead_text": runs(report.dead[:MAX_POINTED]),
-        }
-
-    def _surveyed(self) -> tuple[LeakReport, IntArray]:
-        if self._survey is None or self._survey[0] is not self.design:
-            self._survey = self.design, survey(self.design.task)
-        return self._survey[1]
-
-    def _witness(self, message: Message) -> Reply:
-        """The way of one leak, which takes a walk through the masks."""
-        report, pairs = self._surveyed()
-        number = as_integer(message.get("number"), "number")
-        if not 0 <= number < len(pairs):
-            raise ValueError(f"number must be below {plural(len(pairs), 'leak')}, got {number}")
-        (leak,) = witnesses(self.design.task, pairs[number : number + 1], report.layers)
-        return {"number": number, "witness": leak.witness, "route": leak.route}
-
-    def _cost(self, message: Message) -> Reply:
-        heads, head_dim, block = (
-            as_integer(message.get(name, otherwise), name)
-            for name, otherwise in (("num_heads", 1), ("head_dim", 64), ("block_size", 128))
-        )
-        result = self._layer(message).mask.cost(num_heads=heads, head_dim=head_dim, block_size=block)
-        blocks = {**asdict(result.blocks), "total": result.blocks.total}
-        return {"blocks": blocks, "skipped": result.skipped, "backends": result.rows()}
-
-    def _difference(self) -> Reply:
-        against = self.design.against
-        if against is None:
-            return {"against": None}
-        layers: list[Reply] = []
-        for layer in self.design.layers:
-            extra, missing = layer.mask & ~against.mask, against.mask & ~layer.mask
-            layers.append(
-                {"extra": extra.nnz, "missing": missing.nnz, "first": layer.mask.difference(against.mask, 20)}
-            )
-        return {"against": against.title, "layers": layers}
-
-    def _layer(self, message: Message) -> Layer:
-        number = as_integer(message.get("layer", 0), "layer")
-        if not 0 <= number < len(self.design.layers):
-            raise ValueError(f"layer must be below {plural(len(self.design.layers), 'layer')}, got {number}")
-        return self.design.layers[number]
-
-    def _texts(self) -> list[str] | None:
-        tokens = self.design.tokens
-        return [*tokens, *[""] * (self.design.size - len(tokens))] if tokens else None
-
-
-def catalogue() -> Reply:
-    """The masks that can be picked, with their parameters and settings to begin with; and the limits."""
-    masks = [
-        {
-            "name": entry.name,
-            "relation": entry.summary,
-            "parameters": [asdict(parameter) for parameter in entry.parameters],
-            "example": dict(EXAMPLES[entry.name]),
-        }
-        for entry in named_masks().values()
-    ]
-    limits = {"max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
-    return {"masks": masks, "models": model_names(), "formats": sorted(FORMATS), **limits}
+        return Area(0, 0, 0, 0) if before.layers[number].mask is layer_of(self.design, window).mask else area
 
 
 def _painted(message: Message) -> Area:
@@ -293,7 +186,7 @@ def _painted(message: Message) -> Area:
 
 
 def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    return list(islice(sources.items(), 40 * _LISTED))
+    return list(islice(sources.items(), _LISTED))
 
 
 def _shown(layer: Layer) -> object:
@@ -312,3 +205,69 @@ def _require_small(value: object) -> None:
             waiting += here
         elif isinstance(here, int) and abs(here) > _LARGEST:
             raise ValueError(f"integers are at most {_LARGEST:,}, got {here}")
+
+
+def record(design: Design) -> str | None:
+    """The answers about a design, deflated and in base64 for addresses; or None where they would take too much room.
+
+    It holds the state, a picture of each distinct mask, order, diagram, leaks, cost, code, and, up to 512 positions,
+    after how many layers each one reads each other. What has no room is left out whole: first the latter, then
+    pairs in favour of squares of pairs.
+
+    Cost: that of the answers, and O(n) for each position and layer.
+    """
+    if design.size > MAX_RECORDED:
+        return None
+    session = Session(design)
+    distinct: list[int] = []
+    for i, layer in enumerate(design.layers):
+        same = (j for j in distinct if design.layers[j].mask == layer.mask)
+        distinct.append(next(same, i))
+    numbers = sorted(set(distinct))
+
+    def ask(op: str, **message: object) -> dict[str, object] | None:
+        reply = session.handle({"op": op, **message})
+        return reply if reply["ok"] else None
+
+    leaks = ask("leaks")
+    for number, leak in enumerate([] if leaks is None else cast("list[dict[str, object]]", leaks["leaks"])):
+        if "witness" not in leak:
+            leak |= ask("witness", number=number) or {}
+    answers: dict[str, object] = {
+        "state": {**(ask("state") or {}), "design": None},
+        **{op: ask(op) for op in ("flow", "diagram", "difference")},
+        "leaks": leaks,
+        "code": {**(ask("code") or {}), "formats": []},
+        "catalogue": {"masks": [], "formats": []},
+        "distinct": [numbers.index(i) for i in distinct],
+        "cost": [ask("cost", layer=i) for i in numbers],
+    }
+    window = {"first_query": 0, "first_key": 0, "span": design.size}
+    tiles, coarse = ([ask("tile", layer=i, **window, cells=cells) for i in numbers] for cells in (design.size, _COARSE))
+    arrivals = {"arrivals": _arrivals(design)} if design.size <= _FOLLOWED else {}
+    for content in ({"tile": tiles, **arrivals}, {"tile": tiles}, {"tile": coarse}):
+        plain = json.dumps(answers | content, separators=(",", ":"))
+        text = base64.urlsafe_b64encode(zlib.compress(plain.encode(), 9)).decode()
+        if len(text) <= _MAX_BYTES:
+            return text
+    return None
+
+
+def _arrivals(design: Design) -> str:
+    """uint8[n, n] in base64: after how many layers each position's information is first in each; 255 is never.
+
+    A way of more layers than a byte says is as good as never: the slider of a page ends before it.
+    """
+    first = np.stack([design.flow.arrivals(i, _NEVER - 1) for i in range(design.size)])
+    return base64.b64encode(np.where(first < 0, _NEVER, np.minimum(first, _NEVER)).astype(np.uint8).tobytes()).decode()
+
+
+def recorded_design(flow: Flow, task: Task | None, labels: Sequence[str] | None) -> Design | None:
+    """What a record of an order shows: its masks, the labels of a task, a text for each position; None if too much."""
+    if not 0 < flow.size <= MAX_RECORDED or len(flow.masks) > MAX_LAYERS:
+        return None
+    design = Design(tuple(Layer.of(mask.to_dict()) for mask in flow.masks), stacked=flow.num_layers is not None)
+    if task is not None:
+        with suppress(ValueError):  # a task may predict what none of its positions is; the page lists its leaks below
+            design = Design.of_task(task)
+    return design if labels is None else replace(design, tokens=tuple(shorten(label, _MAX_TOKEN) for label in labels))

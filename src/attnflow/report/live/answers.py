@@ -1,0 +1,333 @@
+"""What is asked of a design: a window of its matrix, what flows and leaks, its cost, its code."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core.checks import integer
+from attnflow._core.markup import plural
+from attnflow._core.mask_examples import EXAMPLES
+from attnflow._core.parameters import find
+from attnflow._core.plain import as_integer
+from attnflow.masks import export
+from attnflow.masks.export import FORMATS, NotExpressible
+from attnflow.masks.mask import Mask
+from attnflow.masks.spec import named_masks
+from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
+from attnflow.report.live.actions import Message, model_names
+from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer, Stroke
+from attnflow.tasks.leaks import witnesses
+
+Reply = dict[str, object]
+_LISTED: Final = 100  # leaks
+_WALKED: Final = 1 << 14  # positions that are walked through to show the ways of leaks before they are asked for
+_MAX_ARRIVALS: Final = 256  # layers that a receptive field is followed
+
+MAX_CELLS: Final = 1024  # along one side
+_MAX_EXPORTED: Final = 4096  # positions of a mask whose export is shown as text
+_MAX_LITERAL: Final = 4000  # characters of a mask that is written into the code
+_FLEX = """\
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+block_mask = {mask}.block_mask(block_size=128, device="cuda")
+attend = torch.compile(flex_attention, dynamic=False)
+out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size}, head_dim] each
+"""
+
+
+class Area(NamedTuple):
+    """A rectangle of pairs: queries [first_query, last_query), keys [first_key, last_key)."""
+
+    first_query: int
+    last_query: int
+    first_key: int
+    last_key: int
+
+
+def tile(
+    mask: Mask,
+    other: Mask | None,
+    first_query: int,
+    first_key: int,
+    span: int,
+    cells: int,
+    changed: Area | None = None,
+) -> dict[str, object]:
+    """The pairs of queries [first_query, first_query + span) and keys [first_key, first_key + span).
+
+    With `changed`, only the cells that meet this area are given, as a tile of its own that has "patch".
+
+    Returns:
+        `step`, positions along the side of a cell; `rows` and `columns`; and base64 `planes`: "allowed", and beside
+        another mask "extra" (which only this one allows) and "missing". With step 1 a plane holds bits, most
+        significant first, each row in bytes of its own; otherwise a byte for each cell: 0 where no pair is allowed,
+        255 where all are, their share between.
+
+    Cost: O(intervals + cells); of a patch, O(positions + its intervals and cells).
+    """
+    n = mask.num_queries
+    first_query, first_key = (integer("first of a window", x, 0, n - 1) for x in (first_query, first_key))
+    span, cells = integer("span", span, 1), integer("cells", cells, 1, MAX_CELLS)
+    last_query, last_key = (min(n, first + span) for first in (first_query, first_key))
+    step = -(-min(span, n) // cells)
+    if changed is not None:
+        first_query, last_query = _within(changed.first_query, changed.last_query, first_query, last_query, step)
+        first_key, last_key = _within(changed.first_key, changed.last_key, first_key, last_key, step)
+    window = (slice(first_query, last_query), slice(first_key, last_key))
+    whole = (last_query - first_query, last_key - first_key) == mask.shape
+    here, beside = (each if each is None or whole else each[window] for each in (mask, other))
+    assert here is not None
+    masks = {"allowed": here}
+    if beside is not None:
+        masks |= {"extra": here & ~beside, "missing": beside & ~here}
+    planes = {name: base64.b64encode(_cells(each, step).tobytes()).decode() for name, each in masks.items()}
+    return {
+        **({} if changed is None else {"patch": True}),
+        "first_query": first_query,
+        "first_key": first_key,
+        "step": step,
+        "rows": -(-(last_query - first_query) // step),
+        "columns": -(-(last_key - first_key) // step),
+        "num_queries": last_query - first_query,
+        "num_keys": last_key - first_key,
+        "planes": planes,
+    }
+
+
+def _within(first: int, last: int, window: int, end: int, step: int) -> tuple[int, int]:
+    """The cells of a window [window, end) that meet [first, last), as positions; (window, window) if none does."""
+    first, last = max(first, window), min(last, end)
+    if first >= last:
+        return window, window
+    return window + (first - window) // step * step, min(end, window - (window - last) // step * step)
+
+
+def _cells(mask: Mask, step: int) -> npt.NDArray[np.uint8]:
+    if not mask.num_queries or not mask.num_keys:
+        return np.zeros((0, 0), dtype=np.uint8)
+    if step == 1:
+        return np.packbits(mask.dense().numpy(), axis=1)
+    counts = mask.block_counts(step)
+    heights, widths = (np.minimum(step, size - step * np.arange(-(-size // step))) for size in mask.shape)
+    share = counts / np.outer(heights, widths)
+    partly = np.clip(np.ceil(254 * share), 1, 254)
+    return np.where(share == 1, 255, np.where(counts > 0, partly, 0)).astype(np.uint8)
+
+
+def catalogue() -> Reply:
+    """The masks that can be picked, with their parameters and settings to begin with; and the limits."""
+    masks = [
+        {
+            "name": entry.name,
+            "relation": entry.summary,
+            "parameters": [asdict(parameter) for parameter in entry.parameters],
+            "example": dict(EXAMPLES[entry.name]),
+        }
+        for entry in named_masks().values()
+    ]
+    limits = {"max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
+    return {"masks": masks, "models": model_names(), "formats": sorted(FORMATS), **limits}
+
+
+def flow(design: Design) -> Reply:
+    """The order in numbers."""
+    flow = design.flow
+    return {
+        "depth": flow.depth,
+        "dense": flow.is_dense,
+        "num_layers": flow.num_layers,
+        "classes": len(flow.classes),
+        "largest_class": max(map(len, flow.classes)),
+        "covers": len(flow.hasse.edges),
+        "levels": max(flow.hasse.levels) + 1,
+        "closure_density": flow.closure_density,
+    }
+
+
+def field(design: Design, message: Message) -> Reply:
+    """After how many layers the information of each position is first in one."""
+    position = as_integer(message.get("position"), "position")
+    first = design.flow.arrivals(position, _MAX_ARRIVALS)
+    return {"position": position, "runs": runs_of(first.tolist()), "followed": _MAX_ARRIVALS}
+
+
+def leaks(design: Design) -> Reply:
+    """The labels that their positions can read, and the positions that serve no label."""
+    if not design.labels:
+        return {"labels": 0, "leaks": [], "total": 0, "dead": [], "num_dead": 0, "dead_text": ""}
+    report, pairs = design.survey
+    targets = design.task.targets
+    leaks: list[Reply] = [
+        {"position": position, "token": token, "carrier": carrier}
+        for position, token, carrier in zip(
+            *(targets.column(name)[pairs[:_LISTED, 0]].tolist() for name in ("position", "data_index")),
+            pairs[:_LISTED, 1].tolist(),
+            strict=True,
+        )
+    ]
+    for number in range(min(len(leaks), max(1, _WALKED // design.size))):
+        leaks[number] |= witness(design, {"number": number})
+    return {
+        "labels": report.num_labels,
+        "leaks": leaks,
+        "total": len(pairs),
+        "dead": list(report.dead[:MAX_POINTED]),
+        "num_dead": len(report.dead),
+        "dead_text": runs(report.dead[:MAX_POINTED]),
+    }
+
+
+def witness(design: Design, message: Message) -> Reply:
+    """The way of one leak, which takes a walk through the masks."""
+    report, pairs = design.survey
+    number = as_integer(message.get("number"), "number")
+    if not 0 <= number < len(pairs):
+        raise ValueError(f"number must be below {plural(len(pairs), 'leak')}, got {number}")
+    (leak,) = witnesses(design.task, pairs[number : number + 1], report.layers)
+    return {"number": number, "witness": leak.witness, "route": leak.route}
+
+
+def cost(design: Design, message: Message) -> Reply:
+    """What attention under the mask of a layer costs."""
+    heads, head_dim, block = (
+        as_integer(message.get(name, otherwise), name)
+        for name, otherwise in (("num_heads", 1), ("head_dim", 64), ("block_size", 128))
+    )
+    result = layer_of(design, message).mask.cost(num_heads=heads, head_dim=head_dim, block_size=block)
+    blocks = {**asdict(result.blocks), "total": result.blocks.total}
+    return {"blocks": blocks, "skipped": result.skipped, "backends": result.rows()}
+
+
+def difference(design: Design) -> Reply:
+    """How each layer differs from the mask that it is compared with."""
+    against = design.against
+    if against is None:
+        return {"against": None}
+    layers: list[Reply] = []
+    for layer in design.layers:
+        extra, missing = layer.mask & ~against.mask, against.mask & ~layer.mask
+        layers.append({"extra": extra.nnz, "missing": missing.nnz, "first": layer.mask.difference(against.mask, 20)})
+    return {"against": against.title, "layers": layers}
+
+
+def layer_of(design: Design, message: Message) -> Layer:
+    """The layer that a message names."""
+    number = as_integer(message.get("layer", 0), "layer")
+    if not 0 <= number < len(design.layers):
+        raise ValueError(f"layer must be below {plural(len(design.layers), 'layer')}, got {number}")
+    return design.layers[number]
+
+
+def code(design: Design) -> dict[str, object]:
+    """{"attnflow": its code, "flex": what follows it for FlexAttention, "formats": what `exported` takes}."""
+    lines = ["import attnflow as af", "from attnflow import masks", ""]
+    names = [f"layer_{i}" for i in range(len(design.layers))] if design.stacked else ["mask"]
+    for name, layer in zip(names, design.layers, strict=True):
+        lines += _layer(name, layer)
+    subject = f"[{', '.join(names)}]" if design.stacked else "mask"
+    lines += [f"print(af.order.analyze({subject}))"]
+    if design.labels:
+        lines += _task(design, subject)
+    flex = _FLEX.format(mask=names[0], size=design.size)
+    return {"attnflow": "\n".join(lines) + "\n", "flex": flex, "formats": sorted(export.FORMATS)}
+
+
+def exported(layer: Layer, name: str) -> dict[str, object]:
+    """A layer's mask in the form `name` as JSON text; or why that form cannot say it, with a pair.
+
+    Raises:
+        ValueError: an unknown form, or a mask that is too long to be shown.
+    """
+    make = find(name, export.FORMATS, "format")
+    if layer.mask.num_queries > _MAX_EXPORTED:
+        raise ValueError(
+            f"text is shown of masks of up to {_MAX_EXPORTED:,} positions; for this one run "
+            f"`attnflow mask export FILE --to {name} -o out.json`"
+        )
+    try:
+        return {"format": name, "text": make(layer.mask).to_json()}
+    except NotExpressible as error:
+        return {"format": name, "refused": str(error), "pair": error.pair}
+    except ValueError as error:  # a property of the format that no pair shows, such as a size
+        return {"format": name, "refused": str(error), "pair": None}
+
+
+def _layer(name: str, layer: Layer) -> list[str]:
+    lines = [f"{name} = {_expression(layer.spec)}"]
+    for allow, group in groupby(layer.strokes, key=lambda stroke: stroke.allow):
+        sign = "| " if allow else "& ~"
+        lines.append(f"{name} = {name} {sign}masks.from_edges({_pairs(list(group))}, {layer.mask.num_queries})")
+    return lines
+
+
+def _pairs(strokes: Sequence[Stroke]) -> str:
+    """An expression for the pairs (query, key) of rectangles."""
+    single = [stroke for stroke in strokes if (stroke[1] - stroke[0], stroke[3] - stroke[2]) == (1, 1)]
+    if len(single) == len(strokes):
+        return f"[{', '.join(f'({s.first_query}, {s.first_key})' for s in strokes)}]"
+    boxes = ", ".join(str(tuple(stroke[:4])) for stroke in strokes)
+    return f"[(q, k) for a, b, c, d in [{boxes}] for q in range(a, b) for k in range(c, d)]"
+
+
+def _expression(spec: object) -> str:
+    values = cast("Mapping[str, object]", spec)
+    if "name" in values:
+        parameters = cast("Mapping[str, object]", values.get("parameters", {}))
+        return f"masks.{values['name']}({', '.join(f'{key}={value!r}' for key, value in parameters.items())})"
+    for word, sign in (("and", " & "), ("or", " | ")):
+        if word in values:
+            return f"({sign.join(_expression(part) for part in cast('list[object]', values[word]))})"
+    if "not" in values:
+        return f"~{_expression(values['not'])}"
+    text = json.dumps(values)
+    if len(text) <= _MAX_LITERAL:
+        return f"masks.Mask.from_json({text!r})"
+    return 'masks.Mask.from_json(open("mask.json").read())  # the file that the studio saves'
+
+
+def _task(design: Design, subject: str) -> list[str]:
+    n = design.size
+    sources = {i: list(made) for i, made in design.sources.items()}
+    made = f"sources = {sources!r}" if len(sources) <= 64 else "sources = {}  # too many to list: save the design"
+    labels = _labels(design)
+    return [
+        "",
+        made,
+        f"tokens = [af.tasks.Token(i, i, sources.get(i)) for i in range({n})]",
+        f"labels = [af.tasks.Label(position, af.tasks.Token(token, token)) for position, token in {labels}]",
+        f"print(af.tasks.check(af.tasks.Task(tokens, labels, {subject})))",
+    ]
+
+
+def _labels(design: Design) -> str:
+    pairs, n = list(design.labels), design.size
+    for text, shape in (
+        (f"[(i, i + 1) for i in range({n - 1})]", [(i, i + 1) for i in range(n - 1)]),
+        (f"[(i, i) for i in range({n})]", [(i, i) for i in range(n)]),
+    ):
+        if pairs == shape:
+            return text
+    return repr(pairs)
+
+
+QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
+    "catalogue": lambda _, __: catalogue(),
+    "flow": lambda design, _: flow(design),
+    "diagram": lambda design, _: diagram(design.flow.hasse, design.texts),
+    "field": field,
+    "leaks": lambda design, _: leaks(design),
+    "witness": witness,
+    "cost": cost,
+    "difference": lambda design, _: difference(design),
+    "code": lambda design, _: code(design),
+    "export": lambda design, message: exported(layer_of(design, message), str(message.get("format"))),
+}
