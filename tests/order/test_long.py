@@ -1,15 +1,18 @@
 """Long masks: closure, covers, depth and stacks by intervals against brute force, on random interval relations."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 import attnflow as af
 from attnflow import masks, testing
 from attnflow.masks.intervals import IntervalRows
-from attnflow.order import bits, composition, covers, reach
+from attnflow.order import dense, products, reach, sparse
 from tests.strategies import square_masks
 
 N = 131_072
@@ -19,7 +22,7 @@ N = 131_072
 def always_long():
     """Every relation is taken for a long one, so that the brute force can follow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "LONG", 0)
+        patch.setattr(products, "LONG", 0)
         yield
 
 
@@ -93,7 +96,7 @@ def test_orders_of_any_relation(mask):
 @given(interval_masks(), st.integers(-1, 30))
 def test_what_has_too_many_intervals_is_done_by_bits(mask, room):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (composition, covers):
+        for module in (sparse, reach):
             patch.setattr(module, "room", lambda _: room)
         check(mask)
 
@@ -129,7 +132,7 @@ def test_stacks(drawn, compact, repeats, ends):
 @given(interval_masks())
 def test_twins_do_not_change_the_depth(mask):
     rows = mask.intervals().with_diagonal()
-    fewer = composition.without_twins(rows)
+    fewer = products.without_twins(rows)
     assert fewer.num_rows <= rows.num_rows
     assert testing.depth(fewer.to_bool()) == testing.depth(mask.dense())
 
@@ -146,6 +149,57 @@ def test_intersections_and_unions(one, two):
         assert rows.equals(IntervalRows.from_bool(table))
 
 
+@given(st.data())
+def test_products_are_those_of_tables(data):
+    a, b, c = (data.draw(st.integers(0, 9)) for _ in range(3))
+    later, earlier = data.draw(arrays(np.bool_, (a, b))), data.draw(arrays(np.bool_, (b, c)))
+    expected = later.astype(int) @ earlier.astype(int) > 0
+    one, two = IntervalRows.from_bool(later), IntervalRows.from_bool(earlier)
+    product = products.compose(one, two, 1000)
+    assert product is not None
+    assert np.array_equal(product.to_bool(), expected)
+    assert products.compose(one, two, len(product.starts) - 1) is None
+
+
+@given(st.data())
+def test_products_with_ranges_from_the_first_key_on(data):
+    """What later layers of causal kinds read: all keys up to one, and perhaps some more."""
+    n = data.draw(st.integers(1, 9))
+    later = data.draw(arrays(np.bool_, (n, n))) & data.draw(st.booleans())
+    upto = data.draw(st.lists(st.integers(0, n), min_size=n, max_size=n))
+    later |= np.arange(n) < np.array(upto)[:, None]
+    earlier = data.draw(arrays(np.bool_, (n, n)))
+    earlier = np.tril(earlier) | np.eye(n, dtype=bool) if data.draw(st.booleans()) else earlier
+    product = products.compose(IntervalRows.from_bool(later), IntervalRows.from_bool(earlier), 1000)
+    assert product is not None
+    assert np.array_equal(product.to_bool(), later.astype(int) @ earlier.astype(int) > 0)
+
+
+@given(square_masks(9), st.data())
+def test_long_masks_are_read_in_their_compact_numbering(mask, data):
+    if not mask.num_queries:
+        return
+    source, target = (data.draw(st.integers(0, mask.num_queries - 1)) for _ in range(2))
+    layers = data.draw(st.integers(0, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "LONG", 1 << 11)
+        flow = af.order.analyze(mask)
+        assert (flow.depth, flow.is_dense) == (testing.depth(mask.dense()), testing.depth(mask.dense()) == 1)
+        fields = [
+            each.tolist() for each in (flow.receptive_field(target, layers), flow.reachability(layers), flow.growth())
+        ]
+        path, sparse_mask = flow.path(source, target), flow.sparsify(window=2).mask
+    again = af.order.analyze(mask)
+    assert [
+        each.tolist() for each in (again.receptive_field(target, layers), again.reachability(layers), again.growth())
+    ] == fields
+    found = again.path(source, target)
+    assert len(found) == len(path)
+    assert all(a == b or mask.allows(b, a) for a, b in pairwise(found))
+    assert not found or (found[0], found[-1]) == (source, target)
+    assert again.sparsify(window=2).mask == sparse_mask
+
+
 def test_a_node_with_many_covers():
     leaves = np.arange(300)
     table = np.eye(301, dtype=bool)
@@ -157,7 +211,7 @@ def test_a_node_with_many_covers():
 
 
 def test_too_many_covers_are_refused(monkeypatch):
-    monkeypatch.setattr(covers, "LARGEST", 1000)
+    monkeypatch.setattr(dense, "LARGEST", 1000)
     n = 64
     two_floors = masks.from_intervals([[(0, n // 2 if q >= n // 2 else 0)] for q in range(n)])
     with pytest.raises(
@@ -197,7 +251,7 @@ def test_long_stacks():
 
 
 def test_what_fits_nowhere_is_refused(monkeypatch):
-    monkeypatch.setattr(bits, "_ROOM", 1 << 21)
+    monkeypatch.setattr(dense, "_ROOM", 1 << 21)
     n = 5_000
     key = (np.random.default_rng(0).random((2, n)) * np.arange(n)).astype(int)
     scattered = masks.from_edges([(q, k) for row in key for q, k in enumerate(row.tolist()) if q], n)
@@ -206,3 +260,15 @@ def test_what_fits_nowhere_is_refused(monkeypatch):
     monkeypatch.setattr(reach, "_LARGEST", 1 << 10)
     with pytest.raises(ValueError, match=r"the flow through 12 layers over 5,000 positions takes [\d.]+ GB as bit"):
         _ = af.order.analyze([scattered] * 12).depth
+
+
+def test_short_masks_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr(dense, "_ROOM", 1000)
+    monkeypatch.setattr(products, "LONG", 200)
+    mask = af.masks.causal(200)
+    with pytest.raises(
+        ValueError, match=r"the flow through 4 layers over 200 positions takes [\d.]+ GB as bit matrices"
+    ):
+        _ = af.order.analyze([mask] * 4).depth
+    with pytest.raises(ValueError, match="an order of classes over 200 positions takes"):
+        _ = af.order.analyze(mask).hasse

@@ -248,7 +248,7 @@ def test_the_code_makes_the_masks(case, capsys):
 def test_exports_come_with_their_refusals():
     page = session()
     shown = do(page, "export", format="flashmask")
-    assert masks.from_json(shown["text"]) == mask_of(page)
+    assert masks.Mask.from_json(shown["text"]) == mask_of(page)
     do(page, "paint", strokes=[[0, 1, 7, 8, 1]])
     answer = do(page, "export", format="varlen")
     assert "varlen cannot say" in answer["refused"]

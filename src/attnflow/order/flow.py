@@ -24,13 +24,12 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import invert
 from attnflow.masks.registry import not_a_mask
 from attnflow.masks.spec import mask_from_dict
-from attnflow.order import composition, walk
-from attnflow.order.bits import chunks
-from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
+from attnflow.order import walk
+from attnflow.order.closure import Order, close, renumbered
+from attnflow.order.dense import chunks
 from attnflow.order.difference import OrderDifference, difference_of
-from attnflow.order.hasse import Hasse
-from attnflow.order.reach import Reach, common_numbering, products
-from attnflow.order.sparse import Sparse
+from attnflow.order.hasse import Hasse, Sparse
+from attnflow.order.reach import Reach, common_numbering, depth_of, is_closed, products
 
 
 def analyze(masks: Mask | Sequence[Mask]) -> Flow:
@@ -196,8 +195,8 @@ class Flow(Result):
     def depth(self) -> int:
         """The smallest L >= 1 with A^L = R; of a stack, the layers after which nothing new flows.
 
-        Cost: O(log depth) products: of long masks as intervals (`attnflow.order.composition`) where they stay few, else
-        Boolean ones (`attnflow.order.bits.product`).
+        Cost: O(log depth) products: of long masks as intervals (`attnflow.order.products`) where they stay few, else
+        of bit matrices (`attnflow.order.dense`).
 
         Raises:
             ValueError: there are too many intervals, and bit matrices of so many positions do not fit into memory.
@@ -210,10 +209,7 @@ class Flow(Result):
     @cached_property
     def is_dense(self) -> bool:
         """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
-        if self.num_layers is not None:
-            return self.depth == 1
-        closed = is_closed(self._step[0]) if self.size > composition.LONG else None
-        return int(self._step[0].counts().sum()) == self._nnz if closed is None else closed
+        return self.depth == 1 if self.num_layers is not None else is_closed(self._step[0])
 
     @property
     def closure_density(self) -> float:

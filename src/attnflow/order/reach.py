@@ -9,11 +9,12 @@ from typing import Final
 import numpy as np
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import BoolArray, IntervalRows, offsets
 from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import RENAMED, Numbered, same_rank, too_many
-from attnflow.order import bits, composition
-from attnflow.order.composition import compose, room
+from attnflow.order import dense
+from attnflow.order import products as interval_products
+from attnflow.order.products import compose, room, without_twins
 
 _LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as much memory
 
@@ -22,64 +23,122 @@ _LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as mu
 class Reach:
     """Row i holds the positions whose information can be in i."""
 
-    content: IntervalRows | bits.Words
+    content: IntervalRows | dense.Words
     size: int
+
+    @classmethod
+    def of(cls, rows: IntervalRows) -> Reach:
+        """After one layer: of a short mask as bits."""
+        return cls(rows if rows.num_rows > interval_products.LONG else dense.from_rows(rows), rows.num_keys)
 
     @classmethod
     def nothing_moved(cls, size: int) -> Reach:
         """Before the first layer."""
         node = np.arange(size)
-        diagonal = IntervalRows.build(node, node, node + 1, size, size)
-        return cls(diagonal if size > composition.LONG else bits.from_rows(diagonal), size)
+        return cls.of(IntervalRows.build(node, node, node + 1, size, size))
 
-    def through(self, layer: IntervalRows, what: str, matrices: int = 2) -> Reach:
+    def through(self, layer: IntervalRows, what: str, matrices: int = 2, limit: int | None = None) -> Reach:
         """After one more layer (with its diagonal).
 
         Args:
             layer: the layer.
             what: for the error.
             matrices: how many bit matrices there may have to be, this one with them.
+            limit: of intervals, above which bit matrices take over; by default as many as take their memory.
 
         Raises:
             ValueError: there are too many intervals, and bit matrices do not fit into memory.
         """
         content = self.content
         if isinstance(content, IntervalRows):
-            product = compose(layer, content, max(room(layer), min(self.size**2 // 64, _LARGEST)))
+            most = max(room(layer), min(self.size**2 // 64, _LARGEST)) if limit is None else limit
+            product = compose(layer, content, most)
             if product is not None:
                 return Reach(product, self.size)
-            bits.require_room(matrices, self.size, what)
-            content = bits.from_rows(content)
-        return Reach(bits.product(layer, content), self.size)
+            dense.require_room(matrices, self.size, what)
+            content = dense.from_rows(content)
+        return Reach(dense.product(layer, content), self.size)
 
-    def counts(self) -> IntArray:
-        """Number of positions in each row, int64[n]."""
-        return self.content.counts() if isinstance(self.content, IntervalRows) else bits.row_counts(self.content)
+    def counts(self, weight: IntArray | None = None) -> IntArray:
+        """Number of positions in each row, or the sum of their weights, int64[rows]."""
+        if isinstance(self.content, IntervalRows):
+            return self.content.counts() if weight is None else self.content.sums(offsets(weight))
+        if weight is None or (weight == 1).all():
+            return np.bitwise_count(self.content).sum(axis=1, dtype=np.int64)
+        rows = np.arange(len(self.content))
+        parts = [self.table(rows[part]) @ weight for part in dense.chunks(len(rows), self.size)]
+        return np.concatenate([rows[:0], *parts])
+
+    def holds(self, row: int, position: int) -> bool:
+        """Whether a row holds a position."""
+        if isinstance(self.content, IntervalRows):
+            return self.content.holds(np.array([row]), np.array([position])).item()
+        return bool(int(self.content[row, position // 64]) >> position % 64 & 1)
 
     def table(self, rows: IntArray) -> BoolArray:
         """bool[rows, n] of the chosen rows."""
         if isinstance(self.content, IntervalRows):
             return self.content.to_bool(rows)
-        return bits.unpack(self.content[rows], self.size)
+        return dense.unpack(self.content[rows], self.size)
 
     def intervals(self) -> IntervalRows:
         """As row intervals."""
-        return self.content if isinstance(self.content, IntervalRows) else bits.to_rows(self.content, self.size)
+        return self.content if isinstance(self.content, IntervalRows) else dense.to_rows(self.content, self.size)
 
 
 def products(layers: Sequence[IntervalRows]) -> list[Reach]:
     """What has reached which position after 0..L layers.
 
     Raises:
-        ValueError: it fits into memory neither as intervals nor as bits.
+        ValueError: it fits into memory neither as intervals nor as dense.
     """
     size, what = layers[0].num_rows, f"the flow through {len(layers)} layers"
-    if size <= composition.LONG:
-        bits.require_room(len(layers) + 1, size, what)
+    if size <= interval_products.LONG:
+        dense.require_room(len(layers) + 1, size, what)
     reached = [Reach.nothing_moved(size)]
     for layer in layers:
         reached.append(reached[-1].through(layer, what, len(layers) + 1))
     return reached
+
+
+def depth_of(rows: IntervalRows) -> int:
+    """The smallest L >= 1 with A^L = A*, for A with its diagonal.
+
+    Squares until nothing is new, then binary descent: 2 log2(depth) products and log2(depth) relations. As A^L only
+    grows, it is the closure as soon as it has as many pairs.
+
+    Raises:
+        ValueError: there are too many intervals, and bit matrices do not fit into memory.
+    """
+    rows = without_twins(rows)
+    powers, pairs = [Reach.of(rows)], int(rows.counts().sum())
+
+    def product(later: IntervalRows, earlier: Reach) -> tuple[Reach, int]:
+        reached = earlier.through(later, "the depth of a mask", len(powers) + 2, room(rows))
+        return reached, int(reached.counts().sum())
+
+    while (square := product(powers[-1].intervals(), powers[-1]))[1] != pairs:
+        powers.append(square[0])
+        pairs = square[1]
+    if len(powers) == 1:
+        return 1
+    powers.pop()  # the closure
+    depth, reached = 1 << (len(powers) - 1), powers.pop()  # short of it
+    for exponent in reversed(range(len(powers))):
+        further, count = product(powers[exponent].intervals(), reached)
+        if count != pairs:
+            depth, reached = depth + (1 << exponent), further
+    return depth + 1
+
+
+def is_closed(rows: IntervalRows) -> bool:
+    """Whether a square relation that holds its diagonal is transitive.
+
+    Raises:
+        ValueError: there are too many intervals, and bit matrices do not fit into memory.
+    """
+    square = Reach.of(rows).through(rows, "the square of a mask", limit=room(rows))
+    return int(square.counts().sum()) == int(rows.counts().sum())
 
 
 def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArray | None]:
@@ -92,7 +151,7 @@ def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArra
         ValueError: in each numbering some mask has too many intervals.
     """
     distinct = {id(mask): mask for mask in masks}
-    if masks[0].num_queries <= composition.LONG:
+    if masks[0].num_queries <= interval_products.LONG:
         plain = {key: mask.intervals().with_diagonal() for key, mask in distinct.items()}
         return [plain[id(mask)] for mask in masks], None
     if len(distinct) == 1:

@@ -1,0 +1,276 @@
+"""Products of relations as row intervals: what flows through two layers, in time and memory of the intervals.
+
+Over a range of consecutive rows, intervals of neighbouring rows that touch make a chain, which is one interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from attnflow._core.checks import IntArray
+from attnflow.masks.intervals import BoolArray, IntervalRows, offsets, ragged
+
+LONG: Final = 1 << 11  # positions from which on intervals, where they stay few, take less time than bits
+_PIECES: Final = 1 << 20  # intervals that are sorted at a time
+
+
+def reads_only_before(rows: IntervalRows) -> bool:
+    """Whether a square relation that holds its diagonal is triangular: every key at or before its query."""
+    return bool((rows.ends[rows.indptr[1:] - 1] == np.arange(rows.num_rows) + 1).all())
+
+
+def reads_only_after(rows: IntervalRows) -> bool:
+    """Whether every key is at or after its query."""
+    return bool((rows.starts[rows.indptr[:-1]] == np.arange(rows.num_rows)).all())
+
+
+def room(rows: IntervalRows) -> int:
+    """How many intervals a product of these rows may have before bit matrices are taken."""
+    return max(4 * (rows.num_rows + len(rows.starts)), 16 * rows.num_rows)
+
+
+def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRows | None:
+    """The Boolean product: row i is the union of the rows k of `before` over the keys k of row i.
+
+    Intervals of consecutive rows of `before` that touch make a chain, and over a range of keys a chain is one
+    interval, from its lowest start to its highest end. Each range of keys is looked up once, however many rows have it.
+
+    Args:
+        rows: the later layer.
+        before: the earlier one.
+        limit: of intervals, in the answer and on the way.
+
+    Returns:
+        None where there are more.
+
+    Cost: O(m log m) for m intervals of both masks, of the answer and, for each range, of the chains in it.
+    """
+    if not len(rows.starts) or not len(before.starts):
+        empty = np.zeros(0, np.int64)
+        return IntervalRows.build(empty, empty, empty, rows.num_rows, before.num_keys) if limit >= 0 else None
+    prefix = rows.starts == 0
+    if 2 * int(prefix.sum()) > len(prefix) and reads_only_before(before):
+        return _with_prefixes(rows, prefix, before, limit)
+    chains = Chains.of(before)
+    starts, ends, which = _distinct(rows)
+    if chains.count(starts, ends).sum() > 4 * limit:
+        return None
+    unions = chains.unions(starts, ends)
+    if which is None:
+        return unions if len(unions.starts) <= limit else None
+    return _gathered(rows.indptr, which, unions, limit)
+
+
+def _with_prefixes(rows: IntervalRows, prefix: BoolArray, before: IntervalRows, limit: int) -> IntervalRows | None:
+    """`compose` for a triangular `before` with its diagonal: over the first keys together it gives these keys."""
+    row = rows.row_index()
+    done, rest = (
+        IntervalRows.build(row[part], rows.starts[part], rows.ends[part], rows.num_rows, before.num_keys)
+        for part in (prefix, ~prefix)
+    )
+    others = compose(rest, before, limit)
+    if others is None:
+        return None
+    result = done.union(others)
+    return result if len(result.starts) <= limit else None
+
+
+def _distinct(rows: IntervalRows) -> tuple[IntArray, IntArray, IntArray | None]:
+    """(starts, ends, number of each interval's range there): the distinct intervals; None where row r has the r-th."""
+    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+    if len(starts) == rows.num_rows and (np.diff(rows.indptr) == 1).all():
+        return starts, ends, None
+    ranges, which = np.unique(starts * (rows.num_keys + 1) + ends, return_inverse=True)
+    starts, ends = np.divmod(ranges, rows.num_keys + 1)
+    return starts, ends, which
+
+
+def _gathered(indptr: IntArray, which: IntArray, unions: IntervalRows, limit: int) -> IntervalRows | None:
+    """Row i is the union of the rows `which[indptr[i]:indptr[i + 1]]` of `unions`."""
+    length = offsets(np.diff(unions.indptr)[which])
+    parts: list[IntervalRows] = []
+    total = 0
+    for rows in pieces_at_a_time(length[indptr]):
+        first, last = int(indptr[rows.start]), int(indptr[rows.stop])
+        part = unions.take(which[first:last])
+        row = np.repeat(np.arange(rows.stop - rows.start), np.diff(length[indptr[rows.start : rows.stop + 1]]))
+        parts.append(IntervalRows.build(row, part.starts, part.ends, rows.stop - rows.start, unions.num_keys))
+        total += len(parts[-1].starts)
+        if total > limit:
+            return None
+    return IntervalRows.stack(parts, unions.num_keys)
+
+
+def closure_of(rows: IntervalRows, limit: int) -> IntervalRows | None:
+    """The transitive closure of a square relation that holds its diagonal; None where a power has too many intervals.
+
+    Cost: log2(depth) products.
+    """
+    while True:
+        square = compose(rows, rows, limit)
+        if square is None or square.equals(rows):
+            return square
+        rows = square
+
+
+def without_twins(rows: IntervalRows) -> IntervalRows:
+    """One node for each run of neighbours that read the same and are read by the same; the depth stays what it is.
+
+    The relation must hold its diagonal. Cost: O(intervals log n).
+    """
+    n = rows.num_rows
+    cut = np.zeros(n + 1, dtype=np.bool_)
+    cut[rows.starts] = cut[rows.ends] = True
+    cut[1:n] |= ~_same_as_before(rows)
+    first = np.flatnonzero(cut[:n])
+    if len(first) in (0, n):
+        return rows
+    part = rows.take(first)
+    number = np.append(np.cumsum(cut[:n]) - 1, len(first))
+    return IntervalRows(
+        part.indptr, number[part.starts].astype(np.int32), number[part.ends].astype(np.int32), len(first)
+    )
+
+
+def _same_as_before(rows: IntervalRows) -> BoolArray:
+    """bool[rows - 1]: whether row r + 1 is row r."""
+    length = np.diff(rows.indptr)
+    same = length[1:] == length[:-1]
+    row = rows.row_index()
+    inside = np.flatnonzero((row < rows.num_rows - 1) & np.append(same, False)[row])
+    next_one = inside + length[row[inside]]
+    apart = (rows.starts[inside] != rows.starts[next_one]) | (rows.ends[inside] != rows.ends[next_one])
+    same[row[inside[apart]]] = False
+    return same
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """The intervals of a relation chain by chain: each touches the one before, which lies in the row before."""
+
+    rows: IntervalRows
+    place: IntArray  # of each interval of `rows`, in `lows` and `highs`
+    last: IntArray  # of each interval of `rows`: the place after the last of its chain
+    head: IntArray  # of each chain: its first interval; their rows ascend
+    head_row: IntArray
+    lows: IntArray
+    highs: IntArray
+    ascending: tuple[bool, bool]  # whether starts only grow along each chain, and whether ends do
+
+    @classmethod
+    def of(cls, rows: IntervalRows) -> Chains:
+        """The chains of a relation. Cost: O(intervals log n)."""
+        starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+        count, row = len(starts), rows.row_index()
+        follower = _followers(rows, row, starts, ends)
+        place = np.arange(count)
+        leads = np.zeros(count, dtype=np.bool_)  # whether it begins a chain
+        if (follower[:-1] == place[1:]).all():
+            order, leads[0] = place, True
+        else:
+            linked = follower >= 0
+            leads[:] = True
+            leads[follower[linked]] = False
+            edges = np.ones(int(linked.sum()), np.int8), follower[linked], offsets(linked)
+            graph = csr_array(edges, shape=(count, count))
+            label = connected_components(graph, directed=False)[1]
+            head_of = np.empty(int(label.max()) + 1, dtype=np.int64)
+            head_of[label[leads]] = np.flatnonzero(leads)
+            order = np.argsort(head_of[label], kind="stable")  # by the first interval of each one's chain
+            place = np.empty(count, dtype=np.int64)
+            place[order] = np.arange(count)
+        head = np.flatnonzero(leads)
+        first = place[head]  # ascends
+        chain = np.searchsorted(first, place, side="right") - 1
+        last = np.append(first[1:], count)[chain]
+        lows, highs = starts[order], ends[order]
+        inside = ~leads[order[1:]]
+        ascending = (bool((np.diff(lows)[inside] >= 0).all()), bool((np.diff(highs)[inside] >= 0).all()))
+        return cls(rows, place, last, head, row[head], lows, highs, ascending)
+
+    def count(self, starts: IntArray, ends: IntArray) -> IntArray:
+        """Number of chains in each range of rows."""
+        alive = np.diff(self.rows.indptr)[starts]
+        return alive + np.searchsorted(self.head_row, ends) - np.searchsorted(self.head_row, starts, side="right")
+
+    def unions(self, starts: IntArray, ends: IntArray) -> IntervalRows:
+        """Row r is the union of the rows [starts[r], ends[r])."""
+        total = offsets(self.count(starts, ends))
+        if (np.diff(total) == 1).all():
+            _, low, high = self._pieces(starts, ends)
+            return IntervalRows(total, low.astype(np.int32), high.astype(np.int32), self._keys)
+        parts: list[IntervalRows] = []
+        for part in pieces_at_a_time(total):
+            pieces = self._pieces(starts[part], ends[part])
+            parts.append(IntervalRows.build(*pieces, part.stop - part.start, self._keys))
+        return IntervalRows.stack(parts, self._keys)
+
+    @property
+    def _keys(self) -> int:
+        return self.rows.num_keys
+
+    def _pieces(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """(range, start, end) of the union of each chain over each range, range by range."""
+        alive = np.diff(self.rows.indptr)[starts]
+        low, high = np.searchsorted(self.head_row, starts, side="right"), np.searchsorted(self.head_row, ends)
+        count = alive + high - low
+        which, nth = ragged(np.zeros_like(count), count)
+        begun = nth < alive[which]  # before the range, or with it
+        interval = self.rows.indptr[starts[which]] + nth
+        interval[~begun] = self.head[(low - alive)[which[~begun]] + nth[~begun]]
+        row = starts[which]
+        row[~begun] = self.head_row[(low - alive)[which[~begun]] + nth[~begun]]
+        first = self.place[interval]
+        last = np.minimum(first + ends[which] - row, self.last[interval])
+        lows = self.lows[first] if self.ascending[0] else range_reduce(np.minimum, self.lows, first, last)
+        highs = self.highs[last - 1] if self.ascending[1] else range_reduce(np.maximum, self.highs, first, last)
+        return which, lows, highs
+
+
+def _followers(rows: IntervalRows, row: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """For each interval one of the next row that it touches or overlaps, none for two; -1 where there is none left."""
+    stride = rows.num_keys + 2  # one more than keys and the end, so that the last end of a row touches nothing
+    ahead = (row + 1) * stride
+    line_starts, line_ends = starts + row * stride, ends + row * stride
+    follower = np.searchsorted(line_ends, starts + ahead)
+    inside = np.minimum(follower, len(starts) - 1)
+    touches = (follower < len(starts)) & (line_starts[inside] <= ends + ahead) & (row[inside] == row + 1)
+    follower = np.where(touches, follower, -1)
+    where = np.flatnonzero(touches)  # followers ascend there: the first of equal ones keeps it
+    again = where[1:][follower[where[1:]] == follower[where[:-1]]]
+    follower[again] = -1
+    return follower
+
+
+def pieces_at_a_time(total: IntArray) -> Iterator[slice]:
+    """Consecutive rows with about `_PIECES` pieces each (at least one row); `total[r]` are the pieces before row r."""
+    first, last = 0, len(total) - 1
+    while first < last:
+        upto = max(first + 1, int(np.searchsorted(total, total[first] + _PIECES, side="right")) - 1)
+        yield slice(first, upto)
+        first = upto
+
+
+def range_reduce(
+    ufunc: np.ufunc, values: npt.NDArray[Any], starts: npt.NDArray[Any], ends: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """`ufunc.reduce(values[starts[t]:ends[t]])` for every t, for an idempotent ufunc (maximum, minimum, or).
+
+    A range is the union of two overlapping ranges of a power of two; only one level of that sparse table is kept.
+    """
+    starts, ends = starts.astype(np.int64), ends.astype(np.int64)
+    level = np.frexp((ends - starts).astype(np.float64))[1] - 1
+    out = np.empty((len(starts), *values.shape[1:]), dtype=values.dtype)
+    table = values
+    for size in range(int(level.max(initial=-1)) + 1):
+        chosen = np.flatnonzero(level == size)
+        out[chosen] = ufunc(table[starts[chosen]], table[ends[chosen] - (1 << size)])
+        table = ufunc(table[: -(1 << size)], table[1 << size :])
+    return out
