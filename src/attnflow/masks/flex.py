@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.numbering import invert, pieces_of
 
 if TYPE_CHECKING:
@@ -142,11 +142,35 @@ def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[in
     """Allowed pairs in each block, int64[query blocks, key blocks]."""
     limit = 4 * (rows.num_rows + len(rows.starts))
     pieces = pieces_of(rows, None if key_rank is None else invert(key_rank), limit)
-    rank = key_rank if pieces is None else None  # scattered keys keep their numbers until rows are added up
-    query, starts, ends = pieces or (rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64))
+    if pieces is None:
+        assert key_rank is not None, "rows in their own order are never scattered"
+        return _counts_of_scattered(rows, key_rank, *blocks)
+    query, starts, ends = pieces
     grid = -(-rows.num_rows // blocks[0]), -(-rows.num_keys // blocks[1])
-    tensors = (torch.from_numpy(each) for each in (query // blocks[0], starts, ends))
-    return pairs_in_blocks(*tensors, grid, blocks[1], None if rank is None else torch.tensor(rank)).numpy()
+    return pairs_in_blocks(*map(torch.from_numpy, (query // blocks[0], starts, ends)), grid, blocks[1]).numpy()
+
+
+def _counts_of_scattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:
+    """Allowed pairs per block where relabelling leaves no long intervals: O(keys met by each block of queries).
+
+    The rows of a block of queries are added up while their keys still lie together; only the sum is relabelled.
+    """
+    stride, grid = rows.num_keys + 1, (-(-rows.num_rows // q_block), -(-rows.num_keys // k_block))
+    block_of_key = np.empty(rows.num_keys, dtype=np.int64)
+    block_of_key[key_rank] = np.arange(rows.num_keys) // k_block
+    offset = rows.row_index() // q_block * stride
+    edges = np.concatenate([offset + rows.starts, offset + rows.ends])
+    order = np.argsort(edges, kind="stable")
+    edges, cover = edges[order], np.cumsum(np.where(order < len(offset), 1, -1))
+    length = np.diff(edges, append=edges[-1:])
+    covered = (cover > 0) & (length > 0)
+    start, length, cover = edges[covered], length[covered], cover[covered]
+    total, counts = np.cumsum(length), np.zeros(grid[0] * grid[1])  # float sums are exact below 2**53
+    for part in np.split(np.arange(len(start)), np.searchsorted(total, np.arange(_COVERED, total[-1], _COVERED))):
+        which, place = ragged(start[part], length[part])
+        block = place // stride * grid[1] + block_of_key[place % stride]
+        counts += np.bincount(block, cover[part][which], len(counts))
+    return counts.astype(np.int64).reshape(grid)
 
 
 def pairs_in_blocks(
@@ -197,19 +221,12 @@ def _pairs_of_renumbered(
 ) -> Tensor:
     """The rows of a row of the grid are added up while their keys still lie together; only the sum is renumbered."""
     num_keys = len(rank)
-    column = torch.empty_like(rank, dtype=torch.int64)
-    column[rank.long()] = torch.arange(num_keys, device=rank.device) // width
-    counts = torch.zeros(grid, dtype=torch.int64, device=rank.device)
-    step = max(1, _COVERED // max(1, num_keys))
-    for first in range(0, grid[0], step):
-        size = min(step, grid[0] - first)
-        here = (row >= first) & (row < first + size)
-        cover = torch.zeros(size, num_keys + 1, dtype=torch.int32, device=rank.device)
-        base = torch.where(here, row - first, 0) * (num_keys + 1)
-        for at, change in ((starts, 1), (ends, -1)):
-            cover.view(-1).scatter_add_(0, (base + at).flatten(), (here * change).to(torch.int32).flatten())
-        counts[first : first + size].index_add_(1, column, cover.cumsum(-1)[:, :num_keys])
-    return counts
+    cover = torch.zeros(grid[0], num_keys + 1, dtype=torch.int32, device=rank.device)
+    for at, change in ((starts, 1), (ends, -1)):
+        index = row * (num_keys + 1) + at
+        cover.view(-1).scatter_add_(0, index.flatten(), torch.full_like(index, change, dtype=torch.int32).flatten())
+    cover = torch.nn.functional.pad(cover.cumsum(-1, dtype=torch.int32)[:, rank.long()], (0, -num_keys % width))
+    return cover.unflatten(1, (grid[1], width)).sum(-1, dtype=torch.int64)
 
 
 def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,10 +94,61 @@ def close(rows: IntervalRows) -> Order:
     n = rows.num_rows
     if n == 0:
         return Order(np.arange(0), Reach(rows, 0), np.arange(0), np.zeros((0, 2), np.int64))
-    scattered = len(rows.starts) > 32 * n
-    found = sparse.close(rows) if n > products.LONG and not scattered else None
+    found = sparse.close(rows) if n > products.LONG and not products.is_scattered(rows) else None
     if found is not None:
         class_of, closure, node, covers = found
         return Order(class_of, Reach(closure, closure.num_rows), node, covers)
     class_of, words, covers = dense.close(rows)
     return Order(class_of, Reach(words, len(words)), np.arange(len(words)), covers)
+
+
+def is_closed(rows: IntervalRows) -> bool:
+    """Whether a square relation that holds its diagonal is transitive.
+
+    Raises:
+        ValueError: there are too many intervals, and bit matrices do not fit into memory.
+    """
+    by_intervals = products.reads_only_before(rows) and not products.is_scattered(rows)
+    if by_intervals and sparse.covers_if_closed(rows) is not None:
+        return True
+    square = Reach.of(rows).through(rows, "the square of a mask", limit=products.room(rows))
+    return int(square.counts().sum()) == int(rows.counts().sum())
+
+
+def depth_of(rows: IntervalRows) -> int:
+    """The smallest L >= 1 with A^L = A*, for A with its diagonal.
+
+    Squares until nothing is new, then binary descent: 2 log2(depth) products and log2(depth) relations. As A^L only
+    grows, it is the closure as soon as it has as many pairs.
+
+    Raises:
+        ValueError: there are too many intervals, and bit matrices do not fit into memory.
+    """
+    rows = products.without_twins(rows)
+    pairs = int(rows.counts().sum())
+    short = rows.num_rows <= products.LONG
+    most = close(rows).nnz if short else rows.num_rows**2  # pairs of the closure, at most
+    if pairs == most or (not short and is_closed(rows)):
+        return 1
+    powers = [(rows, Reach.of(rows))]
+
+    def product(later: IntervalRows, earlier: Reach) -> tuple[Reach, int]:
+        reached = earlier.through(later, "the depth of a mask", len(powers) + 2, products.room(rows))
+        return reached, int(reached.counts().sum())
+
+    while True:
+        square, count = product(*powers[-1])
+        if count in (pairs, most):
+            break
+        powers.append((square.intervals(), square))
+        pairs = count
+    if count == pairs:  # nothing new: the last power is the closure
+        powers.pop()
+    exponent, (_, reached) = len(powers) - 1, powers[-1]  # short of the closure
+    depth, powers = 1 << exponent, powers[:-1]
+    for later, _ in reversed(powers):
+        exponent -= 1
+        further, pairs = product(later, reached)
+        if pairs < count:
+            depth, reached = depth + (1 << exponent), further
+    return depth + 1

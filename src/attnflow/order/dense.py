@@ -7,10 +7,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.order.products import range_reduce, reads_only_after, reads_only_before
+from attnflow.order.products import is_scattered, quotient, range_reduce, reads_only_after, reads_only_before
 
 Words = npt.NDArray[np.uint64]  # [rows, ceil(columns / 64)], bit c of a row is bit c % 64 of word c // 64
 
@@ -129,12 +131,12 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
     elif reads_only_after(rows):
         class_of = node[::-1].copy()
     else:
-        class_of = _classes(rows)
+        class_of = topological_classes(rows)
     count = int(class_of.max()) + 1
     require_room(1, count, "an order of classes")
     below: list[int] = []
     covers: list[tuple[int, int]] = []
-    for upper, direct in enumerate(_direct(rows, class_of, count)):
+    for upper, direct in enumerate(_direct(rows, class_of)):
         down = own = 1 << upper
         rest = direct ^ own
         while rest:
@@ -150,39 +152,103 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
     return class_of, words, np.array(covers, dtype=np.int64).reshape(-1, 2)
 
 
-def _direct(rows: IntervalRows, class_of: IntArray, count: int) -> Iterator[int]:
+def _direct(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
     """For each class the bit set of the classes that its members may attend to."""
-    n = rows.num_rows
+    between = None if is_scattered(rows) and class_of.max() else quotient(rows, class_of)
+    if between is not None:
+        return _integers(between)
     order = np.argsort(class_of, kind="stable")
-    cuts = np.searchsorted(class_of[order], np.arange(count + 1))
+    return _from_tables(rows, order, np.searchsorted(class_of[order], np.arange(int(class_of.max()) + 2)))
+
+
+def _from_tables(rows: IntervalRows, order: IntArray, cuts: IntArray) -> Iterator[int]:
+    """Bit sets by dense chunks, for rows that the order of the classes shatters; class c has nodes cuts[c:c+2]."""
+    n = len(order)
     upto = 0
-    while upto < count:  # whole classes, at least one, about 8 MB at a time
+    while upto < len(cuts) - 1:  # whole classes, at least one, about 8 MB at a time
         first = upto
         upto = max(first + 1, int(np.searchsorted(cuts, cuts[first] + (1 << 23) // n, side="right")) - 1)
-        table = rows.to_bool(order[cuts[first] : cuts[upto]])
-        table = table if (order[:-1] < order[1:]).all() else table[:, order]
-        if count < n:
+        table = rows.to_bool(order[cuts[first] : cuts[upto]])[:, order]
+        if len(cuts) - 1 < n:
             table = np.logical_or.reduceat(table, cuts[:-1], axis=1)
             table = np.logical_or.reduceat(table, cuts[first:upto] - cuts[first], axis=0)
-        yield from _integers(pack(table))
+        yield from _integers_of(table)
 
 
-def _integers(words: Words) -> Iterator[int]:
-    """Each row as a Python int, bit k for column k."""
-    return (int.from_bytes(row.tobytes(), "little") for row in words)
+def _integers(rows: IntervalRows) -> Iterator[int]:
+    """Each row as a Python int, bit k for key k: intervals shifted into place, or dense chunks where rows have many."""
+    if len(rows.starts) > 8 * rows.num_rows:
+        for part in chunks(rows.num_rows, rows.num_keys):
+            yield from _integers_of(rows.to_bool(part))
+        return
+    pairs = list(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True))
+    for first, last in zip(rows.indptr[:-1].tolist(), rows.indptr[1:].tolist(), strict=True):
+        value = 0
+        for start, end in pairs[first:last]:
+            value |= ((1 << (end - start)) - 1) << start
+        yield value
 
 
-def _classes(rows: IntervalRows) -> IntArray:
-    """Strong components, numbered in topological order: Kosaraju's algorithm on bit sets.
+def _integers_of(table: BoolArray) -> Iterator[int]:
+    """Each row of a bool table as a Python int."""
+    for packed in np.packbits(table, axis=1, bitorder="little"):
+        yield int.from_bytes(packed.tobytes(), "little")
 
-    The next unvisited neighbour is the highest bit of `neighbours & unvisited`. Cost: O(n^2 / 64) word operations.
+
+def topological_classes(rows: IntervalRows) -> IntArray:
+    """Strong components, numbered by their first or last nodes if that is a topological order, else as they come.
+
+    Cost: O((n + intervals) log n); for scattered rows O(n^2 / 64) word operations and n^2 / 4 bytes.
+    """
+    if is_scattered(rows):
+        return _by_bit_sets(rows)
+    component = _by_intervals(rows)
+    first, last = (np.full(int(component.max()) + 1, start) for start in (rows.num_rows, -1))
+    np.minimum.at(first, component, np.arange(rows.num_rows))
+    np.maximum.at(last, component, np.arange(rows.num_rows))
+    for number in (np.argsort(np.argsort(first)), np.argsort(np.argsort(-last))):
+        if _ascends(rows, number[component]):
+            return number[component]
+    return component
+
+
+def _ascends(rows: IntervalRows, number: IntArray) -> bool:
+    """Whether no node reads one with a higher number."""
+    return bool((range_reduce(np.maximum, number, rows.starts, rows.ends) <= number[rows.row_index()]).all())
+
+
+def _by_intervals(rows: IntervalRows) -> IntArray:
+    """Strong components of an interval relation without listing its pairs, int64[n], in topological order.
+
+    Helper nodes stand for ranges of a power of two, as in a sparse table: an interval is an edge to each of the two
+    ranges that cover it, a range has edges to its halves. Paths between real nodes are the relation's own.
+    Cost: O(n log n + intervals) edges.
     """
     n = rows.num_rows
-    columns = (rows.clip(part.start, part.stop).to_bool() for part in chunks(n, n))
-    transposed = [each for table in columns for each in _integers(pack(np.ascontiguousarray(table.T)))]
-    finished = [node for tree in _search(list(_integers(from_rows(rows))), range(n)) for node in tree]
-    label = np.empty(n, dtype=np.int64)
-    components = list(_search(transposed, reversed(finished)))  # upper ones first
+    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+    level = np.frexp((ends - starts).astype(np.float64))[1] - 1
+    levels = int(level.max()) + 1
+    source = [np.repeat(rows.row_index(), 2)]
+    target = [np.stack([level * n + starts, level * n + ends - (1 << level)], axis=1).ravel()]
+    for size in range(1, levels):
+        here = np.arange(n - (1 << size) + 1)
+        source.append(np.repeat(size * n + here, 2))
+        target.append(np.stack([(size - 1) * n + here, (size - 1) * n + here + (1 << (size - 1))], axis=1).ravel())
+    edges = (np.concatenate(source).astype(np.int32), np.concatenate(target).astype(np.int32))
+    graph = csr_array((np.ones(len(edges[0]), np.int8), edges), shape=(levels * n, levels * n))
+    label = connected_components(graph, directed=True, connection="strong")[1]
+    if (label[edges[0]] < label[edges[1]]).any():  # which way scipy numbers components is not documented
+        label = -label
+    assert (label[edges[0]] >= label[edges[1]]).all(), "scipy finds components in a topological order or its reverse"
+    # Components of helper nodes alone leave gaps; ranking the rest keeps their order.
+    return np.unique(label[:n], return_inverse=True)[1].astype(np.int64)
+
+
+def _by_bit_sets(rows: IntervalRows) -> IntArray:
+    """Kosaraju's algorithm: the next unvisited neighbour is the highest bit of `neighbours & unvisited`."""
+    finished = [node for tree in _search(list(_integers(rows)), range(rows.num_rows)) for node in tree]
+    label = np.empty(rows.num_rows, dtype=np.int64)
+    components = list(_search(_transposed(rows), reversed(finished)))  # upper ones first
     for component, nodes in enumerate(reversed(components)):
         label[nodes] = component
     return label
@@ -205,3 +271,15 @@ def _search(neighbours: list[int], roots: Iterable[int]) -> Iterator[list[int]]:
             else:
                 finished.append(stack.pop())
         yield finished
+
+
+def _transposed(rows: IntervalRows) -> list[int]:
+    """For each key the bit set of the queries that attend to it."""
+    n = rows.num_rows
+    packed = np.zeros((n, -(-n // 8)), dtype=np.uint8)
+    step = max(8, (1 << 23) // n // 8 * 8)
+    for start in range(0, n, step):
+        part = rows.to_bool(slice(start, min(start + step, n)))
+        columns = np.packbits(np.ascontiguousarray(part.T), axis=1, bitorder="little")
+        packed[:, start // 8 : start // 8 + columns.shape[1]] = columns
+    return [int.from_bytes(row.tobytes(), "little") for row in packed]

@@ -24,12 +24,13 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import invert
 from attnflow.masks.registry import not_a_mask
 from attnflow.masks.spec import mask_from_dict
+from attnflow.order import products as products_of
 from attnflow.order import walk
-from attnflow.order.closure import Order, close, renumbered
+from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
 from attnflow.order.dense import chunks
 from attnflow.order.difference import OrderDifference, difference_of
 from attnflow.order.hasse import Hasse, Sparse
-from attnflow.order.reach import Reach, common_numbering, depth_of, is_closed, products
+from attnflow.order.reach import Reach, common_numbering, products
 
 
 def analyze(masks: Mask | Sequence[Mask]) -> Flow:
@@ -209,7 +210,11 @@ class Flow(Result):
     @cached_property
     def is_dense(self) -> bool:
         """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
-        return self.depth == 1 if self.num_layers is not None else is_closed(self._step[0])
+        if self.num_layers is not None:
+            return self.depth == 1
+        if self.size > products_of.LONG:
+            return is_closed(self._step[0])
+        return int(self._step[0].counts().sum()) == self._nnz
 
     @property
     def closure_density(self) -> float:

@@ -16,9 +16,15 @@ from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows, offsets, ragged
+from attnflow.masks.numbering import pieces_of
 
 LONG: Final = 1 << 11  # positions from which on intervals, where they stay few, take less time than bits
 _PIECES: Final = 1 << 20  # intervals that are sorted at a time
+
+
+def is_scattered(rows: IntervalRows) -> bool:
+    """Whether bit sets are cheaper than intervals."""
+    return len(rows.starts) > 32 * rows.num_rows
 
 
 def reads_only_before(rows: IntervalRows) -> bool:
@@ -29,6 +35,26 @@ def reads_only_before(rows: IntervalRows) -> bool:
 def reads_only_after(rows: IntervalRows) -> bool:
     """Whether every key is at or after its query."""
     return bool((rows.starts[rows.indptr[:-1]] == np.arange(rows.num_rows)).all())
+
+
+def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
+    """For each class the classes that its members may attend to; None if that takes too many intervals."""
+    n, count = rows.num_rows, int(class_of.max()) + 1
+    if count == 1:
+        return IntervalRows.build([0], [0], [1], 1, 1)
+    if (np.diff(class_of) >= 0).all():
+        return IntervalRows.build(
+            class_of[rows.row_index()], class_of[rows.starts], class_of[rows.ends - 1] + 1, count, count
+        )
+    order = np.argsort(class_of, kind="stable")
+    rank = np.empty(n, dtype=np.int64)
+    rank[order] = np.arange(n)
+    pieces = pieces_of(rows.take(order), rank, max(8 * n, n * min(n, 1 << 12) // 64))
+    if pieces is None:
+        return None
+    row, start, end = pieces
+    sorted_class = class_of[order]
+    return IntervalRows.build(sorted_class[row], sorted_class[start], sorted_class[end - 1] + 1, count, count)
 
 
 def room(rows: IntervalRows) -> int:

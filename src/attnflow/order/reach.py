@@ -14,7 +14,7 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import RENAMED, Numbered, same_rank, too_many
 from attnflow.order import dense
 from attnflow.order import products as interval_products
-from attnflow.order.products import compose, room, without_twins
+from attnflow.order.products import compose, room
 
 _LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as much memory
 
@@ -99,46 +99,6 @@ def products(layers: Sequence[IntervalRows]) -> list[Reach]:
     for layer in layers:
         reached.append(reached[-1].through(layer, what, len(layers) + 1))
     return reached
-
-
-def depth_of(rows: IntervalRows) -> int:
-    """The smallest L >= 1 with A^L = A*, for A with its diagonal.
-
-    Squares until nothing is new, then binary descent: 2 log2(depth) products and log2(depth) relations. As A^L only
-    grows, it is the closure as soon as it has as many pairs.
-
-    Raises:
-        ValueError: there are too many intervals, and bit matrices do not fit into memory.
-    """
-    rows = without_twins(rows)
-    powers, pairs = [Reach.of(rows)], int(rows.counts().sum())
-
-    def product(later: IntervalRows, earlier: Reach) -> tuple[Reach, int]:
-        reached = earlier.through(later, "the depth of a mask", len(powers) + 2, room(rows))
-        return reached, int(reached.counts().sum())
-
-    while (square := product(powers[-1].intervals(), powers[-1]))[1] != pairs:
-        powers.append(square[0])
-        pairs = square[1]
-    if len(powers) == 1:
-        return 1
-    powers.pop()  # the closure
-    depth, reached = 1 << (len(powers) - 1), powers.pop()  # short of it
-    for exponent in reversed(range(len(powers))):
-        further, count = product(powers[exponent].intervals(), reached)
-        if count != pairs:
-            depth, reached = depth + (1 << exponent), further
-    return depth + 1
-
-
-def is_closed(rows: IntervalRows) -> bool:
-    """Whether a square relation that holds its diagonal is transitive.
-
-    Raises:
-        ValueError: there are too many intervals, and bit matrices do not fit into memory.
-    """
-    square = Reach.of(rows).through(rows, "the square of a mask", limit=room(rows))
-    return int(square.counts().sum()) == int(rows.counts().sum())
 
 
 def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArray | None]:

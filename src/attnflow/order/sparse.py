@@ -9,10 +9,17 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.numbering import pieces_of
+from attnflow.masks.intervals import BoolArray, IntervalRows, offsets
 from attnflow.order.dense import refuse_more
-from attnflow.order.products import closure_of, compose, range_reduce, reads_only_after, reads_only_before, room
+from attnflow.order.products import (
+    closure_of,
+    compose,
+    quotient,
+    range_reduce,
+    reads_only_after,
+    reads_only_before,
+    room,
+)
 
 _ROUNDS: Final = 8  # covers of a class that are looked for one at a time
 
@@ -34,14 +41,17 @@ def close(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntArray, IntArra
     class_of, between = condensed(rows)
     node = np.arange(between.num_rows)
     if reads_only_before(between):
-        covers = _covers(between, node, node, check=True)
+        covers = covers_if_closed(between)
         if covers is not None:
             return class_of, between, node, covers
     closure = closure_of(between, room(between))
     if closure is None:
         return None
-    number, first = (node, node) if reads_only_before(closure) else classes_of_closure(closure)
-    covers = _covers(closure, number, first)
+    if reads_only_before(closure):
+        covers = covers_if_closed(closure)
+        return None if covers is None else (class_of, closure, node, covers)
+    number, first = classes_of_closure(closure)
+    covers = covers_of_closure(closure, number, first)
     return None if covers is None else (number[class_of], closure, first, covers)
 
 
@@ -85,26 +95,6 @@ def _merged(rows: IntervalRows) -> IntArray:
     return np.argsort(np.argsort(np.unique(label, return_index=True)[1]))[label]
 
 
-def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
-    """For each class the classes that its members may attend to; None if that takes too many intervals."""
-    n, count = rows.num_rows, int(class_of.max()) + 1
-    if count == 1:
-        return IntervalRows.build([0], [0], [1], 1, 1)
-    if (np.diff(class_of) >= 0).all():
-        return IntervalRows.build(
-            class_of[rows.row_index()], class_of[rows.starts], class_of[rows.ends - 1] + 1, count, count
-        )
-    order = np.argsort(class_of, kind="stable")
-    rank = np.empty(n, dtype=np.int64)
-    rank[order] = np.arange(n)
-    pieces = pieces_of(rows.take(order), rank, max(8 * n, n * min(n, 1 << 12) // 64))
-    if pieces is None:
-        return None
-    row, start, end = pieces
-    sorted_class = class_of[order]
-    return IntervalRows.build(sorted_class[row], sorted_class[start], sorted_class[end - 1] + 1, count, count)
-
-
 def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
     """(class of each node, first node of each class) of a transitive, reflexive relation; lower classes come first.
 
@@ -124,28 +114,99 @@ def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
     return number, first
 
 
-def _covers(rows: IntervalRows, number: IntArray, first: IntArray, check: bool = False) -> IntArray | None:
-    """The covers (lower, upper) of a transitive relation with its diagonal, int64[covers, 2].
+def covers_if_closed(rows: IntervalRows) -> IntArray | None:
+    """The covers (lower, upper) of a triangular relation with its diagonal, int64[covers, 2]; None if not transitive.
 
-    The latest class of a row that is not yet below one of its covers is a cover. Most rows of most masks have one.
-
-    Args:
-        rows: the relation.
-        number: class of each node; lower classes come first.
-        first: a node of each class.
-        check: of a triangular relation, whether it is transitive: it is iff every node reads what its covers read, by
-            induction.
+    The latest key of a node that is not yet below one of its covers is a cover. The relation is transitive iff every
+    node reads what its covers read and nothing else beside itself, by induction. Most nodes of most masks have one
+    cover and read what it reads and themselves: these take O(intervals), the rest a few set operations.
 
     Returns:
-        None if it is not transitive, or where unions over the keys of nodes with many covers have too many intervals.
+        None also where unions over the keys of nodes with many covers have too many intervals.
 
     Raises:
         ValueError: there are more covers than memory has room for.
     """
-    count, node = len(first), np.arange(rows.num_rows)
-    every = rows.take(first)
-    strict = left = every.intersection(IntervalRows.build(number, node, node + 1, count, rows.num_keys).complement())
-    upper, pairs = np.arange(count), [np.zeros((0, 2), dtype=np.int64)]
+    node = np.arange(rows.num_rows)
+    strict = _strict(rows)
+    node = node[np.diff(strict.indptr) > 0]
+    latest = strict.ends[strict.indptr[node + 1] - 1].astype(np.int64) - 1
+    pairs = [np.stack([latest, node], axis=1)]
+    rest = ~_is_extension(rows, node, latest)
+    node, below = node[rest], rows.take(latest[rest])
+    everything, left = rows.take(node), strict.take(node)
+    for _ in range(_ROUNDS):
+        if not len(node):
+            return np.concatenate(pairs)
+        if len(below.intersection(everything.complement()).starts):
+            return None
+        left = left.intersection(below.complement())
+        more = np.flatnonzero(np.diff(left.indptr))
+        node, everything, left = node[more], everything.take(more), left.take(more)
+        latest = left.ends[left.indptr[1:] - 1].astype(np.int64) - 1
+        pairs.append(np.stack([latest, node], axis=1))
+        below = rows.take(latest)
+    last = _many_covers(rows, strict, everything, left)
+    if last is None:
+        return None
+    refuse_more(sum(map(len, pairs[:-1])) + int(last.counts().sum()))
+    row, key = last.expand()
+    return np.concatenate([*pairs[:-1], np.stack([key, node[row]], axis=1)])
+
+
+def _many_covers(
+    rows: IntervalRows, strict: IntervalRows, everything: IntervalRows, left: IntervalRows
+) -> IntervalRows | None:
+    """Of what is left of the keys `everything` of some nodes: those that are below no other of them."""
+    reached = compose(left, rows, room(rows))
+    if reached is None or len(reached.intersection(everything.complement()).starts):
+        return None
+    under = compose(left, strict, room(rows))
+    return None if under is None else left.intersection(under.complement())
+
+
+def _strict(rows: IntervalRows) -> IntervalRows:
+    """A triangular relation without its diagonal."""
+    ends = rows.ends.copy()
+    ends[rows.indptr[1:] - 1] -= 1
+    keep = rows.starts < ends
+    indptr = offsets(keep)[rows.indptr]
+    return IntervalRows(indptr, rows.starts[keep], ends[keep], rows.num_keys)
+
+
+def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolArray:
+    """bool[nodes]: whether row `node[i]` is row `latest[i]` and the node itself."""
+    mine, other = rows.take(node), rows.take(latest)
+    beside = latest == node - 1  # the last interval of the row is one longer, else there is one more
+    same = np.diff(mine.indptr) == np.diff(other.indptr) + ~beside
+    row = other.row_index()
+    inside = np.flatnonzero(same[row])
+    row = row[inside]
+    twin = inside - other.indptr[row] + mine.indptr[row]
+    last = inside == other.indptr[row + 1] - 1
+    grown = other.ends[inside] + (last & beside[row])
+    apart = (other.starts[inside] != mine.starts[twin]) | (grown != mine.ends[twin])
+    same[row[apart]] = False
+    return same
+
+
+def covers_of_closure(closure: IntervalRows, number: IntArray, first: IntArray) -> IntArray | None:
+    """The covers (lower, upper) of a transitive, reflexive relation in any numbering of its nodes.
+
+    Args:
+        closure: the relation.
+        number: class of each node; lower classes come first.
+        first: a node of each class.
+
+    Returns:
+        None where unions over the keys of nodes with many covers have too many intervals.
+    """
+    count, node = len(first), np.arange(closure.num_rows)
+    own = IntervalRows.build(number, node, node + 1, count, closure.num_keys)
+    every = closure.take(first)
+    strict = every.intersection(own.complement())
+    upper, left = np.arange(count), strict
+    pairs = [np.zeros((0, 2), dtype=np.int64)]
     for _ in range(_ROUNDS):
         more = np.flatnonzero(np.diff(left.indptr))
         upper, left = upper[more], left.take(more)
@@ -154,13 +215,9 @@ def _covers(rows: IntervalRows, number: IntArray, first: IntArray, check: bool =
         highest = range_reduce(np.maximum, number, left.starts, left.ends)
         lower = np.maximum.reduceat(highest, left.indptr[:-1])
         pairs.append(np.stack([lower, upper], axis=1))
-        below = every.take(lower)
-        if check and len(below.intersection(every.take(upper).complement()).starts):
-            return None
-        left = left.intersection(below.complement())
-    reached = compose(left, rows, room(rows)) if check else left
-    under = None if reached is None else compose(left, strict.take(number), room(rows))
-    if reached is None or under is None or len(reached.intersection(every.take(upper).complement()).starts):
+        left = left.intersection(every.take(lower).complement())
+    under = compose(left, strict.take(number), room(closure))
+    if under is None:
         return None
     left = left.intersection(under.complement())
     refuse_more(sum(map(len, pairs)) + int(left.counts().sum()))
