@@ -113,11 +113,14 @@ class IntervalRows:
         total = np.concatenate([upto[:1], np.cumsum(upto[self.ends] - upto[self.starts], dtype=upto.dtype)])
         return total[self.indptr[1:]] - total[self.indptr[:-1]]
 
-    def cover(self) -> IntArray:
-        """How many rows hold each key, int64[keys]: where it is not 0, some row reads the key. Cost: O(intervals)."""
+    def cover(self, weight: IntArray | None = None) -> IntArray:
+        """How many rows hold each key, int64[keys]: where it is not 0, some row reads the key. Cost: O(intervals).
+
+        With a weight of each interval, the sum of the weights of those that hold the key (exact below 2^53).
+        """
         size = self.num_keys + 1
-        step = np.bincount(self.starts, minlength=size) - np.bincount(self.ends, minlength=size)
-        return np.cumsum(step)[:-1]
+        begun, ended = (np.bincount(at, weight, size).astype(np.int64) for at in (self.starts, self.ends))
+        return np.cumsum(begun - ended)[:-1]
 
     def row(self, index: int) -> list[tuple[int, int]]:
         """The intervals of one row."""

@@ -145,13 +145,7 @@ def _is_read(task: Task) -> BoolArray:
     counts = rows.counts()
     owner = counts[rows.row_index()]
 
-    def total(values: IntArray) -> IntArray:
-        edges = np.zeros(rows.num_keys + 1, dtype=np.int64)
-        np.add.at(edges, rows.starts, values)
-        np.subtract.at(edges, rows.ends, values)
-        return np.cumsum(edges)[:-1]
-
-    read = total(owner) > total(np.ones_like(owner)) * counts
+    read = rows.cover(owner) > rows.cover() * counts
     return read if rank is None else read[rank]
 
 

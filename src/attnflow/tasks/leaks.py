@@ -226,10 +226,7 @@ class _Readable:
 
     def any_reads(self, size: int) -> BoolArray:
         """Whether each position is read by one of them."""
-        edges = np.zeros(size + 1, dtype=np.int64)
-        np.add.at(edges, self.rows.starts, 1)
-        np.subtract.at(edges, self.rows.ends, 1)
-        read = np.cumsum(edges)[:-1] > 0
+        read = self.rows.cover() > 0
         return read if self.rank is None else read[self.rank]
 
     def leaks(self, asked: IntArray, data: IntArray, carrier: IntArray) -> IntArray:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID
 
@@ -138,7 +138,7 @@ def _built(keys: IntArray, offsets: IntArray) -> Trie:
         end[first:last] = closing[shared : stop - begin]
         before, length = bounds[place - 1] if place else (0, 0)
         closing[shared : length - before] = first
-    items, places = np.arange(len(keys)), np.arange(len(keys)) - np.repeat(offsets[:-1], np.diff(offsets))
+    items, places = np.arange(len(keys)), ragged(np.zeros(len(offsets) - 1, np.int64), np.diff(offsets))[1]
     source, parent = np.full(size, len(keys)), np.full(size, -1)
     np.minimum.at(source, node_of, items)
     parent[node_of[places > 0]] = node_of[np.flatnonzero(places > 0) - 1]
