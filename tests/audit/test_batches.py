@@ -268,15 +268,6 @@ def test_a_wrapped_document_under_a_mask_of_pairs():
     assert check_batch(apart, CAUSAL).ok
 
 
-@pytest.mark.parametrize("bounds", [[1, 5, 12], [0, 5, 11], [0, 7, 5, 12], []])
-def test_boundaries_that_contradict_themselves(bounds):
-    entries = {"input_ids": ROW, "labels": ROW, "cu_seq_lens_k": torch.tensor(bounds, dtype=torch.int64)}
-    message = "cu_seq_lens_k must rise from 0 to 12, the number of positions"
-    assert check_batch(entries, CAUSAL).mistakes[0].message.startswith(message)
-    with pytest.raises(ValueError, match=message):
-        declared_order(tiny("Llama"), {name: value for name, value in entries.items() if name != "labels"})
-
-
 def test_positions_that_do_not_count_on_are_noted():
     batch = {"input_ids": ROW, "labels": ROW, "position_ids": torch.tensor([[0, 1, 2, 2, *range(3, 11)]])}
     assert any("do not count on at position 3 of sequence 0" in note for note in check_batch(batch, CAUSAL).notes)

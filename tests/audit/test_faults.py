@@ -1,14 +1,16 @@
-"""Faults injected into real architectures: each is found in the right layer and module, with source and target."""
+"""Faults injected into real architectures, and leaks of released libraries: each is found where it begins."""
 
-import contextlib
+import importlib
 
 import pytest
 import torch
+from transformers import masking_utils
 
 import attnflow as af
-from attnflow.audit import check
+from attnflow.audit import audit, check
 from tests.audit.common import (
     LENGTH,
+    REPAIRED,
     WINDOW,
     Stack,
     centred,
@@ -250,82 +252,6 @@ def test_state_that_outlives_a_call(mode):
     assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.mlp", None)
 
 
-@contextlib.contextmanager
-def leaky_update(model, change):
-    """The cache hands the attention of one layer other keys and values than it should."""
-    from transformers.cache_utils import DynamicCache
-
-    original = DynamicCache.update
-
-    def update(self, key, value, layer_idx, *args, **kwargs):
-        keys, values = original(self, key, value, layer_idx, *args, **kwargs)
-        return change(keys, values, key.shape[-2]) if layer_idx == LAYER else (keys, values)
-
-    DynamicCache.update = update
-    try:
-        yield
-    finally:
-        DynamicCache.update = original
-
-
-def test_a_cache_that_forgets():
-    model = tiny("Llama")
-
-    def forget(keys, values, new):
-        return keys, torch.cat([values[..., :1, :] * 0, values[..., 1:, :]], -2) if new == 1 else values
-
-    with leaky_update(model, forget):
-        assert check(model, tokens()).ok  # one full forward never shows it
-        found = only(check(model, tokens(), cache=True, passes=2), kind="cache")
-    assert (found.layer, found.module, found.path) == (LAYER, "model.layers.1.self_attn", "cached")
-    assert found.target >= LENGTH - 4
-
-
-def test_a_cache_that_mixes_the_batch():
-    model = tiny("Llama")
-
-    def mix(keys, values, new):
-        return keys, torch.cat([values[..., :-1, :].roll(1, 0), values[..., -1:, :]], -2) if new == 1 else values
-
-    with leaky_update(model, mix):
-        report = check(model, tokens(), cache=True, passes=4)
-    found = report.violations[0]
-    assert (found.kind, found.layer, found.module, found.path) == ("batch", LAYER, "model.layers.1.self_attn", "cached")
-    assert found.target >= LENGTH - 4
-    assert found.source_row != found.target_row
-
-
-def test_a_window_that_the_cache_widens():
-    model = tiny("Mistral", attn_implementation="eager")
-    given = {"input_ids": tokens(batch=1, length=24)}
-    assert check(model, given, cache=[20, 2, 2], passes=8).ok
-    kept = {}
-
-    def hoard(keys, values, new):
-        if new > 2:
-            kept["first"] = values[..., :1, :]
-            return keys, values
-        return keys, values + 0.1 * kept["first"]
-
-    # the first value of the sequence is still there when the window has long left it
-    with leaky_update(model, hoard):
-        report = check(model, given, cache=[20, 2, 2], passes=8)
-    found = report.violations[0]
-    assert (found.kind, found.path) == ("order", "cached")
-    assert (found.layer, found.module, found.source) == (LAYER, "model.layers.1.self_attn", 0)
-    assert found.target >= 20
-
-
-def test_a_chunk_that_reads_ahead_through_the_cache():
-    model = tiny("Llama", attn_implementation="eager")
-    with open_attention(model, LAYER, pair(9, 11)):
-        report = check(model, tokens(batch=1), cache=[6, 7])
-    assert [(v.path, v.layer, v.source, v.target) for v in report.violations] == [
-        ("forward", LAYER, 11, 9),
-        ("cached", LAYER, 11, 9),
-    ]
-
-
 def test_clean_is_quick():
     report = check(tiny("Llama"), tokens(1), mode="quick")
     assert (report.verdict, report.mode, report.coverage) == ("clean", "quick", 1.0)
@@ -349,3 +275,66 @@ def test_large_models_take_three_forwards(monkeypatch, batch):
     for change in changes:
         with wrapped(model.model.layers[1].mlp, change):
             assert check(model, tokens(batch), mode="quick").verdict == "leak"
+
+
+RELEASED = [5, 4, 3]
+PACKED = {
+    "input_ids": tokens(batch=1, length=12),
+    "position_ids": torch.cat([torch.arange(n) for n in RELEASED])[None],
+}
+MIXES = {
+    "use_cache=True": {"use_cache": True},
+    "use_cache by default": {},
+    "mask of ones": {"use_cache": False, "attention_mask": torch.ones(1, 12, dtype=torch.int64)},
+}
+
+
+def mixed(document, extra):
+    """Whether this transformers mixes packed documents under these arguments, from its own mask function."""
+    model = tiny("Llama", attn_implementation="eager")
+    seen = {}
+
+    def hook(module, args, kwargs):
+        seen["mask"] = kwargs["attention_mask"]
+
+    handle = model.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        model(**PACKED, **extra)
+    handle.remove()
+    return not torch.equal(seen["mask"][0, 0] == 0, document.dense())
+
+
+@pytest.mark.parametrize("extra", MIXES)
+@pytest.mark.parametrize(
+    ("name", "mode", "stated"),
+    [("Llama", "perturb", True), ("Llama", "perturb", False), ("Qwen3", "quick", True), ("GPT2", "perturb", False)],
+)
+def test_packed_documents_mix(name, mode, extra, stated):
+    document = af.masks.document(RELEASED)
+    if not mixed(document, MIXES[extra]):
+        pytest.skip("this transformers keeps the documents apart")
+    report = check(tiny(name), PACKED | MIXES[extra], order=document if stated else None, mode=mode)
+    assert not report.ok
+    first = report.violations[0]
+    attention = {"GPT2": "transformer.h.0.attn"}.get(name, "model.layers.0.self_attn")
+    assert (first.kind, first.layer, first.module) == ("order", 0, attention)
+    assert first.source < 5 <= first.target or first.source < 9 <= first.target
+
+
+def test_packed_documents_stay_apart_without_a_cache():
+    assert check(tiny("Llama"), PACKED | {"use_cache": False}, order=af.masks.document(RELEASED)).ok
+
+
+@pytest.mark.parametrize(("name", "mode"), [*((name, "perturb") for name in REPAIRED), ("RoFormer", "quick")])
+def test_a_causal_head_under_a_bidirectional_mask(name, mode, monkeypatch):
+    """What transformers 5.9 to 5.18 do in these families, whatever the version at hand does."""
+    model = tiny(name)
+    module = importlib.import_module(type(model).__module__)
+    both = masking_utils.create_bidirectional_mask
+    monkeypatch.setattr(module, "create_causal_mask", lambda **given: both(**{**given, "past_key_values": None}), False)
+    report = check(model, {**inputs(name), "use_cache": False}, mode=mode)
+    first = report.violations[0]
+    assert report.order == "causal"
+    assert (first.kind, first.layer) == ("order", 0)
+    assert first.module.endswith("encoder.layer.0.attention.self")
+    assert first.source > first.target

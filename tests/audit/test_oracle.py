@@ -1,5 +1,8 @@
-"""Random orders, random faults: what the audit says against what the relations imply."""
+"""Random orders, random faults, plans of passes: what the audit says and does against the definitions."""
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from torch import nn
 
 import attnflow as af
 from attnflow.audit import check, measure
+from attnflow.audit.fields import Fields, Relation, batch_sets, plan
 
 N, WIDTH = 5, 3
 
@@ -58,12 +62,12 @@ relations = st.one_of(
 stacks = st.lists(relations, min_size=1, max_size=3)
 
 
-@given(stacks, st.sampled_from(["perturb", "quick"]))
+@given(stacks)
 @settings(max_examples=25)
-def test_the_right_order_is_clean_and_measured(masks, mode):
+def test_the_right_order_is_clean_and_measured(masks):
     model, signal = Stack(masks), torch.randn(2, N, WIDTH)
     order = [af.masks.from_dense(allow) for allow in masks]
-    report = check(model, signal, order=order, mode=mode)
+    report = check(model, signal, order=order)
     assert report.verdict == ("clean" if report.forbidden else "nothing tested")
     assert report.coverage == 1.0
     flow = measure(model, signal)
@@ -72,15 +76,13 @@ def test_the_right_order_is_clean_and_measured(masks, mode):
     assert all(torch.equal(found.dense(), allow | eye) for found, allow in zip(flow.masks, masks, strict=True))
 
 
-@given(stacks, st.integers(0, 2), position, position, st.sampled_from(["perturb", "quick"]))
+@given(stacks, st.integers(0, 2), position, position)
 @settings(max_examples=60)
-def test_one_pair_too_many_is_found_where_it_first_shows(masks, layer, target, source, mode):
+def test_one_pair_too_many_is_found_where_it_first_shows(masks, layer, target, source):
     layer = min(layer, len(masks) - 1)
     faulty = [allow.clone() for allow in masks]
     faulty[layer][target, source] = True
-    report = check(
-        Stack(faulty), torch.randn(1, N, WIDTH), order=[af.masks.from_dense(allow) for allow in masks], mode=mode
-    )
+    report = check(Stack(faulty), torch.randn(1, N, WIDTH), order=[af.masks.from_dense(allow) for allow in masks])
     extra = [wrong & ~right for wrong, right in zip(fields(faulty), fields(masks), strict=True)]
     first = next((depth for depth, pairs in enumerate(extra) if pairs.any()), None)
     assert (not report.violations) == (first is None)
@@ -90,3 +92,81 @@ def test_one_pair_too_many_is_found_where_it_first_shows(masks, layer, target, s
         assert found.module == f"layers.{layer}"
         assert extra[layer][found.target, found.source]
         assert found.target == target
+
+
+EVERY = torch.ones(6, dtype=torch.bool)
+
+
+def relations(n):
+    return st.lists(st.booleans(), min_size=n * n, max_size=n * n).map(lambda b: torch.tensor(b).reshape(1, n, n))
+
+
+def pairs_tested(field, passes):
+    """Pairs (i, j) that some pass tests, from the definition."""
+    found = set()
+    for selected in passes:
+        for i, row in enumerate(field):
+            if not (row & selected).any():
+                found |= {(i, j) for j in selected.nonzero().flatten().tolist()}
+    return found
+
+
+@given(st.lists(relations(6), min_size=1, max_size=3), st.integers(1, 12))
+@settings(max_examples=100)
+def test_coverage_is_what_the_passes_test(layers, passes):
+    fields = Fields(Relation(tuple(layers), False, "random"), 1)
+    made = plan(fields, {len(layers): EVERY}, passes)
+    assert len(made.passes) <= passes
+    reach = torch.eye(6, dtype=torch.bool)
+    for allow in layers:
+        reach = ((allow[0] | torch.eye(6, dtype=torch.bool)).int() @ reach.int()) > 0
+    assert torch.equal(fields.at(len(layers))[0], reach)
+    forbidden = {(i, j) for i, j in itertools.product(range(6), repeat=2) if not reach[i, j]}
+    assert pairs_tested(reach, [p[0] for p in made.passes]) <= forbidden
+    if passes >= 12:  # as many as there are positions, twice over
+        assert made.coverage == 1.0
+        assert pairs_tested(reach, [p[0] for p in made.passes]) == forbidden
+
+
+@pytest.mark.parametrize("n", [2, 7, 20])
+def test_cuts_are_exhaustive_for_a_causal_order(n):
+    fields = Fields(Relation((af.masks.causal(n).dense()[None],), True, "causal"), 3)
+    everywhere = torch.ones(n, dtype=torch.bool)
+    made = plan(fields, {1: everywhere, 2: everywhere, 4: everywhere}, 100)
+    assert len(made.passes) == n - 1
+    assert made.coverage == 1.0
+    assert made.forbidden == 3 * n * (n - 1) // 2
+    few = plan(fields, {4: everywhere}, 1)
+    assert len(few.passes) == 1
+    assert 0.4 < few.coverage <= 1.0
+
+
+def test_nothing_forbidden_needs_no_pass():
+    made = plan(Fields(Relation((torch.ones(1, 5, 5, dtype=torch.bool),), True, "full"), 2), {3: EVERY[:5]}, 32)
+    assert (made.passes, made.coverage, made.forbidden) == ((), 1.0, 0)
+
+
+def test_clean_rows_are_those_that_read_nothing_changed():
+    mask = af.masks.sliding_window(8, 3)
+    fields = Fields(Relation((mask.dense()[None],), True, "window"), 1)
+    selected = torch.zeros(1, 8, dtype=torch.bool)
+    selected[0, 3] = True
+    for depth in (1, 2):
+        reads = af.order.analyze(mask).reachability(depth)[:, 3]
+        assert torch.equal(fields.clean(depth, selected)[0], ~reads)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+def test_every_pair_of_sequences_is_told_apart(batch):
+    sets = batch_sets(batch, 4)
+    pairs = {(a, b) for s in sets for a in range(batch) for b in range(batch) if s[a].all() and not s[b].any()}
+    assert pairs == {(a, b) for a in range(batch) for b in range(batch) if a != b}
+    assert len(sets) == 2 * (batch - 1).bit_length()
+
+
+def test_pairs_that_nobody_sees_are_not_counted():
+    fields = Fields(Relation((af.masks.causal(6).dense()[None],), True, "causal"), 1)
+    made = plan(fields, {1: torch.arange(6) < 3}, 32)
+    assert made.forbidden == 5 + 4 + 3
+    assert made.coverage == 1.0
+    assert len(made.passes) == 3

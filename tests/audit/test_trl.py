@@ -84,15 +84,6 @@ def test_documents_that_are_not_declared_are_not_kept_apart(tmp_path):
     assert callback.guard.ok
 
 
-def test_around_a_run_and_in_a_log(tmp_path, caplog):
-    leaky = model()
-    with wrapped(leaky.model.layers[1].mlp, past), af.audit.guard(leaky, on_leak="log") as guard:
-        trainer(leaky, tmp_path, "bfd").train()
-    assert not guard.ok
-    assert "call 0 leaks" in caplog.text
-    assert "LEAK: order: model.layers.1.mlp" in str(guard)
-
-
 WRAPPED = ["shifted twice", "shifted the wrong way", "a full mask of pairs", "no label", "labels of another batch"]
 BATCHES = {
     "packed": ({"strategy": "bfd"}, {**FLAT, **LENGTHS}),

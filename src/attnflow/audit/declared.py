@@ -81,12 +81,8 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
         if allow is None or len(inputs.slots) > 1:
             raise ValueError("order='mask' needs an attention_mask of pairs, [batch, heads, n, n], among the inputs")
         layers = masks_by_layer(inputs.kwargs["attention_mask"], slot.length)
-        if len(layers) == 1:
-            return Relation((allow,), True, "the pairs that attention_mask allows")
-        pairs = [allowed_pairs(each, inputs.batch, slot.length) for each in layers]
-        return Relation(
-            tuple(each for each in pairs if each is not None), False, "the pairs that attention_mask allows"
-        )
+        pairs = [each for mask in layers if (each := allowed_pairs(mask, inputs.batch, slot.length)) is not None]
+        return Relation(tuple(pairs), len(layers) == 1, "the pairs that attention_mask allows")
     repeat, masks = _masks_of(cast(object, order))
     for mask in masks:
         if (mask.num_queries, mask.num_keys) != (inputs.size, inputs.size):
