@@ -86,18 +86,21 @@ class EntryTable:
         self._commits = 0  # since files were written together
         self._close: Callable[[], object] = lambda: None
         here = Path(uri).absolute() if is_directory(uri) else None
-        if here is not None and not here.is_dir() and (read_only or dim is None):
-            raise _nothing(uri, read_only)
+        if here is not None:
+            held = [path.name for path in here.iterdir() if path.name != _LOCK] if here.is_dir() else []
+            if held and f"{_TABLE}.lance" not in held:
+                raise StoreError(f"{here} is not a store of attnflow: it holds other files")
+            if not held and (read_only or dim is None):
+                raise _nothing(uri, read_only)
         if here is not None and not read_only:
             self._close = weakref.finalize(self, _locked(here))
         try:
             with failures(f"the store {uri} cannot be opened"):
                 place = "memory://" if uri == MEMORY else uri if here is None else str(here)
-                self._database = lancedb.connect(
-                    place, storage_options=None if storage_options is None else dict(storage_options)
-                )
+                options = None if storage_options is None else dict(storage_options)
+                self._database = lancedb.connect(place, storage_options=options)
                 if _TABLE not in self._names():
-                    self._create(here, dim, num_thresholds, read_only)
+                    self._create(dim, num_thresholds, read_only)
                 self._table: Any = self._database.open_table(_TABLE)
             self._describe(dim, num_thresholds)
         except BaseException:
@@ -113,7 +116,7 @@ class EntryTable:
     def load(self) -> tuple[IntArray, Floats]:
         """The ids of all rows in rising order, and their vectors."""
         with failures(f"the store {self.uri} cannot be read"):
-            self._version, (count, done) = self._table.version, (self._table.count_rows(), 0)
+            self._version, count, done = self._table.version, self._table.count_rows(), 0
             ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
             for batch in self._table.search().select(["id", "vector"]).to_batches():
                 place = slice(done, done + len(batch))
@@ -236,9 +239,7 @@ class EntryTable:
     def _names(self) -> set[str]:
         return set(self._database.list_tables().tables)
 
-    def _create(self, here: Path | None, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
-        if here is not None and here.exists() and any(path.name != _LOCK for path in here.iterdir()):
-            raise StoreError(f"{here} is not a store of attnflow: it holds other files")
+    def _create(self, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
         if read_only or dim is None:
             raise _nothing(self.uri, read_only)
         a, columns = self._arrow, num_thresholds or 0
