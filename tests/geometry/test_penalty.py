@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -160,14 +159,6 @@ def test_descent_reaches_the_target(target, per_head):
         optimizer.step()
     assert first > 2.5
     assert loss.item() < 0.2
-
-
-def test_refusals():
-    model = MODELS["bert"]()
-    with pytest.raises((ValueError, TypeCheckError)):
-        af.geometry.penalty(model, "antisymmetric")
-    with pytest.raises(af.UnsupportedArchitecture):
-        af.geometry.penalty(nn.Linear(4, 4))
 
 
 class Tokens(torch.utils.data.Dataset):

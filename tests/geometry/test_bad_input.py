@@ -1,0 +1,112 @@
+"""Arguments that geometry refuses, and the words by which it does: one table for the room."""
+
+import math
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import nn
+from transformers import BertConfig, BertModel
+
+import attnflow as af
+from attnflow.geometry.factored import full_scores, full_symmetry, head_scores, head_symmetry
+
+FUNCTIONS = (head_scores, full_scores, head_symmetry, full_symmetry)
+NONE = nn.Linear(4, 4)
+
+
+def bert():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    return BertModel(BertConfig(**sizes, vocab_size=50))
+
+
+def ones(*shape, dtype=torch.float32, bad=None):
+    made = torch.ones(shape, dtype=dtype)
+    if bad is not None:
+        made.view(-1)[-1] = bad
+    return made
+
+
+def zeroed():
+    model = bert()
+    nn.init.zeros_(model.encoder.layer[1].attention.self.query.weight)
+    return model
+
+
+geometry = af.geometry
+CASES = {
+    "symmetry of what is not square": (lambda: geometry.symmetry(ones(2, 3)), ValueError, "got shape [2, 3]"),
+    "directionality of a vector": (lambda: geometry.directionality(ones(3)), ValueError, "got shape [3]"),
+    "symmetry of integers": (lambda: geometry.symmetry(ones(2, 2, dtype=torch.int64)), TypeError, "got torch.int64"),
+    "gamma": (lambda: geometry.directionality(ones(2, 2), gamma=math.nan), ValueError, "gamma must be finite, got nan"),
+    "mode": (lambda: geometry.directionality(ones(2, 2), mode="sum"), ValueError, '"excess" or "norm", got \'sum\''),
+    "target": (lambda: geometry.penalty(bert(), "antisymmetric"), ValueError, "target must be"),
+    "penalty of no attention": (lambda: geometry.penalty(NONE), af.UnsupportedArchitecture, "no queries and keys"),
+    "every 0": (lambda: geometry.monitor(bert(), every=0), ValueError, "every must be at least 1, got 0"),
+    "every 1.5": (lambda: geometry.monitor(bert(), every=1.5), TypeError, "every must be an integer"),
+    "mode of a monitor": (lambda: geometry.monitor(bert(), mode="sum"), ValueError, "mode must be"),
+    "attention": (lambda: geometry.monitor(bert(), attention="both"), ValueError, "attention must be"),
+    "log": (lambda: geometry.monitor(bert(), log=3), TypeError, "log must be a TensorBoard SummaryWriter"),
+    "monitor of no attention": (lambda: geometry.monitor(NONE), af.UnsupportedArchitecture, "no queries and keys"),
+    "monitor of no cross-attention": (
+        lambda: geometry.monitor(bert(), attention="cross"),
+        af.UnsupportedArchitecture,
+        "no cross-attention",
+    ),
+    "overflow": (
+        lambda: full_scores(torch.full((4, 8), 1e30), torch.full((4, 8), 1e30), 1, 1),
+        ValueError,
+        "overflows",
+    ),
+    **{
+        f"{function.__name__} of {bad}": (lambda f=function, bad=bad: f(ones(3, 3, bad=bad)), ValueError, "NaN or Inf")
+        for function in (geometry.symmetry, geometry.directionality)
+        for bad in (math.nan, math.inf, -math.inf)
+    },
+    **{
+        f"{function.__name__} of {bad} in the {side}": (
+            lambda f=function, bad=bad, s=side: f(
+                **{"query": ones(32, 60), "key": ones(16, 60)} | {s: ones({"query": 32, "key": 16}[s], 60, bad=bad)},
+                num_heads=4,
+                num_kv_heads=2,
+            ),
+            ValueError,
+            f"{side} weights are NaN or Inf",
+        )
+        for function in (head_scores, full_scores)
+        for side in ("query", "key")
+        for bad in (math.nan, math.inf)
+    },
+    **{
+        f"{function.__name__} of {query}, {key} in {heads}": (
+            lambda f=function, q=query, k=key, h=heads: f(ones(*q), ones(*k), *h),
+            ValueError,
+            message,
+        )
+        for function in FUNCTIONS
+        for query, key, heads, message in (
+            ((8, 5), (8, 5), (3, 3), "query weights [3 heads * head_dim, width], as nn.Linear stores them, got shape"),
+            ((8, 5), (6, 5), (4, 2), "same head_dim, got [8, 5] for 4 heads and [6, 5] for 2"),
+            ((8, 5), (8, 5), (4, 3), "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+            ((8, 5), (8, 5), (4, 0), "num_kv_heads must be at least 1, got 0"),
+            ((0, 5), (0, 5), (4, 4), "got shape [0, 5]"),
+        )
+    },
+    **{
+        f"{initialise.__name__}: {what}": (lambda f=initialise, m=make, o=options: f(m(), **o), error, message)
+        for initialise in (geometry.init_symmetric_, geometry.init_skew_)
+        for what, make, options, error, message in (
+            ("scale", bert, {"scale": "default"}, ValueError, "scale must be"),
+            ("zeros", zeroed, {}, ValueError, "encoder.layer.1.attention.self: weights are zero"),
+            ("no attention", lambda: NONE, {}, af.UnsupportedArchitecture, "no queries and keys"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_it_is_refused_in_words(what):
+    call, kind, message = CASES[what]
+    with pytest.raises((kind, TypeCheckError)) as caught:
+        call()
+    assert isinstance(caught.value, TypeCheckError) or message in str(caught.value)
