@@ -2,6 +2,9 @@
 
 A leak can come through a scan, a normalisation over the sequence, a cache or a custom kernel that no mask shows, so
 the model itself is asked: inputs are changed and every module is watched.
+
+Read `audit` first (`check`), then `perturb`, which finds what moves, and `passes`, which runs and watches the model.
+`declared` says what may move, `measurement` what does, `guards` watches a training, `batches` reads one batch alone.
 """
 
 from typing import TYPE_CHECKING

@@ -140,7 +140,7 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
 
 
 class _Stack:
-    """What the layers of one stack may read, and how that is said."""
+    """What the layers of one stack may read, and the words for it."""
 
     def __init__(self, model: nn.Module, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
         self.model, self.causal, self.length = model, causal, slot.length

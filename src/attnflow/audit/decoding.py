@@ -36,7 +36,7 @@ class DecodingPath:
 def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
     """Lengths of the steps: as given, or a prefill and up to four single tokens."""
     n = inputs.slots[-1].length
-    taken = {slot.length for slot in inputs.slots[:-1]}  # a step as long as the encoder's sequence cannot be told apart
+    taken = {slot.length for slot in inputs.slots[:-1]}  # no step may be as long as the encoder's
     if cache is True:
         single = next((k for k in range(min(4, n - 1), 0, -1) if n - k not in taken), 0)
         return (n - single, *([1] * single))

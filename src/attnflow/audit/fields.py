@@ -110,7 +110,7 @@ def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
 
 
 def batch_sets(batch: int, size: int) -> list[Tensor]:
-    """Sets of whole sequences: each ordered pair of sequences is told apart by one of 2 ceil(log2 batch) sets."""
+    """2 ceil(log2 batch) sets of whole sequences; for any two sequences, some set holds the first and not the other."""
     rows, sets = torch.arange(batch), []
     for bit in range((batch - 1).bit_length()):
         for value in (0, 1):

@@ -86,8 +86,8 @@ class Guard(Handle):
         self.reports.append(report)
         cost = f"{report.forward_passes} passes in {report.seconds:.1f} s"
         if not report.violations:
-            said = "no leak" if report.ok else report.verdict
-            _LOG.info("call %d: %s (%s; %s)", call, said, report.order, cost)
+            verdict = "no leak" if report.ok else report.verdict
+            _LOG.info("call %d: %s (%s; %s)", call, verdict, report.order, cost)
         elif self._on_leak == "log":
             _LOG.warning("call %d leaks (%s): %s", call, cost, report.violations[0])
         else:

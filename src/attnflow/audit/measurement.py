@@ -201,7 +201,7 @@ def load_order(path: Path) -> MeasuredOrder:
     """A golden file.
 
     Raises:
-        ValueError: it cannot be read, or is none; says what it is.
+        ValueError: it cannot be read, or holds something else.
     """
     values = read_json(path)
     try:
@@ -256,7 +256,7 @@ def _measured(model: nn.Module, inputs: Inputs, by: By, seed: int, progress: Pro
 
 
 def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
-    """A relation per sample, or their union where nothing tells the samples apart: what one shows holds for all."""
+    """A relation per sample, or their union where nothing distinguishes the samples."""
     slots = {slot.name for slot in inputs.slots}
     marks = [value for name, value in inputs.kwargs.items() if isinstance(value, Tensor) and name not in slots]
     marks = [mark for mark in marks if not mark.is_floating_point() and mark.ndim > 1 and len(mark) == inputs.batch]

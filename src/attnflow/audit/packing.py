@@ -49,7 +49,7 @@ def read_packing(
         arguments: what a model is called with.
         real: bool [batch, n], no padding.
         mask: the 2D attention mask [batch, n].
-        positions: [batch, n], or [axes, batch, n] of which the first is time.
+        positions: [batch, n], or [axes, batch, n]; the first axis is time.
         from_lowest: whether a document has the lowest position of its sequence at its start: layouts under a mask of
             pairs go back anywhere.
     """
@@ -85,7 +85,7 @@ def read_packing(
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     """(pairs of positions of one document, bool [1 or batch, n, n]; how many there are in words, "" of a single one).
 
-    What any argument keeps apart is apart.
+    Documents are apart if any argument says so.
     """
     mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
     real = real_positions(inputs, slot).expand(inputs.batch, -1)

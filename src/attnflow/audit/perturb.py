@@ -255,7 +255,7 @@ def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: T
     In float32 or below: a leak keeps its size in float64, rounding shrinks with the precision; the border is the
     geometric mean of the two. In float64 there is nothing finer: the rounding error is estimated as that of float32
     against float64, scaled, and what exceeds eight times that and one unit in the last place is a leak: the two runs
-    that are compared have each an error of their own, of which only a sample was seen.
+    that are compared have an error each, and only a sample of it was seen.
 
     `change` [batch, positions] is in the model's precision `dtype`, as are the unperturbed `values`; `other_values` and
     `other_moved` are in the other one.

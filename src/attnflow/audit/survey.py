@@ -129,7 +129,7 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
 
 
 def _asking() -> AbstractContextManager[Asked | None]:
-    if "transformers" not in sys.modules:  # then the model is none of its own
+    if "transformers" not in sys.modules:  # then the model is not one of its own
         return nullcontext()
     from attnflow.models.mask_request import asking
 
