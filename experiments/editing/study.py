@@ -20,8 +20,7 @@ from attnflow.knowledge import facts as taught
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.edit import Edited, Method, edited_layers, read_moments, targets, value_changes
-from attnflow.knowledge.hf.edit_places import Moments, Place, leads_of, places_of
-from attnflow.knowledge.hf.edit_target import Descent
+from attnflow.knowledge.hf.edit_targets import Descent, Moments, Place, leads_of, places_of
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.ablate import Chosen, choose, direction, edited, rewritten
 from experiments.knowledge_ablation.facts import RELATIONS as FIRST

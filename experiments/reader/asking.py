@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.knowledge.answers import token_ids
+from attnflow.knowledge.hf.edit_targets import token_ids
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.layered import observed
 from attnflow.knowledge.reader import Reading

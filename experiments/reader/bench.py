@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.knowledge import attach
-from attnflow.knowledge.answers import token_ids
+from attnflow.knowledge.hf.edit_targets import token_ids
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store

@@ -10,7 +10,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import edit, from_ffn
 from attnflow.knowledge.facts import Fact
 from attnflow.knowledge.hf.edit import Edited, Method, edited_layers, read_moments, targets, value_changes
-from attnflow.knowledge.hf.edit_places import leads_of, places_of
+from attnflow.knowledge.hf.edit_targets import leads_of, places_of
 from attnflow.models import sample_text
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench

@@ -132,35 +132,6 @@ def test_a_base_trains_jointly():
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"activation": "tanh"}, "activation must be one of 'relu'"),
-        ({"threshold": "none"}, "threshold must be one of 'mlp'"),
-        ({"threshold": "per_entry"}, "num_entries is needed"),
-        ({"num_heads": 0}, "num_heads must be at least 1"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GeneralizedCrossAttention(8, 4, 6, **arguments)
-
-
-def test_bad_shapes_and_entries():
-    layer, hidden, entries = layer_and_inputs()
-    with pytest.raises(ValueError, match=r"entries must be \[entries, 6\], got shape \(11, 5\)"):
-        layer(hidden, entries[:, :5])
-    with pytest.raises(ValueError, match="hidden must have width 8"):
-        layer(hidden[..., :7], entries)
-    with pytest.raises(ValueError, match="order must be one of 'query_side'"):
-        layer(hidden, entries, "sideways")
-    with pytest.raises(ValueError, match="this layer has thresholds for 11 entries, got 10"):
-        layer_and_inputs(threshold="per_entry")[0](hidden, entries[:10])
-    entries[3, 2] = math.nan
-    with pytest.raises(ValueError, match="entry 3 holds NaN"):
-        KnowledgeBase.from_entries(entries)
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("threshold", ["mlp", "coordinate", "per_entry"])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from attnflow.knowledge import GeneralizedCrossAttention, conditions
+from attnflow.knowledge import GeneralizedCrossAttention
 from attnflow.knowledge.attention import named
+from attnflow.knowledge.conditions import conditions
 
 
 def low_rank(rows, columns, rank):

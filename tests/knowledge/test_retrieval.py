@@ -22,20 +22,6 @@ from attnflow.knowledge.retrieval import (
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "give k or threshold, one of them; got k=None"),
-        ({"k": 3, "threshold": 0.0}, "give k or threshold"),
-        ({"k": 0}, "k must be at least 1"),
-        ({"threshold": math.nan}, "threshold must be a number, not NaN, got nan"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Retrieval(**arguments)
-
-
-@pytest.mark.parametrize(
     ("retrieval", "total", "queries", "training", "expected"),
     [
         (Retrieval(k=10, search="dense"), 99, 1, False, True),

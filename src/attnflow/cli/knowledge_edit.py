@@ -44,7 +44,7 @@ def knowledge_edit(
     _models.require(model)
     chosen = None if layers is None else integers(layers, "--layers")
     from attnflow.knowledge.facts import Fact, read_facts
-    from attnflow.knowledge.hf.edited_model import save_edited
+    from attnflow.knowledge.hf.edit import save_edited
 
     facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)
     texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]

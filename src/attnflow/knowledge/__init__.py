@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from attnflow._core.lazy import on_demand
 from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
-from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.provenance import Trace
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
@@ -37,7 +36,6 @@ __all__ = [
     "Trace",
     "activity",
     "attach",
-    "conditions",
     "duplicates",
     "edit",
     "from_ffn",

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from attnflow.knowledge import ModularConfig, Retrieval
+from attnflow.knowledge import Retrieval
 from attnflow.knowledge.attention import named
 from attnflow.knowledge.source import EntrySource
-from tests.models import MODULAR, modular, tokens
+from tests.models import modular, tokens
 
 FORMS = [
     {},
@@ -289,21 +289,3 @@ def test_a_twin_differs_in_sharing_alone():
         }
         assert names == {name: p.shape for name, p in twin.state_dict().items() if "mlp" not in name}
         assert type(twin.model.norm).forward.__code__.co_code == type(model.model.norm).forward.__code__.co_code
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_key_value_heads": 3}, "num_attention_heads \\(4\\) must be a multiple of num_key_value_heads \\(3\\)"),
-        ({"head_dim": 7}, "head_dim must be even, got 7"),
-        ({"threshold": "none"}, "threshold must be one of 'mlp', 'coordinate', 'per_entry', got 'none'"),
-        ({"knowledge_activation": "tanh"}, "knowledge_activation must be one of 'relu'"),
-        ({"order": "sideways"}, "order must be one of 'query_side'"),
-        ({"num_entries": 0}, "num_entries must be at least 1"),
-        ({"entries_per_token": 0}, "entries_per_token must be at least 1"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
-    ],
-)
-def test_bad_sizes(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ModularConfig(**{**MODULAR, **changes})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnflow.knowledge.layered import LayerReader
 from attnflow.models.mixing import attends
+from attnflow.models.watching import Call, Watch, calls_of
 
 Kind = Literal["embedding", "attention", "entries"]
 Add = Callable[[Kind, int, Tensor], object]
@@ -37,34 +38,26 @@ class Stream:
     @contextmanager
     def watching(self, add: Add) -> Generator[None]:
         """Call `add(kind, layer, [positions, model_dim])` for whatever is added, as it comes; the embedding once."""
-
-        def adding(kind: Kind, layer: int) -> Callable[..., None]:
-            def hook(module: nn.Module, _: object, output: Any) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                add(kind, layer, self.pick(module.added(hidden) if isinstance(module, LayerReader) else hidden))
-
-            return hook
-
         blocks = {layer: block for layer, path in self.paths.items() if (block := _block(self.model, path)) is not None}
-        with ExitStack() as hooks:
-            for layer in blocks:
-                reader = self.model.get_submodule(self.paths[layer])
-                hooks.enter_context(reader.register_forward_hook(adding("entries", layer)))
-            entered: list[nn.Module] = []
-            for block, layer in {block: layer for layer, block in reversed(blocks.items())}.items():  # a block's first
-                for child in block.children():
-                    if attends(child):
-                        hooks.enter_context(child.register_forward_hook(adding("attention", layer)))
+        firsts = {block: layer for layer, block in reversed(blocks.items())}  # a block's first
+        adders = {("entries", layer): self.model.get_submodule(self.paths[layer]) for layer in blocks}
+        for block, layer in firsts.items():
+            attending = [child for child in block.children() if attends(child)]
+            adders |= {("attention", layer, place): child for place, child in enumerate(attending)}
+        entered: list[nn.Module] = []
 
-                def entering(
-                    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: int = layer
-                ) -> None:
-                    if not entered:
-                        entered.append(module)
-                    if entered[0] is module:  # the first block that runs
-                        add("embedding", layer, self.pick(args[0] if args else kwargs["hidden_states"]))
+        def leave(call: Call, output: Any) -> None:
+            kind, layer = call.name[:2]
+            hidden = output[0] if isinstance(output, tuple) else output
+            add(kind, layer, self.pick(call.module.added(hidden) if isinstance(call.module, LayerReader) else hidden))
 
-                hooks.enter_context(block.register_forward_pre_hook(entering, with_kwargs=True))
+        def enter(call: Call) -> None:
+            if not entered:
+                entered.append(call.module)
+            if entered[0] is call.module:  # the first block that runs
+                add("embedding", call.name, self.pick(call.args[0] if call.args else call.kwargs["hidden_states"]))
+
+        with Watch(adders, leave=leave), Watch({layer: block for block, layer in firsts.items()}, enter):
             yield
 
     def pick(self, hidden: Tensor) -> Tensor:
@@ -116,25 +109,23 @@ def directions(
     weight = getattr(head, "weight", None)
     if head is None or not isinstance(weight, Tensor):
         return "the model has no unembedding, so that no token has a logit"
+    outer = {
+        name: part
+        for name, part in stream.model.named_modules()
+        if part is head or (not _ELEMENT.search(name) and _NORM.search(type(part).__name__))
+    }
     added: list[Tensor] = []
-    calls: list[tuple[nn.Module, Tensor, Tensor]] = []  # (module, input, output) of the unembedding and outer norms
-
-    def record(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        calls.append((module, inputs[0], output))
-
-    with ExitStack() as hooks:
-        for name, part in stream.model.named_modules():
-            if part is head or (not _ELEMENT.search(name) and _NORM.search(type(part).__name__)):
-                hooks.enter_context(part.register_forward_hook(record))
-        hooks.enter_context(stream.watching(lambda _kind, _layer, value: added.append(value)))
-        said = getattr(run(), "logits", None)
-    _, entered, logits = next(one for one in calls if one[0] is head)
+    said: list[object] = []
+    with stream.watching(lambda _kind, _layer, value: added.append(value)):
+        calls = calls_of(outer, lambda: said.append(getattr(run(), "logits", None)))
+    unembedded = next(call for call in calls if call.module is head)
+    entered, logits = unembedded.first, unembedded.output
     last = entered[stream.sequence, -1]
-    norms = [one for one in calls if one[0] is not head and torch.equal(one[2][stream.sequence, -1], last)]
+    norms = [call for call in calls if call.module is not head and torch.equal(call.output[stream.sequence, -1], last)]
     if not norms or not added:
         return "its unembedding does not read the output of a final norm"
-    module, before, after = norms[-1]
-    x, y = stream.pick(before), stream.pick(after)
+    module, before = norms[-1].module, norms[-1].first
+    x, y = stream.pick(before), stream.pick(norms[-1].output)
     total = torch.stack([one for one in added if one.shape == x.shape]).sum(dim=0)
     error = float(((total - x).norm(dim=-1) / x.norm(dim=-1)).max())
     if not error <= _SUM * _rounding(before.dtype):
@@ -142,7 +133,7 @@ def directions(
             "what its final norm reads is not the sum of the embedding and of what attention and entries add (off by "
             f"{100 * error:.2g} %): norms or scales lie between"
         )
-    factor = _factor(logits, said)
+    factor = _factor(logits, said[0])
     if factor is None:
         return "the logits are not those of its unembedding, nor a multiple of them (they may be capped)"
     norm = _frozen(module, x, y, before)

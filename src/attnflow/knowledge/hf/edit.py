@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,23 +13,29 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.checks import integer, number
+from attnflow._core.files import write_folder
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
-from attnflow.knowledge.answers import answers_of, batch, token_ids
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.hf.edit_places import (
+from attnflow.knowledge.hf.convert import from_ffn, to_ffn
+from attnflow.knowledge.hf.edit_targets import (
+    Descent,
     Layers,
     Moments,
     Place,
+    about,
     adding,
+    answers_of,
     leads_of,
     moments_of,
+    next_logits,
     places_of,
+    target,
+    token_ids,
     weights_at,
     weights_everywhere,
 )
-from attnflow.knowledge.hf.edit_target import Descent, about, target
 from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.knowledge.least_change import least_change
@@ -312,10 +319,7 @@ def _check_base(model: nn.Module) -> None:
 @torch.no_grad()
 def _next(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
     """Probabilities of the next token after each text."""
-    if not texts:
-        return torch.zeros(0)
-    rows = [cast(Any, model)(**batch(model, [ids])).logits[0, -1].float().softmax(dim=-1) for ids in texts]
-    return torch.stack(rows)
+    return torch.stack([next_logits(model, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
 
 
 _Said = list[tuple[float, str, bool, int]]
@@ -339,3 +343,34 @@ def _changes(facts: Sequence[Fact], before: _Said, after: _Said) -> tuple[FactCh
         FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], new[1], new[2], new[3])
         for fact, old, new in zip(facts, before, after, strict=True)
     )
+
+
+def save_edited(
+    loaded: Loaded,
+    facts: Facts,
+    folder: str | os.PathLike[str],
+    *,
+    layers: Sequence[int] | None = None,
+    untouched: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> EditReport:
+    """Edit a model and write it, with its tokenizer, as an ordinary transformers model; the one given stays as it is.
+
+    In float32, whatever the model is in: the changes are too small for half precision. The folder is replaced in one
+    step.
+
+    Raises:
+        ValueError: as `edit`. Nothing is written.
+        FileNotFoundError: the folder around it does not exist.
+
+    Cost: as `edit`, and two copies of the model.
+    """
+    converted = from_ffn(loaded).float()
+    with edit(
+        *(converted, facts), layers=layers, untouched=untouched, tokenizer=loaded.tokenizer, progress=progress
+    ) as handle:
+        plain, tokenizer = cast(Any, to_ffn(converted)), cast(Any, loaded.tokenizer)
+        with write_folder(folder) as part:
+            plain.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+        return handle.report

@@ -118,10 +118,8 @@ class TextEncoder:
         integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
 
     @classmethod
-    def of(cls, store: Store, name: str | None = None, *, current: bool = False) -> TextEncoder:
+    def of(cls, store: Store, name: str | None = None) -> TextEncoder:
         """The encoder that made the entries of a store, by the version that is stored with them; or the one named.
-
-        `current` takes it as it is now, even if it has changed since, as for embedding the entries anew.
 
         Raises:
             ValueError: entries that no encoder of texts made, or that do not say which did, or one that has changed.
@@ -141,10 +139,9 @@ class TextEncoder:
             return encoder
         whole, halves = (encoder.model, encoder.tokenizer), store.dim == 2 * encoder.dim
         keyed = cls(whole, name=encoder.name, separator=SEPARATOR, values=halves)
-        # Where it has changed, versions do not say which of the two it was, but entries do.
-        if keyed.version == version or (current and SEPARATOR in (store.get(store.ids()[:1])[0].text or "")):
+        if keyed.version == version:
             return keyed
-        if not current and name is None:
+        if name is None:
             raise ValueError(
                 f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
                 f" build the store anew, or name the encoder to search all the same (--encoder {chosen})"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
@@ -16,9 +15,9 @@ from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.layered import LayerReader
 from attnflow.models.evaluation import evaluating, seed_all
+from attnflow.models.watching import Arguments, Call, Watch
 
 Inputs = Mapping[str, Tensor]
-_Call = tuple[Any, ...]  # arguments
 _TOKENS: Final = 6
 
 
@@ -62,18 +61,10 @@ def verify(
     if not any(bool(value.isfinite().any()) for value in before):
         raise ValueError(f"{type(model).__name__} says nothing finite on the tokens of the check; {hint}")
     values = [base.entries[base.rows(layer), layout.value] for layer, layout in enumerate(base.layouts)]
+    layers = {reader.layer: cast(nn.Module, reader) for reader in opened.modules() if isinstance(reader, LayerReader)}
     ran: set[int] = set()
-    layers = [reader for reader in opened.modules() if isinstance(reader, LayerReader)]
-
-    def see(module: nn.Module, _: object, __: object) -> None:
-        ran.add(cast(LayerReader, module).layer)
-
-    hooks = [cast(nn.Module, one).register_forward_hook(see) for one in layers]
-    try:
+    with Watch(layers, lambda call: ran.add(call.name)):
         _compare(type(model).__name__, before, partial(choices.repeated, opened, named), values, base)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for layer, path in enumerate(paths):
         if layer not in ran:
             draw = torch.Generator().manual_seed(0)
@@ -128,34 +119,28 @@ class _Choices:
     """What each module of experts was given in a pass of the model, for the passes of its copy."""
 
     def __init__(self, model: nn.Module, opened: nn.Module, paths: Sequence[str]) -> None:
-        self._pairs = [(model.get_submodule(path), opened.get_submodule(path)) for path in paths]
-        self._calls: list[list[_Call]] = [[] for _ in paths]
+        self._own = {path: model.get_submodule(path) for path in paths}
+        self._copies = {path: opened.get_submodule(path) for path in paths}
+        self._given: dict[tuple[str, int], tuple[Any, ...]] = {}
 
-    @contextmanager
-    def noted(self) -> Generator[None]:
+    def noted(self) -> Watch:
         """What the model's modules are given inside is noted."""
 
-        def hook(calls: list[_Call], module: nn.Module, args: _Call, kwargs: dict[str, Any]) -> None:
-            calls.append(tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()))
+        def note(call: Call) -> None:
+            self._given[call.name, call.number] = tuple(call.arguments().values())
 
-        with ExitStack() as hooks:
-            for (module, _), calls in zip(self._pairs, self._calls, strict=True):
-                hooks.enter_context(module.register_forward_pre_hook(partial(hook, calls), with_kwargs=True))
-            yield
+        return Watch(self._own, note)
 
     def repeated(self, opened: nn.Module, inputs: Inputs) -> list[Tensor]:
         """Outputs of the copy with those choices: indices and weights, or tokens that were multiplied by weights."""
 
-        def hook(calls: Iterator[_Call], _: nn.Module, args: _Call, kwargs: dict[str, Any]) -> Any:
-            noted = next(calls, ())
-            hidden = (*args, *kwargs.values())[0]
-            if not noted or noted[0].shape != hidden.shape:
+        def give(call: Call) -> Arguments | None:
+            noted = self._given.get((call.name, call.number), ())
+            if not noted or noted[0].shape != call.first.shape:
                 return None
-            return (noted if len(noted) == 1 else (hidden, *noted[1:])), {}
+            return (noted if len(noted) == 1 else (call.first, *noted[1:])), {}
 
-        with ExitStack() as hooks:
-            for (_, module), calls in zip(self._pairs, self._calls, strict=True):
-                hooks.enter_context(module.register_forward_pre_hook(partial(hook, iter(calls)), with_kwargs=True))
+        with Watch(self._copies, give):
             return _outputs(opened, inputs)
 
 

@@ -1,0 +1,290 @@
+"""Where a model is edited, and what its layers must add there: tokens of prompts, weights of entries, targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from attnflow._core.progress import Progress
+from attnflow.knowledge.facts import Fact
+from attnflow.knowledge.layered import EntryValues
+from attnflow.models.inputs import sparing
+from attnflow.models.watching import Call, Watch, calls_of
+
+Layers = Mapping[int, EntryValues]
+
+_WINDOW: Final = 256  # tokens of a piece of text
+_LEAD: Final = 5  # words before a prompt
+_RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
+_ABOUT: Final = " is a"  # after a subject: what the model says of it otherwise shall stay
+_ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
+
+
+class Answers(NamedTuple):
+    """What a model makes of answers to prompts.
+
+    Attributes:
+        scores: the mean log-probability of the tokens of each answer, in nats, float32.
+        first: whether each of its tokens is the model's most likely one.
+        rows: logits of the token after each prompt, float32.
+    """
+
+    scores: Float[Tensor, " pairs"]
+    first: Bool[Tensor, " pairs"]
+    rows: Float[Tensor, "pairs vocabulary"]
+
+
+def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
+    """The ids of a prompt; or of what follows it, a space before it and nothing special around it."""
+    if answer:
+        return cast("list[int]", tokenizer(f" {text.strip()}", add_special_tokens=False)["input_ids"])
+    return cast("list[int]", tokenizer(text)["input_ids"])
+
+
+def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Sequences of ids side by side, padded at their ends, as keyword arguments of a forward pass."""
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
+    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+
+
+def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
+    """Scores of answers after their prompts; differentiable.
+
+    Cost: one forward pass over all pairs, padded to the longest; the logits of the answers alone are made float32.
+    """
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
+
+
+def answers_in(
+    logits: Float[Tensor, "pairs tokens vocabulary"],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> Answers:
+    """Likewise, from the logits of that pass."""
+    scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
+    for row, prompt, answer in zip(logits, prompts, answers, strict=True):
+        said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+        wanted = torch.tensor(list(answer), device=row.device)
+        scores.append(said.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())
+        first.append((said.detach().argmax(dim=-1) == wanted).all())
+        rows.append(said[0])
+    return Answers(torch.stack(scores), torch.stack(first), torch.stack(rows))
+
+
+def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
+    """Logits of the token after a text, float32."""
+    return cast(Any, model)(**batch(model, [ids])).logits[0, -1].float()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token of a prompt at which something is to be added.
+
+    Attributes:
+        ids: of the prompt.
+        position: of the token.
+        answer: ids of what is to follow the prompt; none where the prompt is there for its weights alone.
+    """
+
+    ids: tuple[int, ...]
+    position: int
+    answer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Second moments E[k k^T] of the weights of layers' entries on a text, float64, with a little of the identity.
+
+    Attributes:
+        layers: one matrix [entries, entries] for each.
+        tokens: that were read.
+    """
+
+    layers: Mapping[int, Tensor]
+    tokens: int
+
+
+def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Place]:
+    """Where a fact is edited: its prompts, alone and after leads, and with a subject the subject after leads.
+
+    Raises:
+        ValueError: a tokenizer that cannot tell where a subject ends; a prompt with its answer over the limit.
+    """
+    answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
+    places: list[Place] = []
+    for prompt in fact.prompts:
+        for lead in ("", *leads):
+            place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
+            if limit is not None and len(place.ids) + len(answer) > limit:
+                said = f"{len(place.ids)} tokens and an answer of {len(answer)}, and the model reads {limit}"
+                if not lead:
+                    raise ValueError(f"the prompt {prompt[:40]!r} has {said}")
+                continue
+            places.append(place)
+    if fact.subject:
+        places += [_place(tokenizer, f"{lead}{fact.subject}", len(lead), fact.subject, ()) for lead in leads]
+    return places
+
+
+def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Place:
+    """The last token of a subject that begins at a character of a text; without a subject, of the text."""
+    if not subject:
+        ids = token_ids(tokenizer, text)
+        return Place(tuple(ids), len(ids) - 1, answer)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say which characters its tokens are of, so that the subject "
+            f"{subject!r} cannot be told from the rest: load a fast tokenizer, or leave the subject out"
+        )
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    spans = cast("list[tuple[int, int]]", encoded["offset_mapping"])
+    last = start + len(subject) - 1
+    position = next(index for index, (first, end) in enumerate(spans) if first <= last < end)
+    return Place(tuple(cast("list[int]", encoded["input_ids"])), position, answer)
+
+
+def about(tokenizer: PreTrainedTokenizerBase, lead: str, subject: str) -> Place:
+    """A prompt that lets the model say something of the subject."""
+    return _place(tokenizer, f"{lead}{subject}{_ABOUT}", len(lead), subject, ())
+
+
+def leads_of(text: str, count: int) -> list[str]:
+    """Beginnings of sentences from all over a text, to stand before prompts."""
+    words = text.split()
+    starts = [len(words) * place // count for place in range(count)] if words else []
+    return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
+
+
+def weights_at(model: nn.Module, layers: Layers, places: Sequence[Place]) -> dict[int, Tensor]:
+    """The weights of each layer's entries at one token of each prompt, [places, entries], float64."""
+    positions, rows = [place.position for place in places], torch.arange(len(places))
+    calls = calls_of(layers, lambda: cast(Any, model)(**batch(model, [place.ids for place in places])))
+    return {call.name: call.first[rows, positions].double().cpu() for call in calls}
+
+
+def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    """The weights of each layer's entries at all tokens of some texts, [tokens, entries], float64."""
+    seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for ids in texts:
+        for call in calls_of(layers, lambda ids=ids: cast(Any, model)(**batch(model, [ids]))):
+            seen[call.name].append(call.first[0].double().cpu())
+    return {layer: torch.cat(parts) for layer, parts in seen.items() if parts}
+
+
+@torch.no_grad()
+def moments_of(
+    model: nn.Module, layers: Layers, ids: Sequence[int], limit: int | None, progress: Progress | None = None
+) -> Moments:
+    """Second moments on a text, read in windows; memory of the moments and of one window."""
+    sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
+    window = min(_WINDOW, limit or _WINDOW)
+
+    def add(call: Call) -> None:
+        rows = call.first[0].float()
+        sums[call.name].add_((rows.T @ rows).double().cpu())
+
+    with Watch(layers, add):
+        for start in range(0, len(ids), window):
+            piece = ids[start : start + window]
+            cast(Any, model)(**{**batch(model, [piece]), **sparing(model)})
+            if progress is not None:
+                progress(start + len(piece), len(ids), "tokens of text")
+    for moment in sums.values():
+        moment /= max(len(ids), 1)
+        moment.diagonal().add_(max(_RIDGE * float(moment.diagonal().mean()), torch.finfo(torch.float64).tiny))
+    return Moments(sums, len(ids))
+
+
+def adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
+    """Inside, layers add a vector at one token of each row of a batch."""
+    rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
+
+    def add(call: Call, output: Tensor) -> Tensor:
+        where = torch.zeros(output.shape[:2], dtype=output.dtype, device=output.device)
+        where[rows, positions] = 1
+        return output + where[..., None] * added[call.name].to(output.dtype)
+
+    return Watch(layers, leave=add)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How targets are looked for.
+
+    Attributes:
+        steps: of Adam, at most.
+        rate: its step, in units of the norm of what a layer adds at the place.
+        decay: weight of the squared norm of what is added, in the same units.
+        keep: weight of the divergence from what the model says of the subject otherwise (ROME's essence drift).
+    """
+
+    steps: int = 20
+    rate: float = 0.15
+    decay: float = 0.02
+    keep: float = 0.1
+
+
+@torch.enable_grad()
+def target(
+    model: nn.Module, layers: Layers, places: Sequence[Place], subject: Place | None, descent: Descent
+) -> dict[int, Tensor]:
+    """What each layer must add at the places, [model_dim], so that the answers follow; for all layers together.
+
+    Minimises the mean of -log p(answer | prompt) over the prompts, plus a divergence and the size of what is added.
+    Parameters get no gradient.
+
+    Raises:
+        ValueError: a loss that is not finite.
+
+    Cost: `steps` passes forward and backward over the places.
+    """
+    asked = [place for place in places if place.answer]
+    rows, answers = [place.ids for place in asked], [place.answer for place in asked]
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        norms = {
+            call.name: float(call.output[0, places[0].position].double().norm())
+            for call in calls_of(layers, lambda: cast(Any, model)(**batch(model, [places[0].ids])))
+        }
+        free = {layer: torch.zeros(one.weight.shape[0], requires_grad=True) for layer, one in layers.items()}
+        optimiser = torch.optim.Adam(free.values(), lr=descent.rate)
+        with torch.no_grad():
+            before = None if subject is None else next_logits(model, subject.ids).log_softmax(dim=-1)
+        together = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
+        inputs = batch(model, together if subject is None else [*together, subject.ids])
+        for _ in range(descent.steps):
+            # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
+            added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
+            with adding(layers, added, [*asked, *([] if subject is None else [subject])]):
+                logits: Tensor = cast(Any, model)(**inputs).logits
+            said = answers_in(logits[: len(asked)], rows, answers)
+            loss = -said.scores.mean()
+            if before is not None and subject is not None:
+                now = logits[-1, len(subject.ids) - 1].float().log_softmax(dim=-1)
+                loss = loss + descent.keep * functional.kl_div(now, before, log_target=True, reduction="sum")
+            loss = loss + descent.decay * torch.stack([unit.square().mean() for unit in free.values()]).sum()
+            if not bool(torch.isfinite(loss)):
+                raise ValueError("the loss is NaN or infinite: check the weights of the model")
+            if float(said.scores.detach().min().exp()) > _ENOUGH and bool(said.first.all()):
+                break
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    return {layer: (norms[layer] * unit.numel() ** -0.5 * unit).detach() for layer, unit in free.items()}
