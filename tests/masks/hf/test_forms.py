@@ -126,19 +126,19 @@ def test_flex_attention_never_builds_a_table_of_all_pairs():
 
 
 def test_only_recent_block_masks_are_kept():
-    forms = MaskForms(af.masks.causal(64))
+    forms = GridForms.of(af.masks.causal(64))
     for size in range(1, 40):
         forms.block_mask(Span(0, size, 0, size, size), CPU)
     assert len(forms._blocks) == 8
 
 
 def test_pickles_carry_the_mask_alone():
-    forms = MaskForms(af.masks.causal(64))
-    forms.dense(4, 4, CPU)
+    forms = GridForms.of(af.masks.causal(64))
+    forms.parts[0][0].dense(4, 4, CPU)
     forms.block_mask(Span(0, 4, 0, 4, 4), CPU)
     twin = pickle.loads(pickle.dumps(forms))
     assert twin.mask == forms.mask
-    assert twin._dense == {}
+    assert (len(twin._blocks), twin.parts[0][0]._dense) == (0, {})
 
 
 def test_a_dense_table_grows_by_doubling_and_stops_at_the_mask():

@@ -60,7 +60,6 @@ class MaskForms:
         self.has_empty_rows = bool((self.mask.row_counts() == 0).any())
         self.looks_ahead = True  # whether a leading crop can lose keys; True until known to be False
         self._dense: dict[str, Tensor] = {}
-        self._blocks: OrderedDict[tuple[Span, str], BlockMask] = OrderedDict()
 
     @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -106,17 +105,6 @@ class MaskForms:
             view[start : start + len(part)] = part[: rows - start, :columns]
         self._dense[str(device)] = table = table.to(device)
         return table
-
-    @_untraced
-    def block_mask(self, span: Span, device: torch.device) -> BlockMask:
-        """The BlockMask of one call without padding."""
-        key = (span, str(device))
-        if key not in self._blocks:
-            self._blocks[key] = self.placed(span).block_mask(device=device)
-            while len(self._blocks) > _MAX_BLOCK_MASKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
 
     def placed(self, span: Span, query_shift: int = 0, key_shift: int = 0) -> Mask:
         """The mask as seen by one call: rows and keys moved up by the shifts, then cut to the span."""
@@ -175,12 +163,11 @@ class GridForms:
     @_untraced
     def block_mask(self, span: Span, device: torch.device) -> BlockMask:
         """The BlockMask of one call without padding."""
-        if self.shape == (1, 1):
-            return self.parts[0][0].block_mask(span, device)
         key = (span, str(device))
         if key not in self._blocks:
             rows = tuple(tuple(form.placed(span) for form in row) for row in self.parts)
-            self._blocks[key] = MaskGrid(rows, span.num_queries, span.num_keys).block_mask(device=device)
+            one = rows[0][0] if self.shape == (1, 1) else MaskGrid(rows, span.num_queries, span.num_keys)
+            self._blocks[key] = one.block_mask(device=device)
             while len(self._blocks) > _MAX_BLOCK_MASKS:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(key)
