@@ -19,8 +19,8 @@ from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.masks.costs import CostModel
 from attnflow.order import analyze
 from attnflow.report import page
-from attnflow.tasks import Label, Task, Token, Verification, check
-from attnflow.tasks.verification import TaskDifference
+from attnflow.tasks import Label, Task, Token, check
+from attnflow.tasks.verification import TaskDifference, Verification
 from tests.report.reading import parse_page
 
 HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single' \x00 \u202e </title> <!-- ]]>"

@@ -12,8 +12,8 @@ from attnflow._core.results import Result
 from attnflow.order import analyze
 from attnflow.report import registry
 from attnflow.report.svg import Svg
-from attnflow.tasks import Verification, check
-from attnflow.tasks.verification import TaskDifference
+from attnflow.tasks import check
+from attnflow.tasks.verification import TaskDifference, Verification
 from tests.bias.test_map import make as bias_map
 from tests.knowledge.test_provenance import made as trace
 from tests.report.reading import parse_page, parse_svg

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Task, Token
-from attnflow.tasks.leaks import Leak
+from attnflow.tasks.leaks import Leak, LeakReport
 from attnflow.testing import closure, depth, power
 
 
@@ -163,6 +163,6 @@ def test_tasks_without_labels_or_positions():
 
 def test_a_report_survives_json_and_says_its_verdict():
     report = tasks.check(leaky())
-    assert tasks.LeakReport.from_json(report.to_json()) == report
+    assert LeakReport.from_json(report.to_json()) == report
     assert report.to_dict()["ok"] is False
     assert [row["route"] for row in report.rows()] == [leak.route for leak in report.leaks]

@@ -14,11 +14,11 @@ from attnflow.tasks.families import (
     multi_token_prediction,
     permutation_lm,
 )
-from attnflow.tasks.leaks import LeakReport, check
+from attnflow.tasks.leaks import check
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Label, Task, Token
-from attnflow.tasks.verification import Verification, verify
+from attnflow.tasks.verification import verify
 
 if TYPE_CHECKING:
     from attnflow.tasks.hf import generate_blocks, infill, score, share_prefixes
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Collator",
     "Label",
-    "LeakReport",
     "Task",
     "Token",
-    "Verification",
     "average_embeddings",
     "block_diffusion",
     "block_two_stream",
