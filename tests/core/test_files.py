@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnflow._core import files
 from attnflow._core.files import SEAL, seal, sealed, unseal, write_atomically, write_folder
+from attnflow.models.addons import read_addon, write_addon
 from tests.dying import Died, changes, dying
 
 
@@ -24,6 +26,17 @@ def fill(folder: Path, text: str) -> None:
         (new / "below").mkdir()
         for name in ("a", "below/b"):
             (new / name).write_text(text)
+
+
+def save(folder: Path, text: str) -> None:
+    """What `bias.save` and the readers of a store write."""
+    write_addon(folder, "bias", {"weight": torch.full((3,), float(len(text)))}, {"text": text}, {})
+
+
+def loaded(folder: Path) -> str:
+    addon = read_addon(folder, "bias")
+    assert addon.tensors["weight"].tolist() == [float(len(addon.config["text"]))] * 3
+    return addon.config["text"]
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -76,7 +89,9 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize(("write", "read", "value"), [(put, Path.read_text, str), (fill, content, whole)])
+@pytest.mark.parametrize(
+    ("write", "read", "value"), [(put, Path.read_text, str), (fill, content, whole), (save, loaded, str)]
+)
 def test_a_writer_that_dies_anywhere_twice_leaves_the_old_or_the_new(tmp_path: Path, write, read, value) -> None:
     target = tmp_path / "x"
     points = len(changes(tmp_path, lambda: [write(target, "0"), write(target, "0")]))
