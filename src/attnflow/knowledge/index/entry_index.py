@@ -67,7 +67,7 @@ class EntryIndex:
             raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
         if search == "approximate":
             faiss()
-        self.requested = search
+        self.requested: SearchMode = search
         self._lock = threading.RLock()  # of whoever changes entries, and of the lists
         self.load(np.zeros(0, dtype=np.int64), np.zeros((0, self.dim + self.num_thresholds), dtype=np.float32))
 

@@ -136,7 +136,7 @@ class EntryTable:
             query = self._table.search().select(names)
             rows = (query.where(_among(ids)) if len(ids) <= _FEW else query).to_arrow()
         if len(ids) > _FEW:
-            rows = rows.filter(self._arrow.compute.is_in(rows["id"], value_set=self._arrow.array(ids)))
+            rows = rows.filter(self._arrow.array(np.isin(rows["id"].to_numpy(), ids)))
         return {row["id"]: row for row in rows.to_pylist()} if len(ids) else {}
 
     def counts(self, name: str) -> dict[Any, int]:
@@ -315,7 +315,6 @@ def _packages() -> tuple[Any, Any]:
     try:
         import lancedb
         import pyarrow
-        import pyarrow.compute
     except ImportError as error:
         raise MissingExtra("lancedb", "knowledge", "a store of entries") from error
     return lancedb, pyarrow
