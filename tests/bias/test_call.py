@@ -8,7 +8,7 @@ import torch
 from attnflow import masks
 from attnflow.bias import attention
 from attnflow.bias.call import Allow, make_call
-from attnflow.bias.terms import Additive, Dense
+from attnflow.bias.terms import Dense
 from tests.bias.cases import Case, cast
 
 CPU = torch.device("cpu")
@@ -59,34 +59,6 @@ def test_heads_that_do_not_fit(shapes, message):
         call_of(*tensors(**shapes))
 
 
-def test_tensors_that_do_not_fit():
-    query, key, value = tensors()
-    for bad in (
-        (query[0], key, value),
-        (query[:1], key, value),
-        (query, key[:, :, 1:], value),
-        (query[..., 1:], key, value),
-    ):
-        with pytest.raises(ValueError, match=r"query.*key.*value"):
-            call_of(*bad)
-
-
-def test_terms_that_do_not_fit():
-    query, key, value = tensors()
-    with pytest.raises(ValueError, match="Additive has 3 maps, which 4 heads cannot share evenly"):
-        call_of(query, key, value, [Additive(torch.zeros(2, 3, 7))])
-    with pytest.raises(ValueError, match="must be on one device, got cpu, meta"):
-        call_of(query, key, value, [Additive(torch.zeros(2, 1, 7, device="meta"))])
-    with pytest.raises(ValueError, match="sinks and all terms must be on one device, got cpu, meta"):
-        make_call(query, key, value, (), None, None, None, torch.zeros(4, device="meta"), 0.0)
-
-
-@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan")])
-def test_dropout_out_of_range(dropout):
-    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\)"):
-        call_of(*tensors(), dropout=dropout)
-
-
 def rows_of(table):
     return lambda block: table[None, None, block]
 
@@ -122,29 +94,6 @@ def test_batches_and_heads_are_kept():
     assert allow.batch == 2
     assert torch.equal(allow.rows(slice(1, 3)), table[:, :, 1:3])
     assert Allow.of(allow, 3, 5, CPU) is allow
-
-
-def test_forms_are_made_once():
-    allow, made = Allow.of(masks.causal(4), 4, 4, CPU), []
-    for _ in range(3):
-        assert allow.derived("blocks", lambda: made.append(1) or "found") == "found"
-    assert allow.derived(("bits", 32), lambda: "other") == "other"
-    assert made == [1]
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ("causal", TypeError, "the mask must be a Mask, a boolean tensor or None, got str"),
-        (torch.zeros(3, 5), TypeError, "a mask is boolean, True where a query attends, got torch.float32"),
-        (torch.ones(2, 3, 5, dtype=torch.bool), ValueError, r"got \(2, 3, 5\)"),
-        (torch.ones(5, 3, dtype=torch.bool), ValueError, "the mask has 5 queries and 3 keys, the call 3 and 5"),
-        (masks.causal(5), ValueError, "slice it to the rows and columns of this call"),
-    ],
-)
-def test_bad_masks(given, error, message):
-    with pytest.raises(error, match=message):
-        Allow.of(given, 3, 5, CPU)
 
 
 def test_the_advice_about_masks_of_numbers_works():

@@ -1,7 +1,6 @@
 """The reasoning graph: which edges it has, and every form that it takes."""
 
 import networkx
-import pytest
 import torch
 
 from attnflow.bias import BiasMap
@@ -32,11 +31,6 @@ def test_edges_are_positive_and_no_loops():
     assert found.graph(threshold=0.4, top_k=1).edges == found.graph(top_k=1).edges
     assert found.graph() == found.graph(top_k=2)
     assert found.graph(layer=0).about == "layer 0; the 2 strongest keys of each query"
-    for wrong in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="threshold must be positive"):
-            found.graph(threshold=wrong)
-    with pytest.raises(ValueError, match="top_k must be at least 1"):
-        found.graph(top_k=0)
 
 
 def test_a_causal_graph_is_acyclic_and_a_bidirectional_one_may_not_be():

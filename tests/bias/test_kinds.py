@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attnflow.bias import attention
-from attnflow.bias.config import LayerShape, Vectors
-from attnflow.bias.hf.saving import (
-    KINDS,
+from attnflow.bias import (
     AlibiConfig,
     BilinearConfig,
     CumulativeConfig,
@@ -19,7 +16,10 @@ from attnflow.bias.hf.saving import (
     KeyConfig,
     LowRankConfig,
     RelativeConfig,
+    attention,
 )
+from attnflow.bias.config import LayerShape, Vectors
+from attnflow.bias.hf.saving import KINDS
 from attnflow.bias.positions import buckets, slopes
 from tests.bias.cases import config_of
 

@@ -1,6 +1,5 @@
 """`LayerBias`: several kinds as one, and a user's own module."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -84,15 +83,3 @@ def test_a_users_module():
     outputs[1].sum().backward()
     assert shaped.slope.grad is not None
     assert CustomConfig(Distance).layer_indices(3) == [0, 2]
-
-
-def test_what_a_user_may_get_wrong():
-    with pytest.raises(TypeError, match=r"custom: build must return an nn\.Module, got int"):
-        CustomConfig(lambda shape: 3).module(SHAPE)
-
-    class Flat(nn.Module):
-        def forward(self, query, key):
-            return query[..., 0]
-
-    with pytest.raises(ValueError, match=r"Flat must return \[batch or 1, maps, 9, 9\], got \(2, 9\)"):
-        terms_of(layer_of(CustomConfig(lambda shape: Flat()).module(SHAPE)))

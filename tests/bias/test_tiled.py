@@ -1,4 +1,4 @@
-"""The memory-bounded implementation: values, gradients, memory, dropout, and what training does to it."""
+"""The reference and the tiles against float64: values and gradients; of the tiles memory, dropout and training, too."""
 
 import subprocess
 import sys
@@ -19,18 +19,24 @@ from tests.memory import PEAK
 TWO = (("guidance", "one"), ("additive", "kv"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(backend, dtype) for backend in ("reference", "tiled") for dtype in (torch.float32, torch.bfloat16)]
+    + [("reference", torch.float16), ("tiled", torch.float64)],
+    ids=str,
+)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", TERMS)
-def test_values_and_gradients(kind, mask, dtype):
-    check_against_float64(Case(terms=((kind, "kv"),), mask=mask, dtype=dtype), "tiled")
+def test_values_and_gradients(kind, mask, backend, dtype):
+    check_against_float64(Case(terms=((kind, "kv"),), mask=mask, dtype=dtype), backend)
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.parametrize("maps", ["one", "kv", "heads"])
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8])
-def test_grouped_queries(ratio, maps):
+def test_grouped_queries(ratio, maps, backend):
     terms = (("guidance", maps), ("offset", maps), ("product", maps), ("dense", maps))
-    check_against_float64(Case(terms=terms, num_heads=2 * ratio, num_kv_heads=2, mask="holes"), "tiled")
+    check_against_float64(Case(terms=terms, num_heads=2 * ratio, num_kv_heads=2, mask="holes"), backend)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])

@@ -298,42 +298,6 @@ def test_several_biases_are_one_map():
     assert len({float(x) for x in found.layer(0).raw[:, 5, 0]}) == 4  # ALiBi has a slope for each head
 
 
-def test_errors(tokenizer):
-    plain = tiny("Llama", torch.float32)
-    with pytest.raises(ValueError, match=r"has no bias attached; see af\.bias\.attach"):
-        af.bias.capture(plain, [5, 6])
-    model = biased(layers=[1])
-    with pytest.raises(ValueError, match="a text needs a tokenizer"):
-        af.bias.capture(model, "w5 w6")
-    with pytest.raises(ValueError, match=r"layers must list some of the layers with a bias, \[1\], got \[0\]"):
-        af.bias.capture(model, [5, 6], layers=[0])
-    with pytest.raises(ValueError, match="queries must be positions of 2 tokens, -2 to 1, got"):
-        af.bias.capture(model, [5, 6], queries=[2])
-    with pytest.raises(ValueError, match=r"heads must hold positions in \[0, 4\), got 4"):
-        af.bias.capture(model, [5, 6], heads=[4])
-    with pytest.raises(ValueError, match="at least one token"):
-        af.bias.capture(model, torch.zeros(1, 0, dtype=torch.long))
-    with pytest.raises(TypeError, match=r"token ids, got a tensor of torch\.float32"):
-        af.bias.capture(model, torch.zeros(3))
-    with pytest.raises(ValueError, match="pass a batch as a mapping"):
-        af.bias.capture(model, ids(4, batch=2))
-    with pytest.raises(ValueError, match="inputs must hold input_ids, got attention_mask"):
-        af.bias.capture(model, {"attention_mask": torch.ones(1, 3)})
-    with pytest.raises(ValueError, match="generate must be at least 1"):
-        af.bias.capture(model, [5, 6], generate=0)
-    with pytest.raises(ValueError, match="does not generate"):
-        af.bias.capture(biased("Bert"), [5, 6], generate=1)
-    with pytest.raises(ValueError, match="no forward pass"):
-        af.bias.capture(model, lambda: None)
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn is being captured already"):
-        af.bias.capture(model, lambda: af.bias.capture(model, [5, 6]))
-    with pytest.raises(ValueError, match="leave generate= out, and generate there"):
-        af.bias.capture(model, lambda: model(ids(3)), generate=1)
-    with pytest.raises(ValueError, match=r"must be positions from 0 on, or 'all', got \[-1\]"):
-        af.bias.capture(model, lambda: model(ids(3)), queries=[-1])
-    assert af.bias.capture(model, [5, 6]).tokens == ("5", "6")
-
-
 @pytest.mark.slow
 def test_the_papers_prompt_on_smollm2():
     loaded = af.models.load_model("smollm2-135m")

@@ -1,0 +1,133 @@
+"""Bad arguments of every public function of the room: the error says what was expected and what came."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import attnflow as af
+from attnflow.bias.hf.saving import config_from_dict
+from attnflow.bias.terms import Additive
+from tests.bias.hf.common import biased, family
+from tests.bias.test_map import make
+
+B = af.bias
+CHECKED = "Type-check error"  # which comes first while the tests run under the type checker
+Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
+META = torch.zeros(2, 1, 7, device="meta")
+
+
+class Flat(nn.Module):
+    def forward(self, query, key):
+        return query[..., 0]
+
+
+def model():
+    return biased("Llama", B.GuidanceConfig(layers=[1], hidden_dim=4), torch.float32)
+
+
+def capture(*arguments, **options):
+    return lambda: B.capture(model(), *arguments, **options)
+
+
+def attach(*arguments, **options):
+    return lambda: B.attach(family("Llama"), *arguments, **options)
+
+
+def attention(query=Q, key=K, value=K, terms=(), *arguments, **options):
+    return lambda: B.attention(query, key, value, terms, *arguments, **options)
+
+
+TABLE: list[tuple[Callable[[], object], str]] = [
+    # configs
+    (lambda: B.GuidanceConfig(reference="keys"), "reference must be one of"),
+    (lambda: B.GuidanceConfig(init="normal"), "init must be one of 'zero', 'kaiming'"),
+    (lambda: B.GuidanceConfig(rope="none"), "rope must be one of"),
+    (lambda: B.DotConfig(share_heads="query"), "share_heads must be one of True, False, 'kv'"),
+    (lambda: B.KeyConfig(hidden_dim=0), "hidden_dim must be at least 1, got 0"),
+    (lambda: B.KeyConfig(hidden_dim=8.0), "hidden_dim must be an integer"),
+    (lambda: B.LowRankConfig(rank=0), "rank must be at least 1"),
+    (lambda: B.RelativeConfig(num_buckets=2), "num_buckets must be at least 4"),
+    (lambda: B.RelativeConfig(max_distance=8), r"max_distance must exceed num_buckets // 4 = 8"),
+    (lambda: B.GuidanceConfig(layers="some"), "layers must be one of 'every'"),
+    (lambda: B.GuidanceConfig(layers=3), r"such as \[0\], got 3"),
+    (lambda: B.GuidanceConfig(layers=[]), "at least one layer, each once"),
+    (lambda: B.GuidanceConfig(layers=[1, 1]), "at least one layer, each once"),
+    (lambda: B.GuidanceConfig(layers=[-1]), "layers must be at least 0"),
+    (lambda: B.GuidanceConfig.from_dict({"heads": 2}), "GuidanceConfig has no field 'heads'; it has"),
+    (lambda: config_from_dict({"kind": "key", "version": 2}), "version 2 was given, this release reads 1"),
+    *[(lambda k=kind: config_from_dict({"kind": k}), "kind must be one of 'guidance'") for kind in ("gate", "custom")],
+    # attention
+    (attention(Q[0]), "query, key and value are"),
+    (attention(Q[:1]), r"query .*key .*value .* do not fit"),
+    (attention(Q, K[:, :, 1:]), r"query .*key .*value .* do not fit"),
+    (attention(Q[..., 1:]), r"query .*key .*value .* do not fit"),
+    (attention(terms=[Additive(torch.zeros(2, 3, 7))]), "Additive has 3 maps, which 4 heads cannot share evenly"),
+    (attention(terms=[Additive(META)]), "must be on one device, got cpu, meta"),
+    (attention(sinks=torch.zeros(4, device="meta")), "sinks and all terms must be on one device, got cpu, meta"),
+    *[(attention(dropout=p), r"dropout must be in \[0, 1\)") for p in (-0.1, 1.0, float("nan"))],
+    (attention(Q, K, K, (), "causal"), "the mask must be a Mask, a boolean tensor or None, got str"),
+    (attention(Q, K, K, (), torch.zeros(5, 7)), "a mask is boolean, True where a query attends, got torch.float32"),
+    (attention(Q, K, K, (), torch.ones(2, 5, 7) > 0), r"got \(2, 5, 7\)"),
+    (attention(Q, K, K, (), torch.ones(7, 5) > 0), "the mask has 7 queries and 5 keys, the call 5 and 7"),
+    (attention(Q, K, K, (), af.masks.causal(7)), "slice it to the rows and columns of this call"),
+    (attention(backend="cuda"), "backend must be one of 'auto', 'reference', 'tiled', 'flex', got 'cuda'"),
+    (attention(backend="tiled", need_weights=True), "backend='tiled' never holds the weights"),
+    # attach
+    (attach(B.GuidanceConfig(layers=[1, 2, 7])), r"layers \[2, 7\] do not exist: the model has layers 0 to 1"),
+    (attach("guidance"), "expected the config of a kind.*got str"),
+    (attach(()), "got none"),
+    (attach(train="bias"), "train must be 'guidance' or 'all'"),
+    (attach(backend="cuda"), "backend must be one of"),
+    (attach(B.CustomConfig(lambda shape: 3)), r"custom: build must return an nn\.Module, got int"),
+    (lambda: B.attach("gpt2"), "expected a torch module or what af.load_model returns, got str"),
+    (lambda: B.attach(nn.Linear(2, 2)), "expected a transformers model with a config"),
+    (lambda: B.attach(model()), "has a bias attached already; remove it by its handle first"),
+    (lambda: B.save(family("Llama"), "folder"), "has no bias attached"),
+    # capture
+    (lambda: B.capture(family("Llama"), [5, 6]), r"has no bias attached; see af\.bias\.attach"),
+    (capture("w5 w6"), "a text needs a tokenizer"),
+    (capture([5, 6], layers=[0]), r"layers must list some of the layers with a bias, \[1\], got \[0\]"),
+    (capture([5, 6], queries=[2]), "queries must be positions of 2 tokens, -2 to 1, got"),
+    (capture([5, 6], heads=[4]), r"heads must hold positions in \[0, 4\), got 4"),
+    (capture([5, 6], heads=[]), "heads must list at least one head"),
+    (capture(torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
+    (capture(torch.zeros(3)), r"token ids, got a tensor of torch\.float32"),
+    (capture(torch.ones(2, 4, dtype=torch.long)), "pass a batch as a mapping"),
+    (capture({"attention_mask": torch.ones(1, 3)}), "inputs must hold input_ids, got attention_mask"),
+    (capture([5, 6], generate=0), "generate must be at least 1"),
+    (capture(lambda: None), "no forward pass"),
+    (capture(lambda: None, generate=1), "leave generate= out, and generate there"),
+    (capture(lambda: None, queries=[-1]), r"must be positions from 0 on, or 'all', got \[-1\]"),
+    # maps and graphs
+    (lambda: make().values("bias", 1), r"layer must be one of \[0, 2\], got 1"),
+    (lambda: make(heads=(1, 3)).values("bias", 0, 2), r"head 2 was not captured: those captured are \[1, 3\]"),
+    (lambda: make().values("name"), "quantity must be"),
+    (lambda: make(queries=(1, 3)).row(2), r"query must be one of the captured positions, \[1, 3\]"),
+    (lambda: make(base=False).values("weights_base"), "base=True"),
+    (lambda: make().energy(0), "rank must be at least 1"),
+    *[(lambda b=bias: make().graph(threshold=b), "threshold must be positive") for bias in (0.0, -1.0, float("nan"))],
+    (lambda: make().graph(top_k=0), "top_k must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), TABLE, ids=[message[:50] for _, message in TABLE])
+def test_bad_arguments(call, message):
+    with pytest.raises((ValueError, TypeError), match=f"{message}|{CHECKED}"):
+        call()
+
+
+def test_a_module_of_the_users_that_returns_another_shape():
+    wrong = family("Llama")
+    B.attach(wrong, B.CustomConfig(lambda shape: Flat()))
+    with pytest.raises(ValueError, match=r"Flat must return \[batch or 1, maps, 3, 3\], got \(1, 3\)"):
+        wrong(torch.tensor([[5, 6, 7]]))
+
+
+def test_a_model_that_is_captured_already():
+    watched = model()
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn is being captured already"):
+        B.capture(watched, lambda: B.capture(watched, [5, 6]))
+    with pytest.raises(ValueError, match="does not generate"):
+        B.capture(biased("Bert"), [5, 6], generate=1)
