@@ -102,7 +102,9 @@ def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tens
     vectors = vectors.to(exact)
     pool = torch.cat([output.to(vectors) for output in outputs.values()], dim=1)
     normed, sizes = nn.functional.normalize(pool, dim=0), pool.square().sum(0)
-    best = [(part.T @ normed).abs().max(dim=1) for part in nn.functional.normalize(vectors, dim=0).split(_ROWS, dim=1)]
+    parts = nn.functional.normalize(vectors, dim=0).split(_ROWS, dim=1)
+    with torch.autocast(vectors.device.type, enabled=False):  # products in bfloat16 would blur the cosines
+        best = [(part.T @ normed).abs().max(dim=1) for part in parts]
     if not min(float(one.values.min()) for one in best) >= _COSINE:  # of NaN, too
         return None
     index = torch.cat([one.indices for one in best])
