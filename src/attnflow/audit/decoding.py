@@ -62,7 +62,7 @@ def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]
     if accepts(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
         every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
-        from attnflow.audit.hf.callback import static_cache
+        from attnflow.audit.hf.decoding import static_cache
 
         every.append(DecodingPath("static cache", steps, cache=partial(static_cache, model, n)))
     return every
@@ -153,7 +153,7 @@ def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> d
 def _encoder_output(hidden: Any) -> Any:
     if "transformers" not in sys.modules:
         return (hidden,)
-    from attnflow.audit.hf.callback import encoder_output
+    from attnflow.audit.hf.decoding import encoder_output
 
     return encoder_output(hidden)
 

@@ -1,16 +1,13 @@
-"""What transformers takes from the audit: a guard inside a `Trainer`, a static cache, an encoder's output."""
+"""`GuardCallback`: a guard inside a transformers `Trainer`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
-from transformers.cache_utils import StaticCache
-from transformers.modeling_outputs import BaseModelOutput
+from torch import nn
+from transformers import TrainerCallback
 
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.guards import Guard, guard
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
@@ -55,19 +52,3 @@ class GuardCallback(TrainerCallback):
             if getattr(state, "is_world_process_zero", True):
                 print(self.guard)
             self.guard.remove()
-
-
-def static_cache(model: nn.Module, length: int) -> StaticCache:
-    """A static cache for `length` tokens.
-
-    Raises:
-        UnsupportedArchitecture: the model is none of transformers, or does not compile with one.
-    """
-    if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
-        raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
-    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
-
-
-def encoder_output(hidden: Tensor) -> BaseModelOutput:
-    """The output of an encoder that has run: some decoders read it by name, others by place."""
-    return BaseModelOutput(last_hidden_state=cast(Any, hidden))
