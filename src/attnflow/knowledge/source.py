@@ -68,6 +68,11 @@ class EntrySource:
         return self._held if isinstance(self._held, Store) else None
 
     @property
+    def dim(self) -> int:
+        """Width of an entry."""
+        return self._held.dim
+
+    @property
     def num_entries(self) -> int:
         """How many there are now."""
         return len(self._held)
@@ -191,7 +196,7 @@ def _entries(source: EntrySource, like: Tensor) -> Tensor:
     rows, key = source.rows(), (like.device, like.dtype)
     at = source._at  # pyright: ignore[reportPrivateUsage]
     if key not in at:
-        at[key] = rows[:, : source._held.dim].to(like)  # pyright: ignore[reportPrivateUsage]
+        at[key] = rows[:, : source.dim].to(like)
     return at[key]
 
 

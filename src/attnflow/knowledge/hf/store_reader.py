@@ -47,7 +47,7 @@ class StoreReader(KnowledgeReader, LayerReader):
         attention = GeneralizedCrossAttention(
             model_dim,
             key_dim,
-            source.store.dim,
+            source.dim,
             num_heads=num_heads,
             activation=softmax_one,
             threshold="constant",
