@@ -108,10 +108,11 @@ def is_closed(rows: IntervalRows) -> bool:
     Raises:
         ValueError: there are too many intervals, and bit matrices do not fit into memory.
     """
-    by_intervals = products.reads_only_before(rows) and not products.is_scattered(rows)
-    if by_intervals and sparse.covers_if_closed(rows) is not None:
+    by_intervals = not products.is_scattered(rows)
+    if by_intervals and products.reads_only_before(rows) and sparse.covers_if_closed(rows) is not None:
         return True
-    square = Reach.of(rows).through(rows, "the square of a mask", limit=products.room(rows))
+    once = Reach(rows, rows.num_rows) if by_intervals else Reach.of(rows)
+    square = once.through(rows, "the square of a mask", limit=products.room(rows))
     return int(square.counts().sum()) == int(rows.counts().sum())
 
 

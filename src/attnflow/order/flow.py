@@ -24,7 +24,6 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import invert
 from attnflow.masks.registry import not_a_mask
 from attnflow.masks.spec import mask_from_dict
-from attnflow.order import products as products_of
 from attnflow.order import walk
 from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
 from attnflow.order.dense import chunks
@@ -210,11 +209,7 @@ class Flow(Result):
     @cached_property
     def is_dense(self) -> bool:
         """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
-        if self.num_layers is not None:
-            return self.depth == 1
-        if self.size > products_of.LONG:
-            return is_closed(self._step[0])
-        return int(self._step[0].counts().sum()) == self._nnz
+        return is_closed(self._step[0]) if self.num_layers is None else self.depth == 1
 
     @property
     def closure_density(self) -> float:
