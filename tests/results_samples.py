@@ -17,7 +17,6 @@ from attnflow.audit.measurement import MeasuredOrder
 from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.knowledge.conditions import Conditions
 from attnflow.masks import Mask
-from attnflow.tasks.derivation import derive
 
 LENGTH = 4  # of every axis
 # Results without a picture of their own, whose rows say it all.
@@ -121,7 +120,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
     "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),
-    "Derivation": lambda: derive("causal_lm", LENGTH),
     "Conditions": lambda: Conditions(2, 3, 1, 2, 3, gated=False, residual=0.25),
     "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),

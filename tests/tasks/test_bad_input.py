@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 import attnflow as af
 from attnflow import masks, tasks
 from attnflow.tasks import Collator, Label, Task, Token
-from attnflow.tasks.derivation import derive
 from tests.models import tiny
 
 IDS = [11, 12, 13, 14, 15, 16]
@@ -138,9 +137,6 @@ FAMILIES = [
     (lambda: tasks.multi_token_prediction(IDS, 0), "horizon must be at least 1, got 0"),
     (lambda: tasks.permutation_lm(IDS, [0, 1]), r"permutation of range\(6\)"),
     (lambda: tasks.permutation_lm([], []), "at least 1 tokens"),
-    (lambda: derive("buterfly", 6), "unknown family 'buterfly': did you mean butterfly"),
-    (lambda: derive("butterfly", 6, blocks=2), "unknown name 'blocks'"),
-    (lambda: derive("block_two_stream", 6), r"block_two_stream\(tokens, block, .* needs block"),
     (lambda: tasks.rollouts([1], []), "responses must have at least one entry, got none"),
     (lambda: tasks.rollouts([1], [[], []]), "responses with at least one token, got 2 without any"),
     (lambda: tasks.rollouts([], [[1]]), "prompts must have at least one entry"),

@@ -136,14 +136,19 @@ def mask_merge(
 
     target = None if output is None else output_path(output, _SUFFIXES)
     texts = settings_from([*(settings or []), *([] if block is None else [f"block={block}"])])
-    values = find(name, named_families(), "family").read(texts)
+    family = find(name, named_families(), "family")
     with working(f"merging {name} of {tokens} tokens"):
-        derivation = derive(name, tokens, **values)
-        mask = derivation.merged.task.mask
+        derivation = derive(family, tokens, family.read(texts))
+        merged = derivation.merged
+        mask = merged.task.mask
         if target is not None:
             _write(mask, target)
     if json_output:
-        print_result(derivation)
+        facts = {name: getattr(derivation, name) for name in ("ok", "call", "closed_form", "equals_closed_form")}
+        facts |= {"subtasks": len(merged.positions), "nodes": merged.num_nodes, "is_minimal": merged.is_minimal}
+        print_json(
+            "attnflow.mask.merge/1", {**facts, "check": derivation.report.to_dict(), "task": merged.task.to_dict()}
+        )
     else:
         say(console(), derivation.call, "bold")
         _say(mask, derivation.lines(), output)

@@ -36,7 +36,6 @@ from attnflow.report.mask_picture import mask_svg
 from attnflow.report.order import growth_chart, hasse_part, leak_part, verification_part
 from attnflow.report.page import Context, CostModel, Page, Part, Section, build
 from attnflow.report.svg import Svg
-from attnflow.tasks.derivation import Derivation
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.task import Task
 from attnflow.tasks.verification import Verification
@@ -103,7 +102,7 @@ KINDS: Final[dict[type, Kind]] = {
     Survey: Kind(figure=_survey_figure),
     Trace: Kind(trace_part, trace_chart),
 }
-EXPANDED: Final = (Task, Derivation)  # a page shows their parts, see `_subjects`
+EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
 
 
 def kind_of(result: object) -> Kind:
@@ -225,8 +224,7 @@ def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None)
     """What can be pointed at on a page, with the labels of the task that the order is of."""
     from attnflow.report.live.session import record, recorded_design
 
-    tasks = [result.merged.task if isinstance(result, Derivation) else result for result in results]
-    task = next((task for task in tasks if isinstance(task, Task) and task.flow is flow), None)
+    task = next((result for result in results if isinstance(result, Task) and result.flow is flow), None)
     design = recorded_design(flow, task, labels)
     return None if design is None else record(design)
 
@@ -237,8 +235,6 @@ def _subjects(result: object) -> list[object]:
         return [flow_of(result)[0] or result]
     if isinstance(result, Task):
         return [result.flow, check(result)]
-    if isinstance(result, Derivation):
-        return [result.merged.task.flow, result.report]
     if isinstance(result, Survey):
         return list(result.models)
     return [result]

@@ -1,7 +1,4 @@
-"""A family of tasks by name: merged, compared with its closed form, and proved free of leaks.
-
-What `attnflow mask merge` and the studio show. In code it is `merge`, `check` and a comparison of masks.
-"""
+"""A family by name, merged and proved, beside its closed form: what `attnflow mask merge` and the studio show."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ from functools import cache
 from typing import Any, Final
 
 from attnflow import masks
-from attnflow._core.checks import integer, preview
+from attnflow._core.checks import preview
 from attnflow._core.markup import plural
-from attnflow._core.parameters import Named, find, named
-from attnflow._core.plain import as_integer, as_object
-from attnflow._core.results import Result
+from attnflow._core.parameters import Named, named
 from attnflow.masks.mask import Mask
 from attnflow.tasks import families
 from attnflow.tasks.families import Family
@@ -33,18 +28,13 @@ def named_families() -> Mapping[str, Named[Family]]:
 
 
 @dataclass(frozen=True)
-class Derivation(Result):
-    """A merged family over `num_tokens` distinct tokens, with everything that is proved about it.
+class Derivation:
+    """A merged family, its proof, and the known formula of its mask: in words, and whether the mask is that one.
 
-    Attributes:
-        parameters: what else the family was called with.
-        closed_form: the known formula of the mask, in words; None if there is none.
-        equals_closed_form: whether the merged mask is the formula's; None if there is no formula.
+    Both are None where no formula is known.
     """
 
-    family: str
-    num_tokens: int
-    parameters: Mapping[str, object]
+    call: str
     merged: MergedTask
     report: LeakReport
     closed_form: str | None
@@ -59,12 +49,6 @@ class Derivation(Result):
     def subtask_positions(self) -> int:
         """Positions of all subtasks together, what training them one by one would compute."""
         return sum(map(len, self.merged.positions))
-
-    @property
-    def call(self) -> str:
-        """The call that makes the family, for display."""
-        shown = [f"{self.num_tokens} tokens", *(f"{name}={value}" for name, value in self.parameters.items())]
-        return f"{self.family}({', '.join(shown)})"
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, text) pairs for a terminal."""
@@ -82,74 +66,19 @@ class Derivation(Result):
             ("dead positions", preview(report.dead, _SHOWN) if report.dead else "none"),
         ]
 
-    def __str__(self) -> str:
-        return "\n".join([self.call, *(f"{label:<16}{text}" for label, text in self.lines())])
 
-    def to_dict(self) -> dict[str, object]:
-        """The call and what came of it, as plain data; `from_dict` derives the family again."""
-        merged = self.merged
-        return {
-            "attnflow": "Derivation",
-            "version": self.version,
-            "ok": self.ok,
-            "family": self.family,
-            "num_tokens": self.num_tokens,
-            "parameters": dict(self.parameters),
-            "num_subtasks": len(merged.positions),
-            "subtask_positions": self.subtask_positions,
-            "merged_positions": merged.task.size,
-            "position_ids": merged.position_ids.tolist(),
-            "num_nodes": merged.num_nodes,
-            "lower_bound": merged.lower_bound,
-            "is_minimal": merged.is_minimal,
-            "is_dense": merged.task.is_dense,
-            "closed_form": self.closed_form,
-            "equals_closed_form": self.equals_closed_form,
-            "check": self.report.to_dict(),
-            "task": merged.task.to_dict(),
-        }
+def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object]) -> Derivation:
+    """Merge a family over so many distinct tokens, compare its mask with its formula, and prove that nothing leaks.
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Derivation:
-        """The derivation of the family that `to_dict` named."""
-        content = cls._content(values)
-        parameters = as_object(content.get("parameters"), "parameters")
-        derived = derive(str(content.get("family")), as_integer(content.get("num_tokens"), "num_tokens"), **parameters)
-        return cls(**vars(derived))
-
-
-_MOST_TOKENS: Final = 1 << 20
-
-
-def derive(family: str, num_tokens: int, **parameters: object) -> Derivation:
-    """Merge a family of the library, compare its mask with its formula, and prove that nothing leaks.
-
-    Args:
-        family: its name: "causal_lm", "block_two_stream", "butterfly", ...
-        num_tokens: tokens of the sample.
-        parameters: further arguments of the family's function, such as `block=4`.
-
-    Raises:
-        ValueError: an unknown family or parameter, or values that the family refuses.
-
-    >>> derive("butterfly", 5).ok
+    >>> derive(named_families()["butterfly"], 5, {}).ok
     True
     """
-    entry = find(family, named_families(), "family")
-    values = entry.check(parameters, family)
-    num_tokens = integer("num_tokens", num_tokens, 1, _MOST_TOKENS)
-    merged = merge(entry.function(tokens=list(range(1, num_tokens + 1)), **values))
-    defaults = {p.name: p.default for p in entry.parameters if not p.required}
-    formula, mask = _closed_form(family, num_tokens, {**defaults, **values})
-    return Derivation(
-        family=family,
-        num_tokens=num_tokens,
-        parameters=values,
-        merged=merged,
-        report=check(merged),
-        closed_form=formula,
-        equals_closed_form=None if mask is None else merged.task.mask == mask,
-    )
+    family.require(values)
+    merged = merge(family.function(tokens=list(range(1, num_tokens + 1)), **values))
+    formula, mask = _closed_form(family.name, num_tokens, {**{p.name: p.default for p in family.parameters}, **values})
+    shown = [f"{num_tokens} tokens", *(f"{name}={value}" for name, value in values.items())]
+    equal = None if mask is None else merged.task.mask == mask
+    return Derivation(f"{family.name}({', '.join(shown)})", merged, check(merged), formula, equal)
 
 
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:

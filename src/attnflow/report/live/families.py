@@ -69,7 +69,7 @@ def family(message: Message) -> Reply:
     entry = find(as_text(message.get("name"), "name"), named_families(), "family")
     words = _words(as_text(message.get("text"), "text"))
     values = _values(entry, message, len(words))
-    derived = derive(entry.name, len(words), **values)
+    derived = derive(entry, len(words), values)
     if derived.subtask_positions > _MAX_CELLS:
         raise ValueError(
             f"the subtasks have {derived.subtask_positions:,} positions together; up to {_MAX_CELLS:,} are drawn: take "
