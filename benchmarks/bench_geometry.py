@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from attnflow.geometry import score
-from attnflow.geometry.factored import Scores, full_scores, head_scores
+from attnflow.geometry.scores import Scores, full_scores, head_scores
 from attnflow.models.names import MODELS
 from benchmarks.harness import Case, main
 

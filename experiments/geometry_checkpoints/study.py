@@ -13,9 +13,9 @@ import torch
 import attnflow as af
 from attnflow._core.errors import AttnflowError
 from attnflow._core.progress import Progress
-from attnflow.geometry.factored import full_scores
 from attnflow.geometry.published import published_of
 from attnflow.geometry.score import layers_of
+from attnflow.geometry.scores import full_scores
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.checkpoints import open_weights
 from experiments.geometry_checkpoints.checkpoints import Checkpoint, of_the_hub, shipped

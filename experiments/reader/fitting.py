@@ -20,7 +20,7 @@ from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.records import Record
-from attnflow.models.layers import stack_of
+from attnflow.models.sites import stack_of
 from experiments.reader.practice import Settings, near_enough, practice
 from experiments.reader.questions import NEAR, READ, Question, least_mistakes
 from experiments.reader.quiet import nothing_loss, pool_of, reading_loss, written_by

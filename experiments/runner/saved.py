@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from attnflow._core.files import seal, sealed, unseal
 from experiments.runner.processes import Launch
+from experiments.runner.sealing import seal, sealed, unseal
 from experiments.runner.sharding import like, whole
 
 _KEPT: Final = 2  # checkpoints of a run

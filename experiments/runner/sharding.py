@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from attnflow._core.digests import add_tensor
+from attnflow.models.addons import add_tensor
 from experiments.runner.processes import Launch
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from attnflow._core.errors import MissingExtra
-from attnflow._core.files import seal, sealed, write_folder
+from attnflow._core.files import write_folder
 from attnflow.models import sample_text
 from attnflow.models.names import TEXTS
 from experiments.runner.experiment import ROOT
 from experiments.runner.packing import Packed
 from experiments.runner.processes import launched
+from experiments.runner.sealing import seal, sealed
 
 DATA: Final = ROOT.parent / "out" / "experiments" / "data"  # rows of data sets that are streamed
 VALIDATION: Final = ("macbeth", "twelfth_night", "henry_v", "pericles")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from experiments.runner.saved import by_step
+from experiments.runner.sealing import SEAL, seal, sealed, unseal
 from experiments.runner.training import Course, Diverged, Loop, train
 from tests.experiments.distributed_job import fit
 from tests.experiments.toy import Toy, run_study, run_toy
@@ -154,3 +155,33 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert measured[-1]["weight"] == pytest.approx(alone.measured[-1]["weight"], rel=1e-5)
     run(tmp_path / "cut", 2)
     assert run(tmp_path / "cut", 4)[0] == log
+
+
+def test_a_sealed_folder_says_what_is_not_as_it_was(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=f"is not complete: it has no {SEAL}, which is written last"):
+        sealed(tmp_path)
+    seal(tmp_path, {"step": 3})
+    assert sealed(tmp_path) == {"step": 3}
+    (tmp_path / "new").write_text("of somebody")
+    assert sealed(tmp_path) == {"step": 3}
+    good = (tmp_path / SEAL).read_bytes()
+    for damaged in (good[:-9], good.replace(b'"step": 3', b'"step": 4'), b"[]", b'{"files": 3}'):
+        (tmp_path / SEAL).write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"its {SEAL} is damaged"):
+            sealed(tmp_path)
+    (tmp_path / SEAL).write_bytes(good)
+    (tmp_path / "a").write_text("texT")
+    assert sealed(tmp_path, contents=False) == {"step": 3}
+    with pytest.raises(ValueError, match="is damaged: a is not as it was written"):
+        sealed(tmp_path)
+    (tmp_path / "a").write_text("tex")
+    with pytest.raises(ValueError, match="is damaged: a has 3 bytes, written were 4"):
+        sealed(tmp_path, contents=False)
+    (tmp_path / "a").unlink()
+    with pytest.raises(ValueError, match="is not complete: a is missing"):
+        sealed(tmp_path)
+    unseal(tmp_path)
+    unseal(tmp_path / "none")
+    assert not (tmp_path / SEAL).exists()

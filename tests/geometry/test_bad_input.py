@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import attnflow as af
-from attnflow.geometry.factored import full_scores, full_symmetry, head_scores, head_symmetry
+from attnflow.geometry.scores import full_scores, full_symmetry, head_scores, head_symmetry
 
 FUNCTIONS = (head_scores, full_scores, head_symmetry, full_symmetry)
 NONE = nn.Linear(4, 4)

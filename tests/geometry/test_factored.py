@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnflow.geometry import directionality, factored, symmetry
-from attnflow.geometry.factored import full_scores, full_symmetry, head_scores, head_symmetry
+from attnflow.geometry import directionality, scores, symmetry
+from attnflow.geometry.scores import full_scores, full_symmetry, head_scores, head_symmetry
 from tests.geometry import oracle
 
 EPS = torch.finfo(torch.float32).eps
@@ -73,18 +73,18 @@ def test_float32_is_as_exact_as_forming_the_matrix_in_float32(case):
 @pytest.mark.parametrize("key_width", [None, 50])
 def test_tiles_and_factors_agree(heads, key_width, monkeypatch):
     query, key = weights(*heads, 8, 70, key_width=key_width)
-    monkeypatch.setattr(factored, "_TILE", 16)  # 70 = 4 tiles and a rest
+    monkeypatch.setattr(scores, "_TILE", 16)  # 70 = 4 tiles and a rest
     found = []
     for ratio in (0, 10**6):
-        monkeypatch.setattr(factored, "_WIDTH_PER_ROW", ratio)
+        monkeypatch.setattr(scores, "_WIDTH_PER_ROW", ratio)
         found.append(full_scores(query, key, *heads))
     for name in FIELDS:
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), equal_nan=True)
 
 
 def test_tiles_hold_for_more_keys_than_queries(monkeypatch):
-    monkeypatch.setattr(factored, "_TILE", 16)
-    monkeypatch.setattr(factored, "_WIDTH_PER_ROW", 10**6)
+    monkeypatch.setattr(scores, "_TILE", 16)
+    monkeypatch.setattr(scores, "_WIDTH_PER_ROW", 10**6)
     query, key = weights(2, 2, 8, 20, key_width=61)
     agree_cross(full_scores(query, key, 2, 2), query.T @ key)
 

@@ -9,8 +9,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5Model, Trainer, TrainingArguments
 
 import attnflow as af
-from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.records import RecordFile
+from attnflow.geometry.monitor import RecordFile
+from attnflow.geometry.scores import full_scores, head_scores
 from attnflow.geometry.table import MatrixScores
 from attnflow.models.attention import attention_layers
 
@@ -344,8 +344,6 @@ def test_trainer_with_the_real_tensorboard(tmp_path):
 
 
 def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
-    from attnflow.geometry import records
-
     writers = {}
 
     def summary_writer():
@@ -357,7 +355,7 @@ def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
     wandb = types.ModuleType("wandb")
     logged = []
     wandb.log = lambda values: logged.append(values)
-    monkeypatch.setattr(records, "_summary_writer", summary_writer)
+    monkeypatch.setattr(sys.modules["attnflow.geometry.monitor"], "_summary_writer", summary_writer)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 
     args = types.SimpleNamespace(report_to=["tensorboard", "wandb", "mlflow"], output_dir=str(tmp_path / "out"))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.summary import Quartiles
+from attnflow.geometry.published import Quartiles
+from attnflow.geometry.scores import full_scores, head_scores
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
 from attnflow.models.families.find import Place
 from attnflow.models.families.rows import blocks

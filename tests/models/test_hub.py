@@ -63,13 +63,13 @@ def _needed(folder):
     return ranges
 
 
-def test_the_connection_breaks_and_the_rest_is_asked_for(hub):
+def test_a_connection_that_breaks_is_tried_again(hub):
     hub.break_at = 500
     assert score("someone/llama").matrices == score(hub.models["someone/llama"]).matrices
     assert hub.break_at is None
 
 
-def test_a_server_without_ranges_is_refused_before_the_file_comes(hub):
+def test_a_server_without_ranges_is_refused(hub):
     hub.whole_files = True
     with pytest.raises(BadCheckpoint, match="whole files only"):
         score("someone/llama")

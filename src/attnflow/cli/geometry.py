@@ -17,7 +17,7 @@ from attnflow.cli._models import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
 
 if TYPE_CHECKING:
-    from attnflow.geometry.summary import Summary
+    from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.geometry.factored import full_symmetry, head_symmetry
 from attnflow.geometry.score import layers_in_memory
+from attnflow.geometry.scores import full_symmetry, head_symmetry
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.loaded import Loaded, split
 

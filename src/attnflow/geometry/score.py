@@ -16,8 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow.geometry.factored import full_scores, head_scores
-from attnflow.geometry.scores import Mode, check_reading
+from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.attention import AttentionLayer, attention_layers, stored_layers
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights

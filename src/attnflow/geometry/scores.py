@@ -1,15 +1,31 @@
-"""Symmetry and directionality of a square matrix: the definitions, on matrices that are there in full."""
+"""Symmetry and directionality: the definitions, on matrices that are there in full, then straight from the weights.
+
+What the scores need of M = W_q^T W_k comes from much smaller products. With r rows of weights (the channels of a head,
+or of all of them) on a width of d, the identities
+
+    A = W_q W_q^T,  B = W_k W_k^T,  C = W_k W_q^T      (r x r)
+    ||M||^2 = <A, B>,  tr(M M) = tr(C C),  |row i|^2 = q_i^T B q_i,  |column j|^2 = k_j^T A k_j
+
+take about 5 d r^2 multiplications where forming M takes d^2 r. Where r is not small against d, M is made tile by tile,
+each used at once with its mirror image, so that neither M nor its symmetric and skew parts ever exist.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Final, Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from attnflow._core import checks
+
 Mode = Literal["excess", "norm"]
+
+_WIDTH_PER_ROW: Final = 4  # factored where r <= d / 4, tiled above; measured in benchmarks/bench_geometry.py
+_TILE: Final = 1024
 
 
 def symmetry(matrix: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
@@ -28,7 +44,7 @@ def symmetry(matrix: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
         TypeError: the matrix does not hold floating-point numbers.
         ValueError: it is not square, or holds NaN or Inf.
 
-    Cost: O(d^2) time and memory; see `attnflow.geometry.factored` for products of weights, which need not be formed.
+    Cost: O(d^2) time and memory; see `head_scores` for products of weights, which need not be formed.
 
     >>> symmetry(torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
     tensor([ 1., -1.])
@@ -132,3 +148,213 @@ def _check_matrix(matrix: Tensor, square: bool) -> None:
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of one matrix, or of the matrix of each head.
+
+    Attributes:
+        symmetry: in [-1, 1]; 0 where the matrix is zero, NaN where it is not square (cross-attention between different
+            widths), for which symmetry has no meaning.
+        directionality: in [-1, 1]; negative where columns (the key's side) dominate.
+        norm: Frobenius norm ||M||.
+        outlier_rows: rows whose norm is above the threshold of directionality.
+        outlier_columns: columns whose norm is.
+    """
+
+    symmetry: Float[Tensor, "*heads"]
+    directionality: Float[Tensor, "*heads"]
+    norm: Float[Tensor, "*heads"]
+    outlier_rows: Int[Tensor, "*heads"]
+    outlier_columns: Int[Tensor, "*heads"]
+
+
+def head_scores(
+    query: Float[Tensor, "query_rows d_query"],
+    key: Float[Tensor, "key_rows d_key"],
+    num_heads: int,
+    num_kv_heads: int,
+    gamma: float = 2.0,
+    mode: Mode = "excess",
+) -> Scores:
+    """Scores of every head's own M_h = W_q,h^T W_k,g(h), whose sum is the full matrix.
+
+    Args:
+        query: weights as `nn.Linear` stores them, [num_heads * head_dim, d_query]; half precision counts in float32.
+        key: likewise, [num_kv_heads * head_dim, d_key].
+        num_heads: query heads.
+        num_kv_heads: key heads; query head h reads key head `h // (num_heads // num_kv_heads)`.
+        gamma: threshold of `directionality`, in standard deviations.
+        mode: reading of `directionality`.
+
+    Returns:
+        `Scores` with tensors of shape [num_heads].
+
+    Raises:
+        ValueError: shapes that do not fit each other, or weights with NaN or Inf.
+
+    Cost: about 5 * head_dim^2 * d multiplications a head; no more memory than the weights of one head again.
+    """
+    check_reading(gamma, mode)
+    query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
+    group = num_heads // num_kv_heads
+    each = [_scores(query_heads[h], key_heads[h // group], gamma, mode) for h in range(num_heads)]
+    result = Scores(*(torch.stack([getattr(scores, field.name) for scores in each]) for field in fields(Scores)))
+    return _finite(result, query, key)
+
+
+def full_scores(
+    query: Float[Tensor, "query_rows d_query"],
+    key: Float[Tensor, "key_rows d_key"],
+    num_heads: int,
+    num_kv_heads: int,
+    gamma: float = 2.0,
+    mode: Mode = "excess",
+) -> Scores:
+    """Scores of all heads together: M = W_q^T W_k = sum of M_h over the heads.
+
+    Query heads that share a key head are added up first, since `sum_h W_q,h^T W_k,g = (sum_h W_q,h)^T W_k,g`. Arguments
+    and errors are those of `head_scores`; the tensors of the result are 0-d.
+
+    Cost: with r = num_kv_heads * head_dim, about 5 d r^2 multiplications up to r = d / 4, and d^2 r above; the weights
+    again in memory, and tiles of 1,024 x 1,024.
+    """
+    check_reading(gamma, mode)
+    query_sum, key_rows = _summed(query, key, num_heads, num_kv_heads)
+    return _finite(_scores(query_sum, key_rows, gamma, mode), query, key)
+
+
+def head_symmetry(
+    query: Float[Tensor, "query_rows d"], key: Float[Tensor, "key_rows d"], num_heads: int, num_kv_heads: int
+) -> Float[Tensor, "heads"]:
+    """The symmetry of every head's matrix as in `head_scores`, differentiable; 0 with gradient 0 for a zero matrix.
+
+    Cost: 3 * head_dim^2 * d multiplications a head, and num_heads * head_dim^2 numbers for the backward pass.
+    """
+    query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
+    return _factored_symmetry(query_heads, key_heads.repeat_interleave(num_heads // num_kv_heads, dim=0))
+
+
+def full_symmetry(
+    query: Float[Tensor, "query_rows d"], key: Float[Tensor, "key_rows d"], num_heads: int, num_kv_heads: int
+) -> Float[Tensor, ""]:
+    """The symmetry of the full matrix as in `full_scores`, 0-d, likewise differentiable.
+
+    Cost: with r = num_kv_heads * head_dim, 3 d r^2 multiplications up to r = d / 3, and d^2 r above.
+    """
+    query_sum, key_rows = _summed(query, key, num_heads, num_kv_heads)
+    if query_sum.shape[1] != key_rows.shape[1]:
+        raise ValueError(_different_widths(query_sum, key_rows))
+    if 3 * len(key_rows) <= key_rows.shape[1]:
+        return _factored_symmetry(query_sum, key_rows)
+    return symmetry(query_sum.T @ key_rows)
+
+
+def _split(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Both weights in float32 or better with a dimension for the heads, [heads, head_dim, width]."""
+    checks.integer("num_heads", num_heads, 1)
+    checks.integer("num_kv_heads", num_kv_heads, 1)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+    for name, weight, heads in (("query", query, num_heads), ("key", key, num_kv_heads)):
+        if weight.ndim != 2 or 0 in weight.shape or len(weight) % heads:
+            raise ValueError(
+                f"expected {name} weights [{heads} heads * head_dim, width], as nn.Linear stores them, "
+                f"got shape {list(weight.shape)}"
+            )
+    if len(query) // num_heads != len(key) // num_kv_heads:
+        raise ValueError(
+            f"query and key heads must have the same head_dim, got {list(query.shape)} for {num_heads} heads and "
+            f"{list(key.shape)} for {num_kv_heads}"
+        )
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+    return (
+        query.to(dtype).unflatten(0, (num_heads, -1)),
+        key.to(dtype).unflatten(0, (num_kv_heads, -1)),
+    )
+
+
+def _summed(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Weights of equally many rows whose product is the full matrix, [num_kv_heads * head_dim, width]."""
+    query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
+    groups = query_heads.unflatten(0, (num_kv_heads, -1))
+    summed = groups.squeeze(1) if groups.shape[1] == 1 else groups.sum(1)
+    return summed.flatten(0, 1), key_heads.flatten(0, 1)
+
+
+def _factored(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """tr(M M) (NaN if M is not square), squared norms of rows, of columns; from [r, d_query] and [r, d_key]."""
+    a, b = query @ query.T, key @ key.T
+    rows = (b @ query).mul_(query).sum(0).clamp_(min=0)
+    columns = (a @ key).mul_(key).sum(0).clamp_(min=0)
+    if query.shape[1] != key.shape[1]:
+        return a.new_full((), torch.nan), rows, columns
+    c = key @ query.T
+    return (c * c.T).sum(), rows, columns
+
+
+def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `_factored`, from every tile of M once, together with its mirror image."""
+    rows, columns = query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1])
+    square = len(rows) == len(columns)
+    trace = query.new_full((), 0.0 if square else torch.nan)
+
+    def tile(i: slice, j: slice) -> Tensor:
+        block = query[:, i].T @ key[:, j]
+        rows[i] += block.square().sum(1)
+        columns[j] += block.square().sum(0)
+        return block
+
+    starts = [slice(at, at + _TILE) for at in range(0, max(len(rows), len(columns)), _TILE)]
+    for n, i in enumerate(starts):
+        diagonal = tile(i, i)
+        if square:
+            trace += (diagonal * diagonal.T).sum()
+        for j in starts[:n]:
+            below, above = tile(i, j), tile(j, i)
+            if square:
+                trace += 2 * (below * above.T).sum()
+    return trace, rows, columns
+
+
+def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> Scores:
+    """Scores of the one matrix query^T key."""
+    (query, query_scale), (key, key_scale) = unit(query), unit(key)
+    small = _WIDTH_PER_ROW * len(query) <= min(query.shape[1], key.shape[1])
+    trace, row_squares, column_squares = (_factored if small else _tiled)(query, key)
+    rows, columns, total = row_squares.sqrt(), column_squares.sqrt(), row_squares.sum()
+    return Scores(
+        symmetry=ratio(trace, total) if query.shape[1] == key.shape[1] else trace,
+        directionality=from_norms(rows, columns, gamma, mode),
+        norm=(total.sqrt() * query_scale * key_scale).squeeze(),
+        outlier_rows=outstanding(rows, gamma)[0].sum(),
+        outlier_columns=outstanding(columns, gamma)[0].sum(),
+    )
+
+
+def _factored_symmetry(query: Tensor, key: Tensor) -> Tensor:
+    """tr(C C) / <A, B> for weights [..., r, d]."""
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(_different_widths(query, key))
+    (query, _), (key, _) = unit(query), unit(key)
+    a, b, c = query @ query.mT, key @ key.mT, key @ query.mT
+    return ratio((c * c.mT).sum((-2, -1)), (a * b).sum((-2, -1)))
+
+
+def _different_widths(query: Tensor, key: Tensor) -> str:
+    return (
+        f"symmetry needs queries and keys of one width, got {query.shape[-1]} and {key.shape[-1]}; cross-attention "
+        "between different widths has none"
+    )
+
+
+def _finite(scores: Scores, query: Tensor, key: Tensor) -> Scores:
+    """The scores, unless the weights cannot have any."""
+    if bool(scores.norm.isfinite().all()):
+        return scores
+    for name, weight in (("query", query), ("key", key)):
+        bad = int((~weight.isfinite()).sum())
+        if bad:
+            raise ValueError(f"{bad} of {weight.numel()} {name} weights are NaN or Inf: there are no scores of them")
+    raise ValueError("the weights are so large that the norm of their product overflows; divide them by a constant")

@@ -9,10 +9,8 @@ from functools import cached_property
 from typing import Final, Literal
 
 from attnflow._core.results import Result, plain
-from attnflow.geometry.factored import Scores
-from attnflow.geometry.published import Comparison, compare
-from attnflow.geometry.scores import Mode
-from attnflow.geometry.summary import Matrix, Quartiles, Summary
+from attnflow.geometry.published import Comparison, Matrix, Quartiles, Summary, compare
+from attnflow.geometry.scores import Mode, Scores
 from attnflow.models.families.find import Kind, Place
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"

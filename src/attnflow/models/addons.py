@@ -215,6 +215,12 @@ def _weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
     return samples
 
 
+def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:
+    """Add to a digest of `hashlib` the label, then the numbers of a tensor as they lie in memory, row by row."""
+    digest.update(label.encode())
+    digest.update(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).data)
+
+
 def same_weights(here: object, saved: object) -> bool:
     """Whether samples of weights are those that a file holds; no if it holds something else."""
     try:

@@ -1,15 +1,14 @@
-"""Models on the hub, of which only the ranges of bytes that are asked for are fetched."""
+"""Models on the hub: only the byte ranges that are needed are fetched."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, cast
 
 from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
 from attnflow._core.errors import AttnflowError
 from attnflow.models.checkpoints.files import SAFETENSORS, TORCH, BadCheckpoint, LocalFolder
@@ -28,33 +27,19 @@ class HubFile:
         self._url = url
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes of a range; requests that fail are repeated. `OSError` if the hub refuses or cannot be reached."""
-        data = bytearray()
-        while len(data) < stop - start:
-            before = len(data)
-            try:
-                self._fetch(start + before, stop, data)
-            except HTTPError as error:
-                if isinstance(error, OSError):
-                    raise
-                raise ConnectionError(f"{self.name}: the hub cannot be reached ({error})") from error
-            if len(data) == before:
-                break
-        if len(data) != stop - start:
-            raise BadCheckpoint(f"{self.name} is truncated: {len(data)} bytes came of {stop - start}")
-        return data
-
-    def _fetch(self, start: int, stop: int, data: bytearray) -> None:
-        """Add what comes of a range; a connection that breaks on the way leaves the rest to be asked for again."""
+        """The bytes of a range; a request that fails is repeated. `OSError` if the hub refuses or cannot be reached."""
         # Compression would change what a range means.
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        with http_stream_backoff("GET", self._url, headers=headers, follow_redirects=True) as response:
+        try:
+            response = http_backoff("GET", self._url, headers=headers, follow_redirects=True)
             hf_raise_for_status(response)
-            if response.status_code != 206:  # a server that knows no ranges sends the whole file
-                raise BadCheckpoint(f"{self.name}: the server sends whole files only; download the model instead")
-            with suppress(HTTPError):
-                for chunk in response.iter_raw():
-                    data += chunk
+        except HTTPError as error:
+            if isinstance(error, OSError):
+                raise
+            raise ConnectionError(f"{self.name}: the hub cannot be reached ({error})") from error
+        if response.status_code != 206 or len(response.content) != stop - start:
+            raise BadCheckpoint(f"{self.name}: the server sends whole files only; download the model")
+        return bytearray(response.content)
 
 
 class HubFolder:

@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedConfig as Config
@@ -20,17 +21,14 @@ from transformers.utils import logging as transformers_logging
 
 from attnflow._core.checks import boolean
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, shards
-from attnflow.models.fitting import check_names, check_sizes, first_line, names_in
+from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, check_sizes, first_line, shards
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
-from attnflow.models.unpacked import gguf_key, gguf_tokenizer, load_gguf, lookup, require_gguf
+from attnflow.models.unpacked import folder as cache_folder
+from attnflow.models.unpacked import gguf_key, gguf_tokenizer, load_gguf, require_gguf
 
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 _INDEX: Final = "model.safetensors.index.json"
-_LOG: Final = logging.getLogger("attnflow.models")
-
-_Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 
 
 def load_model(
@@ -98,9 +96,9 @@ def outline(name_or_path: str | os.PathLike[str], *, tokenizer: bool = True) -> 
         else:
             require_gguf()
             file, make = Path(folder) / gguf, cast(Any, AutoModelForCausalLM)
-            unpacked = lookup(f"{gguf_key(file)}-model")
-            source = {"gguf_file": gguf} if unpacked is None else {}
-            config = cast(Config, AutoConfig.from_pretrained(unpacked or folder, **source))
+            unpacked = cache_folder() / f"{gguf_key(file)}-model"
+            source = (unpacked, {}) if unpacked.is_dir() else (folder, {"gguf_file": gguf})
+            config = cast(Config, AutoConfig.from_pretrained(source[0], **source[1]))
             tokens = gguf_tokenizer(file) if tokenizer else None
         with torch.device("meta"):
             return Loaded(getattr(make, "from_config", make)(config), tokens)
@@ -137,7 +135,7 @@ def _locate(name: str) -> tuple[str, str | None]:
 
 def _config(folder: str) -> Config:
     config = _parsed_config(folder)
-    check_sizes(folder, config.to_dict(), names_in(folder))
+    check_sizes(folder, config.to_dict(), sum(map(_tensors_in, Path(folder).glob("*.safetensors"))))
     return config
 
 
@@ -189,8 +187,28 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
         if "ignore_mismatched_sizes" in why:  # which no caller of this function can set
             why = "tensors of its weights have other shapes than its config asks for"
         raise BadCheckpoint(f"{folder} holds no model that can be built: {why}") from error
-    check_names(folder, cast(PreTrainedModel, model), report)
+    _check_names(folder, cast(PreTrainedModel, model), report)
     return cast(PreTrainedModel, model)
+
+
+def _tensors_in(file: Path) -> int:
+    """How many tensors a safetensors file holds; 0 if it is damaged, which is said when it is read."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return len(opened.keys())
+    except (SafetensorError, OSError):
+        return 0
+
+
+def _check_names(folder: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Refuse weights of another model than the config describes: what is missing has been drawn at random."""
+    own, theirs = len(model.state_dict()), len(report["unexpected_keys"])
+    missing = len(report["missing_keys"])
+    if 2 * missing > own or theirs > own - missing:
+        raise BadCheckpoint(
+            f"{folder} holds the weights of another model than its config describes: {missing} of {own} tensors of a "
+            f"{type(model).__name__} are missing, {theirs} are of no use to it"
+        )
 
 
 def _class_of(config: Config, folder: str) -> Any:

@@ -1,4 +1,4 @@
-"""Models in GGUF files: unpacked once, into a folder of this user, where each is whole and undamaged, or not there."""
+"""Models in GGUF files: unpacked once, into a folder of this user, where each is whole or not there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import hashlib
 import io
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, TypeVar, cast
@@ -22,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.errors import MissingExtra
-from attnflow._core.files import seal, sealed, sweep, write_folder
+from attnflow._core.files import write_folder
 from attnflow.models.checkpoints import BadCheckpoint, open_weights
-from attnflow.models.fitting import check_sizes, first_line
+from attnflow.models.checkpoints.files import check_sizes, first_line
 
 _LOG: Final = logging.getLogger("attnflow.models")
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
@@ -69,13 +67,18 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 
 
 def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
-    """What an entry of the cache holds; if there is none, it is unpacked and stored."""
-    folder = lookup(key)
-    if folder is not None:
-        return load(folder)
+    """What an entry of the cache holds; if there is none, or none that can be loaded, it is unpacked and stored."""
+    entry = folder() / key
+    if entry.is_dir():
+        try:
+            return load(entry)
+        except Exception as error:  # whatever a damaged file makes transformers raise
+            _LOG.warning("%s cannot be loaded and is made again: %s", entry, first_line(error))
     value = unpack()
     try:
-        store(key, value.save_pretrained)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with write_folder(entry) as part:
+            value.save_pretrained(part)
     except OSError as error:
         _LOG.warning("%s cannot be kept for the next time: %s", key, error)
     return value
@@ -124,35 +127,3 @@ def folder() -> Path:
     if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnflow"
-
-
-def lookup(key: str) -> Path | None:
-    """The folder of an entry whose files, all read, are as they were written; None, and no entry any more, if not."""
-    entry = folder() / key
-    try:
-        sealed(entry)
-    except (OSError, ValueError):
-        _discard(entry)
-        return None
-    return entry
-
-
-def store(key: str, write: Callable[[Path], object]) -> None:
-    """Make an entry of what `write` puts into the folder that it is given; of several processes the last one does.
-
-    `OSError` if the cache cannot be written; nothing is left behind.
-    """
-    root = folder()
-    root.mkdir(parents=True, exist_ok=True)
-    sweep(root)
-    with write_folder(root / key) as part:
-        write(part)
-        seal(part, {})
-
-
-def _discard(entry: Path) -> None:
-    """Out of the way first: what is removed is never found in part; `store` sweeps what a kill leaves of it."""
-    away = entry.with_name(f".{entry.name}.{secrets.token_hex(6)}.part")
-    with suppress(OSError):
-        entry.rename(away)
-        shutil.rmtree(away, ignore_errors=True)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from attnflow._core.markup import plural, shorten
-from attnflow.geometry.published import PublishedScores, published_scores
-from attnflow.geometry.summary import Quartiles, Summary
+from attnflow.geometry.published import PublishedScores, Quartiles, Summary, published_scores
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores
 from attnflow.report import charts, html
 from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal

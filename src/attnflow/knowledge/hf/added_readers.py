@@ -39,8 +39,7 @@ from attnflow.models.interception import (
     check_implementation,
     intercept,
 )
-from attnflow.models.layers import Stack, stack_of
-from attnflow.models.sites import models_around
+from attnflow.models.sites import Stack, models_around, stack_of
 from attnflow.models.trial import DoesNotRun, read, trial
 from attnflow.models.watching import calls_of
 

@@ -23,10 +23,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import integer, preview
-from attnflow._core.digests import add_tensor
 from attnflow._core.progress import Progress
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
+from attnflow.models.addons import add_tensor
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.names import MODELS

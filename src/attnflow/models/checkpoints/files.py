@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from attnflow._core.errors import AttnflowError
 
@@ -116,6 +116,7 @@ class Format:
 
 
 _LARGEST_JSON: Final = 100_000_000
+_MOST_LAYERS: Final = 2048  # that are made without asking whether there are weights for them: a second or two
 _NO_MODEL: Final = ("adapter_", "training_args.bin")
 SAFETENSORS: Final = Format("safetensors", (".safetensors",), "model.safetensors")
 TORCH: Final = Format("torch", (".bin", ".pt", ".pth", ".ckpt"), "pytorch_model.bin")
@@ -151,3 +152,31 @@ def shards(folder: Folder, index: str) -> list[str]:
             f"{folder.name} lacks {len(missing)} of {len(files)} shards ({', '.join(missing[:3])}); download it again"
         )
     return files
+
+
+def check_sizes(name: str, config: Mapping[str, object], tensors: int) -> None:
+    """Refuse a config of more layers than there are tensors before a module is made of each, which takes for ever.
+
+    Raises:
+        BadCheckpoint: it asks for more than there are, and more than a model has.
+    """
+    for word, size in _sizes(config):
+        if size > max(_MOST_LAYERS, tensors):
+            raise BadCheckpoint(f"{name}: {word} of its config is {size}, with {tensors} tensors in its weights")
+
+
+def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
+    """The numbers of modules that a config asks for, in configs within configs, too."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(cast(Mapping[Any, object], value))
+        elif isinstance(name, str) and any(word in name for word in ("layer", "depth", "expert")):
+            if isinstance(value, int):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                yield f"the length of {name}", len(cast(Sequence[object], value))
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without what follows in other lines."""
+    return str(error).strip().split("\n")[0][:300]
