@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
+from attnflow.knowledge import GeneralizedCrossAttention, Retrieval, Store
 from attnflow.knowledge.reader import KnowledgeReader
 from attnflow.knowledge.source import EntrySource
 from benchmarks.harness import OURS, Case, main
@@ -45,7 +45,7 @@ def scene(entries: int, tokens: int, device: str) -> Scene:
     torch.manual_seed(0)
     centres = torch.randn(entries // CLUSTER, WIDTH)
     base = (centres.repeat_interleave(CLUSTER, 0) + 0.3 * torch.randn(entries, WIDTH)) / WIDTH**0.5
-    layer = GeneralizedCrossAttention(WIDTH, KEY, WIDTH, threshold="per_entry", num_entries=entries)
+    layer = GeneralizedCrossAttention(WIDTH, KEY, WIDTH, threshold="constant")
     hidden = torch.randn(tokens, WIDTH)
     with torch.no_grad():
         some = base[torch.randperm(entries)[:16384]]
@@ -120,7 +120,9 @@ def folded_top_k(found: Scene) -> Callable[[Tensor], Tensor]:
 
 def approximate(found: Scene) -> Callable[[Tensor], Tensor]:
     found.reader.retrieval = Retrieval(k=found.k, search="approximate")
-    source = EntrySource.of(found.entries, found.reader.threshold_columns(found.entries), search="approximate")
+    store = Store.open("memory", dim=found.entries.shape[1], search="approximate")
+    store.insert(embeddings=found.entries.detach())
+    source = EntrySource(store)
     return lambda hidden: found.reader(hidden, source)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import attnflow as af
-from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
+from attnflow.knowledge import GeneralizedCrossAttention, Retrieval, Store
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.reader import KnowledgeReader
 from attnflow.knowledge.source import EntrySource
@@ -95,10 +95,10 @@ def clustered(dim: int = 512, centres: int = 256, each: int = 256) -> tuple[Know
     near = 0.5 * functional.normalize(torch.randn(centres, each, dim), dim=-1)
     entries = functional.normalize(middle[:, None] + near, dim=-1).flatten(0, 1)
     hidden = functional.normalize(middle[:128] + 0.5 * functional.normalize(torch.randn(128, dim), dim=-1), dim=-1)
-    attention = GeneralizedCrossAttention(dim, dim, dim, threshold="per_entry", num_entries=len(entries), bias=False)
+    attention = GeneralizedCrossAttention(dim, dim, dim, threshold="constant", bias=False)
     with torch.no_grad():
         attention.query[0], attention.key[0, 0] = torch.eye(dim) * dim**0.25, torch.eye(dim) * dim**0.25
-        attention.entry_thresholds.fill_(-0.25)
+        attention.constant.fill_(-0.25)
     return KnowledgeReader(0, attention).eval(), entries, hidden
 
 
@@ -112,7 +112,9 @@ def layer(way: str, k: int | None, tokens: int) -> Timed:
     source: Tensor | EntrySource = entries
     if way in ("index", "approximate"):
         search = "exact" if way == "index" else "approximate"
-        source = EntrySource.of(entries, reader.threshold_columns(entries), search=search)
+        store = Store.open("memory", dim=entries.shape[1], search=search)
+        store.insert(embeddings=entries)
+        source = EntrySource(store)
     if k is not None:
         reader.retrieval = Retrieval(k=k, search="approximate" if way == "approximate" else "exact")
     error = (reader(hidden, source) - expected).norm() / expected.norm()

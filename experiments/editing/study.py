@@ -19,8 +19,8 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import facts as taught
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.edit import Edited, Method, edited_layers, read_moments, targets, value_changes
-from attnflow.knowledge.hf.edit_targets import Descent, Moments, Place, leads_of, places_of
+from attnflow.knowledge.hf.edit import Edited, edited_layers, targets, value_changes
+from attnflow.knowledge.hf.edit_targets import Method, Moments, Place, leads_of, places_of, read_moments
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.ablate import Chosen, choose, direction, edited, rewritten
 from experiments.knowledge_ablation.facts import RELATIONS as FIRST
@@ -161,7 +161,7 @@ class Bench:
         self.leads = leads_of(sonnets, 3)
         self.layers = edited_layers(self.model, config.layers)
         self.moments: Moments = read_moments(self.model, self.layers, self.tokenizer, sonnets, config.moment_tokens)
-        self.method = Method(Descent(config.steps, config.rate), config.ridge)
+        self.method = Method(config.steps, config.rate, config.ridge)
 
     def together(self, case: Case) -> dict[str, Any]:
         """The arms that share a target, and the direct effect."""
@@ -182,7 +182,7 @@ class Bench:
         """One layer, the mean of the weights, met exactly: a change of rank one, as ROME makes it."""
         layer = self.config.layers[len(self.config.layers) // 2]
         one = {layer: self.layers[layer]}
-        method = Method(self.method.descent, 0.0, mean=True)
+        method = Method(self.method.steps, self.method.rate, 0.0, mean=True)
         facts, where = [self._fact(case)], [self._places(case)]
         wanted = targets(self.model, self.tokenizer, one, facts, where, self.leads, method)
         changes = value_changes(self.model, one, wanted, [], self.moments, None, method)

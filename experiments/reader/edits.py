@@ -9,8 +9,8 @@ from torch import nn
 from attnflow._core.progress import Progress
 from attnflow.knowledge import edit, from_ffn
 from attnflow.knowledge.facts import Fact
-from attnflow.knowledge.hf.edit import Edited, Method, edited_layers, read_moments, targets, value_changes
-from attnflow.knowledge.hf.edit_targets import leads_of, places_of
+from attnflow.knowledge.hf.edit import Edited, edited_layers, targets, value_changes
+from attnflow.knowledge.hf.edit_targets import Method, leads_of, places_of, read_moments
 from attnflow.models import sample_text
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench
@@ -27,7 +27,7 @@ def edited(bench: Bench, progress: Progress) -> list[dict[str, object]]:
     facts = [Fact(one.prompt, str(one.item.after), one.item.subject) for one in asked if one.wording == WORDINGS[0]]
     _ = bench.known, bench.text  # of the model as it is
     layers = edited_layers(model)
-    moments = read_moments(model, layers, tokenizer, None, bench.config.moment_tokens)
+    moments = read_moments(model, layers, tokenizer, sample_text(), bench.config.moment_tokens)
     ways = list[dict[str, object]]()
     with edit(model, facts, text=moments, tokenizer=tokenizer, progress=progress):
         ways.append(_measured(bench, model, "edit", asked, len(facts)))

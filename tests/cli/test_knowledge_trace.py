@@ -72,7 +72,8 @@ def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
     strongest = before.fired(-1)[0].entry
     uri = str(tmp_path / "store")
     with af.knowledge.Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_layers) as store:
-        save_entries(model, store, texts={strongest: "the strongest"})
+        save_entries(model, store)
+        store.upsert(ids=[strongest], embeddings=store.vectors([strongest]), texts=["the strongest"])
     same = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
     assert float(same.logits[-1]) == pytest.approx(float(before.logits[-1]), rel=1e-5)
     assert same.fired(-1)[0].text == "the strongest"
@@ -105,8 +106,6 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monke
         ("-o", "nowhere/trace.svg"),
         ("--position", "99"),
         ("--ids", "1"),
-        ("--layer", "2"),
-        ("--target", "I my"),
     ):
         code, _, err = run("knowledge", "trace", tiny_model, TEXT, *arguments)
         assert code == 2

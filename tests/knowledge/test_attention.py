@@ -16,8 +16,7 @@ ORDERS = ("naive", "folded", "query_side")
 
 def layer_and_inputs(seed=0, heads=2, gated=False, threshold="mlp", activation="gelu", entries=11):
     torch.manual_seed(seed)
-    count = entries if threshold == "per_entry" else None
-    layer = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold, count).double()
+    layer = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     return layer, torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(entries, 6, dtype=torch.float64)
@@ -42,7 +41,7 @@ def by_hand(layer, hidden, entries):
     return result + layer.output_bias
 
 
-@pytest.mark.parametrize("threshold", ["mlp", "coordinate", "per_entry"])
+@pytest.mark.parametrize("threshold", ["mlp", "coordinate"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_compute_the_equations(order, gated, threshold):
@@ -55,7 +54,7 @@ def test_orders_compute_the_equations(order, gated, threshold):
     seed=st.integers(0, 10**6),
     heads=st.integers(1, 3),
     gated=st.booleans(),
-    threshold=st.sampled_from(["mlp", "coordinate", "per_entry"]),
+    threshold=st.sampled_from(["mlp", "coordinate"]),
     activation=st.sampled_from(sorted(ACTIVATIONS)),
     entries=st.integers(1, 13),
 )
@@ -134,7 +133,7 @@ def test_a_base_trains_jointly():
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("threshold", ["mlp", "coordinate", "per_entry"])
+@pytest.mark.parametrize("threshold", ["mlp", "coordinate"])
 def test_without_gradients_entries_are_read_in_blocks(monkeypatch, threshold, gated, activation):
     monkeypatch.setattr("attnflow.knowledge.attention._CACHED", 1)  # 64 entries a block, the last one is short
     layer, hidden, entries = layer_and_inputs(3, 2, gated, threshold, activation, entries=150)

@@ -23,7 +23,6 @@ calls = {
     "texts": lambda: store.insert(embeddings=torch.eye(4), texts=(text for text in "abcd")),
     "snapshot": lambda: store.snapshot(3),
     "retrieval": lambda: af.knowledge.Retrieval(threshold="0"),
-    "base": lambda: af.knowledge.KnowledgeBase.from_entries(torch.ones(2, 2, dtype=torch.int64)),
     "from_ffn": lambda: af.knowledge.from_ffn("gpt2"),
     "traced": lambda: af.knowledge.trace("gpt2", [1, 2]),
     "attach": lambda: af.knowledge.attach(model, "folder"),
@@ -31,7 +30,6 @@ calls = {
     "entries": lambda: model(torch.tensor([[1, 2]]), entries=[[1.0] * 4]),
     "vocabulary": lambda: af.knowledge.trace(model, [1, 99]),
     "padding": lambda: store.get([0, -1]),
-    "fired": lambda: af.knowledge.trace(model, [1, 2]).fired(by="size"),
 }
 layer = af.knowledge.GeneralizedCrossAttention(8, 4, 6)
 plain = af.knowledge.GeneralizedCrossAttention
@@ -39,20 +37,15 @@ config = lambda **given: af.knowledge.ModularConfig(**{**sizes, **given})
 calls |= {
     "threshold": lambda: plain(8, 4, 6, threshold="none"),
     "activation": lambda: plain(8, 4, 6, activation="tanh"),
-    "num_entries": lambda: plain(8, 4, 6, threshold="per_entry"),
     "coordinate": lambda: plain(8, 4, 1, gated=True, threshold="coordinate"),
     "zero": lambda: plain(0, 4, 6),
     "hidden": lambda: layer(torch.zeros(2, 7), torch.zeros(5, 6)),
     "width": lambda: layer(torch.zeros(2, 8), torch.zeros(5, 7)),
     "order": lambda: layer(torch.zeros(2, 8), torch.zeros(5, 6), order="fast"),
-    "rows of thresholds": lambda: plain(8, 4, 6, threshold="per_entry", num_entries=11)(
-        torch.zeros(2, 8), torch.zeros(10, 6)
-    ),
     "neither": lambda: af.knowledge.Retrieval(),
     "k": lambda: af.knowledge.Retrieval(k=0),
     "mode": lambda: af.knowledge.Retrieval(k=1, search="fast"),
     "rows": lambda: af.knowledge.KnowledgeBase(0, 4),
-    "finite": lambda: af.knowledge.KnowledgeBase.from_entries(torch.tensor([[1.0], [float("nan")]])),
     "heads": lambda: config(num_attention_heads=4, num_key_value_heads=3),
     "rope": lambda: config(head_dim=3),
     "kind": lambda: config(threshold="constant"),
@@ -78,8 +71,6 @@ EXPECTED = {
     "texts": "TypeError: texts must be a sequence of 4 strings, got generator: make it a list",
     "snapshot": "ValueError: a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got 3",
     "retrieval": "ValueError: threshold must be a number, not NaN, got '0'",
-    "base": "ValueError: entries must be floating-point numbers [num_entries, entry_dim], got torch.int64 of "
-    "shape (2, 2)",
     "from_ffn": "TypeError: expected a torch module or what af.load_model returns, got str; load a model by its name "
     "or folder with af.load_model(...)",
     "traced": "TypeError: expected a torch module or what af.load_model returns, got str; load a model by its name "
@@ -90,25 +81,20 @@ EXPECTED = {
     "vocabulary": "ValueError: token ids must lie in 0 to 31, the model's vocabulary; got up to 99",
     "padding": "ValueError: ids must hold integers from 0 to 2**63 - 1, got -1; where a search found fewer entries, "
     "found[i].ids leaves -1 out",
-    "fired": "ValueError: by must be 'norm' or 'effect', got 'size'",
-    "threshold": "ValueError: threshold must be one of 'mlp', 'coordinate', 'per_entry', 'constant', got 'none'",
+    "threshold": "ValueError: threshold must be one of 'mlp', 'coordinate', 'constant', got 'none'",
     "activation": "ValueError: activation must be one of 'relu', 'gelu', 'silu', 'sparsemax' or a function, got 'tanh'",
-    "num_entries": "ValueError: num_entries is needed for threshold='per_entry', and for no other",
     "coordinate": "ValueError: threshold='coordinate' needs entries of width 2 or more, got 1",
     "zero": "ValueError: model_dim must be at least 1, got 0",
     "hidden": "ValueError: hidden must have width 8, got shape (2, 7)",
     "width": "ValueError: entries must be [entries, 6], got shape (5, 7)",
     "order": "ValueError: order must be one of 'query_side', 'folded', 'naive', got 'fast'",
-    "rows of thresholds": "ValueError: this layer has thresholds for 11 entries, got 10; threshold='mlp' or "
-    "'coordinate' reads them from the entries themselves",
     "neither": "ValueError: give k or threshold, one of them; got k=None, threshold=None",
     "k": "ValueError: k must be at least 1, got 0",
     "mode": "ValueError: search must be one of 'auto', 'dense', 'exact', 'approximate', got 'fast'",
     "rows": "ValueError: num_entries must be at least 1, got 0",
-    "finite": "ValueError: entry 1 holds NaN or infinity",
     "heads": "ValueError: num_attention_heads (4) must be a multiple of num_key_value_heads (3)",
     "rope": "ValueError: RoPE turns pairs of coordinates: head_dim must be even, got 3",
-    "kind": "ValueError: threshold must be one of 'mlp', 'coordinate', 'per_entry', got 'constant'",
+    "kind": "ValueError: threshold must be one of 'mlp', 'coordinate', got 'constant'",
     "nothing": "ValueError: give a store to read, or a retrieval of the best entries of a model that has some",
     "empty": "ValueError: give a store to read, or a retrieval of the best entries of a model that has some",
     "fact": "ValueError: a fact needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...",

@@ -95,19 +95,6 @@ def test_where_it_says_exact_cross_attention_of_these_widths_is_the_layer(gated,
     torch.testing.assert_close(attention(hidden, entries), weights @ second, rtol=1e-9, atol=1e-9)
 
 
-def test_a_layer_without_biases_needs_no_coordinate_for_thresholds():
-    torch.manual_seed(0)
-    first, second = torch.randn(4, 32), torch.randn(32, 4)
-    found = conditions(first, second, key_dim=4, entry_dim=8)
-    assert found.ok
-    assert str(found) == "exact: rank 4 <= d_k 4, 8 + 0 <= d_E 8"
-    attention, entries = exhibit(found, [first.double()], second.double(), [None], "relu")
-    hidden = torch.randn(5, 4, dtype=torch.float64)
-    expected = (hidden @ first.double()).relu() @ second.double()
-    torch.testing.assert_close(attention(hidden, entries), expected, rtol=1e-9, atol=1e-9)
-    assert not conditions(first, second, 4, 8, thresholds=torch.randn(32)).ok
-
-
 def test_where_it_denies_a_rank_forbids_it():
     """No entries of that width have these keys, values and thresholds: the best of lower rank miss by the residual."""
     torch.manual_seed(0)
@@ -141,10 +128,3 @@ def test_two_keys_share_one_query():
     found = asked(keys, second, biases, 8, 10)
     assert (found.key_rank, found.entry_rank, found.threshold_rank, found.ok) == (8, 10, 0, True)
     assert "[W_gate | W_up] has rank 8, but keys have width d_k = 5" in str(asked(keys, second, biases, 5, 12))
-
-
-def test_conditions_read_back():
-    found = conditions(torch.randn(4, 16), torch.randn(16, 4), key_dim=4, entry_dim=6)
-    assert type(found).from_json(found.to_json()) == found
-    with pytest.raises(ValueError, match="belong to a gate"):
-        conditions(torch.randn(4, 16), torch.randn(16, 4), 4, 6, gate_thresholds=torch.randn(16))

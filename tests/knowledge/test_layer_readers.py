@@ -8,7 +8,6 @@ from attnflow.knowledge import Retrieval
 from attnflow.knowledge.attention import named
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.knowledge.reader import KnowledgeReader
-from attnflow.knowledge.source import EntrySource
 from tests.models import modular, outputs, tiny, tokens
 
 CONVERTED = ["Llama", "GPT2", "Phi3", "Bert"]
@@ -87,46 +86,6 @@ def test_readings_of_a_converted_layer_hold_its_scores(name):
         torch.testing.assert_close(weights, named("silu")(scores[0]) * scores[1])
     else:
         torch.testing.assert_close(weights, torch.nn.functional.gelu(scores[0], approximate="tanh"))
-
-
-@pytest.mark.parametrize("retrieval", [EXACT, Retrieval(k=1, search="exact"), Retrieval(threshold=0.05)], ids=str)
-@pytest.mark.parametrize("name", [*CONVERTED, "modular", "gated modular"])
-def test_the_bound_of_a_layer(name, retrieval):
-    """Of its first layer, whose input is the same with and without retrieval."""
-    torch.manual_seed(0)
-    model, ids = made(name), tokens(2, 7)
-    (first, _) = readers(model)
-    module = next(m for m in model.modules() if isinstance(m, KnowledgeReader | EntryValues))
-    written, readings = [], []
-    module.register_forward_hook(lambda _, __, output: written.append(output.detach()))
-    outputs(model, input_ids=ids)
-    first.retrieval, first.observer = retrieval, readings.append
-    outputs(model, input_ids=ids)
-    dense, sparse = written
-    error = (dense - sparse).norm(dim=-1).flatten()
-    bound = first.error_bound(readings[0])
-    assert bound.shape == error.shape
-    assert bool((error > 0).any())
-    assert bool((error <= bound + 1e-9).all())
-    first.retrieval = None
-    outputs(model, input_ids=ids)
-    assert not first.error_bound(readings[1]).any()
-
-
-def test_the_bound_of_a_block_that_reads_an_index():
-    model, ids = modular(torch.float32), tokens(2, 7)
-    base = model.knowledge.entries.detach()
-    model.model.source = EntrySource.of(base, torch.cat([r.threshold_columns(base) for r in model.readers()], dim=1))
-    readings = []
-    (first, _) = readers(model)
-    first.retrieval, first.observer = EXACT, readings.append
-    with torch.no_grad():
-        model(input_ids=ids)
-        ours = first.error_bound(readings[0])
-        model.model.source = None
-        model(input_ids=ids)
-        theirs = first.error_bound(readings[1])
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_straight_through_fine_tuning_of_a_converted_model():

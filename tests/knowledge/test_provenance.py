@@ -67,15 +67,6 @@ def test_json_reads_back_number_for_number(effects, parts, dtype):
     assert json.loads(found.to_json())["attnflow"] == "Trace"
 
 
-def test_json_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected a saved Trace, got 'BiasMap'"):
-        Trace.from_json('{"attnflow": "BiasMap"}')
-    with pytest.raises(ValueError, match="JSON object with a saved Trace"):
-        Trace.from_json("[1]")
-    path = made().save(tmp_path / "trace.json")
-    assert made().to_json() == path.read_text()
-
-
 def test_csv_has_a_line_for_each_entry_that_fired(tmp_path):
     found, path = made(), tmp_path / "trace.csv"
     text = found.to_csv()
@@ -102,14 +93,10 @@ def test_fired_is_ordered_and_leaves_out_what_did_not_fire():
     assert [abs(one.effect) for one in every] == sorted((abs(one.effect) for one in every), reverse=True)
     by_norm = replace(found, by="norm").fired(count=5)
     assert [one.norm for one in by_norm] == sorted((one.norm for one in every), reverse=True)[:5]
-    with pytest.raises(ValueError, match="others may have a larger norm"):  # 4 of 20 entries were kept, by effect
-        found.fired(by="norm")
     assert {one.layer for one in found.fired(layer=2)} == {2}
     assert {one.position for one in found.fired(-1)} == {3}
     assert {one.token for one in found.fired(position=1)} == {" capital"}
     assert made(False).fired(count=1)[0].norm == max(one.norm for one in made(False).fired())
-    with pytest.raises(ValueError, match="no direct effects: norms lie between"):
-        made(False).fired(by="effect")
 
 
 def test_what_was_not_traced_is_said():

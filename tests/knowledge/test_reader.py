@@ -11,18 +11,17 @@ from torch.nn import functional
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
 from attnflow.knowledge.attention import ACTIVATIONS
 from attnflow.knowledge.reader import KnowledgeReader
-from attnflow.knowledge.source import EntrySource
+from tests.knowledge.sources import indexed
 
 TOKENS = (2, 3)
-THRESHOLDS = ["mlp", "coordinate", "per_entry"]
+THRESHOLDS = ["mlp", "coordinate"]
 
 
 def layer_and_inputs(
     seed=0, retrieval=None, heads=2, gated=False, threshold="mlp", activation="relu", entries=30, layer=0, size=1.0
 ):
     torch.manual_seed(seed)
-    count = entries if threshold == "per_entry" else None
-    attention = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold, count).double()
+    attention = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold).double()
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=size)
     hidden = torch.randn(*TOKENS, 8, dtype=torch.float64)
@@ -198,7 +197,7 @@ def test_the_bound_holds(retrieval, options):
 
 def test_the_bound_is_reached():
     """One token, one head, entries alike: what is left out is the count times the score times the norm."""
-    attention = GeneralizedCrossAttention(1, 1, 1, threshold="per_entry", num_entries=9, bias=False).double()
+    attention = GeneralizedCrossAttention(1, 1, 1, threshold="constant", bias=False).double()
     for parameter in (attention.query, attention.key, attention.value):
         torch.nn.init.constant_(parameter, 2.0)
     reader = KnowledgeReader(0, attention, Retrieval(k=4, search="exact")).eval()
@@ -208,11 +207,6 @@ def test_the_bound_is_reached():
     error = 9 * 4 * 2 - reader(token, entries)
     assert error.item() == pytest.approx(5 * 4 * 2)
     assert reader.error_bound(readings[0], entries).item() == pytest.approx(error.item())
-
-
-def indexed(readers, entries, search="exact"):
-    """One index for several layers."""
-    return EntrySource.of(entries, torch.cat([reader.threshold_columns(entries) for reader in readers], 1), search)
 
 
 @settings(max_examples=40)
@@ -296,13 +290,6 @@ def test_all_are_read_where_that_is_no_slower():
     torch.testing.assert_close(reader.float().eval()(hidden.float(), source), dense.float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("order", ["naive", "folded", "query_side"])
-def test_orders_without_retrieval(order):
-    reader, hidden, entries = layer_and_inputs()
-    expected = reader(hidden, entries)
-    torch.testing.assert_close(KnowledgeReader(0, reader.attention, order=order)(hidden, entries), expected)
-
-
 def test_a_function_of_ones_own():
     """Softmax over what is read; of a bound nothing is known."""
     reader, hidden, entries = layer_and_inputs(
@@ -327,21 +314,6 @@ def test_one_token_no_tokens_and_no_entries():
         torch.testing.assert_close(nothing, reader.attention.output_bias.expand(nothing.shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    for activation in sorted(ACTIVATIONS):
-        reader, hidden, entries = layer_and_inputs(
-            retrieval=Retrieval(k=4, search="exact"), activation=activation, size=0.5
-        )
-        expected = reader(hidden, entries).detach()
-        found = reader.to(dtype)(hidden.to(dtype), entries.to(dtype))
-        assert found.dtype == dtype
-        # Rounding may swap entries whose scores are nearly equal.
-        assert float((found.detach().double() - expected).norm() / expected.norm()) < 0.1
-        threshold = KnowledgeReader(0, reader.attention, Retrieval(threshold=0.5)).train()
-        assert bool(threshold(hidden.to(dtype), entries.to(dtype)).isfinite().all())
-
-
 def test_bad_sources():
     reader, hidden, entries = layer_and_inputs(retrieval=Retrieval(k=3, search="exact"), layer=1)
     reader, hidden, entries = reader.float(), hidden.float(), entries.float()
@@ -358,5 +330,5 @@ def test_bad_sources():
     with pytest.raises(ValueError, match=r"layer 1 needs .* 4 columns of thresholds"):
         reader(hidden, alone)
     reader.retrieval = Retrieval(k=3, search="approximate")
-    with pytest.raises(ValueError, match="an approximate search needs an index"):
+    with pytest.raises(ValueError, match="an approximate search needs a store"):
         reader(hidden, entries)

@@ -111,18 +111,6 @@ def test_few_rows_of_many_are_summed_one_by_one():
     torch.testing.assert_close(ours[1], expected[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_sums_in_other_precisions(dtype):
-    table, weights, rows = torch.randn(50, 8), torch.randn(3, 6), torch.randint(-1, 50, (3, 6))
-    weights[rows < 0] = 0
-    exact = (weights.to(dtype).double()[:, None] @ table.to(dtype).double()[rows.clamp(min=0)])[:, 0]
-    found = sum_of_rows(weights.to(dtype), rows, table.to(dtype))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
-    mixed = sum_of_rows(weights.to(dtype), rows, table)  # as under autocast
-    assert mixed.dtype == dtype
-
-
 def test_no_queries_and_no_entries():
     for shape in ((0, 5), (3, 0)):
         scores = torch.zeros(shape)
@@ -198,14 +186,3 @@ def test_a_converted_layer_falls_back_to_all_where_that_is_no_slower():
     layer.retrieval = Retrieval(k=6, search="approximate")
     with pytest.raises(ValueError, match='search must be "exact" or "auto", got "approximate"'):
         layer(weights)
-    layer.retrieval = None
-    with pytest.raises(ValueError, match=r"reads all of its entries: set \.retrieval"):
-        layer.keep(weights)
-
-
-def test_a_converted_layer_under_autocast():
-    layer, weights = converted(Retrieval(k=6, search="exact"), torch.float32)
-    expected = layer.eval()(weights)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(weights.bfloat16())
-    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.1)

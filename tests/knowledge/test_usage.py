@@ -187,7 +187,8 @@ def test_an_index_finds_planted_duplicates_and_says_that_it_may_miss_some():
 
 
 def test_duplicates_of_a_base():
-    base = KnowledgeBase.from_entries(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]))
+    base = KnowledgeBase(3, 2)
+    base.entries.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
     found = duplicates(base)
     assert found.groups == ((0, 2),)
     assert type(found).from_json(found.to_json()) == found

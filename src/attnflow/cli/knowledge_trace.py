@@ -57,7 +57,6 @@ def knowledge_trace(
     _models.require(model)
     from attnflow.cli.knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
-    from attnflow.knowledge.hf.trace import check_request
     from attnflow.knowledge.layered import reads_entries
 
     inputs = _inputs(text, ids)
@@ -72,8 +71,6 @@ def knowledge_trace(
         spinner = stack.enter_context(working(f"loading {model}"))
         layers = None if layer is None else [layer]
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
-        if layers is not None or targets is not None:
-            check_request(_models.outline(model, ids is None, _WITHOUT), layers, targets)
         loaded = _models.load(model, ids is None, _WITHOUT)
         if not reads_entries(loaded.model):
             spinner.stage("opening its feed-forward layers")

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from attnflow._core.checks import integer
 
-THRESHOLDS: Final = ("mlp", "coordinate", "per_entry")
+THRESHOLDS: Final = ("mlp", "coordinate")
 CONSTANT: Final = "constant"  # a threshold that belongs to no entry: not one of a modular model
 ORDERS: Final = ("query_side", "folded", "naive")
 HIDDEN: Final = 64  # width of the threshold network
@@ -142,9 +142,7 @@ class GeneralizedCrossAttention(nn.Module):
         activation: "relu", "gelu", "silu", "sparsemax", or a function of scores [..., entries].
         gated: two keys for each entry.
         threshold: B1(E): "mlp" (a small network on the entry), "coordinate" (the entry's last coordinate, or last two
-            if gated: gate then up), "per_entry" (a parameter for each entry of this layer), "constant" (one parameter
-            for each head, the same for all entries).
-        num_entries: number of entries, for "per_entry" alone.
+            if gated: gate then up), "constant" (one parameter for each head, the same for all entries).
         bias: whether there is b2.
 
     Raises:
@@ -164,7 +162,6 @@ class GeneralizedCrossAttention(nn.Module):
         activation: str | Activation = "relu",
         gated: bool = False,
         threshold: str = "mlp",
-        num_entries: int | None = None,
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -177,8 +174,6 @@ class GeneralizedCrossAttention(nn.Module):
         allowed = (*THRESHOLDS, CONSTANT)
         if threshold not in allowed:
             raise ValueError(f"threshold must be one of {', '.join(map(repr, allowed))}, got {threshold!r}")
-        if (threshold == "per_entry") != (num_entries is not None):
-            raise ValueError("num_entries is needed for threshold='per_entry', and for no other")
         if threshold == "coordinate" and entry_dim < self.parts:
             raise ValueError(f"threshold='coordinate' needs entries of width {self.parts} or more, got {entry_dim}")
         self.threshold = threshold
@@ -191,8 +186,6 @@ class GeneralizedCrossAttention(nn.Module):
             self.threshold_network = nn.Sequential(
                 ThresholdHidden(entry_dim, HIDDEN), nn.ReLU(), ThresholdOut(HIDDEN, self.parts * heads)
             )
-        if num_entries is not None:
-            self.entry_thresholds = nn.Parameter(torch.empty(self.parts, heads, integer("num_entries", num_entries, 1)))
         if threshold == CONSTANT:
             self.constant = nn.Parameter(torch.empty(self.parts, heads))
         self.reset_parameters()
@@ -212,8 +205,6 @@ class GeneralizedCrossAttention(nn.Module):
         if self.threshold == "mlp":
             for place in (0, 2):
                 cast(nn.Linear, self.threshold_network[place]).reset_parameters()
-        elif self.threshold == "per_entry":
-            nn.init.zeros_(self.entry_thresholds)
         elif self.threshold == CONSTANT:
             nn.init.zeros_(self.constant)
 
@@ -224,9 +215,7 @@ class GeneralizedCrossAttention(nn.Module):
             return entries[:, -self.parts :].T[:, None].expand(shape)
         if self.threshold == "mlp":
             return self.threshold_network(entries).T.reshape(shape)
-        if self.threshold == CONSTANT:
-            return self.constant.unsqueeze(-1).expand(shape)
-        return self.entry_thresholds
+        return self.constant.unsqueeze(-1).expand(shape)
 
     def project_query(
         self, hidden: Float[Tensor, "*tokens model_dim"]
@@ -314,15 +303,8 @@ class GeneralizedCrossAttention(nn.Module):
         """Raise a ValueError for tokens or entries that do not fit this layer."""
         if hidden is not None and (hidden.ndim == 0 or hidden.shape[-1] != self.model_dim):
             raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
-        if entries is None:
-            return
-        if entries.ndim != 2 or entries.shape[1] != self.entry_dim:
+        if entries is not None and (entries.ndim != 2 or entries.shape[1] != self.entry_dim):
             raise ValueError(f"entries must be [entries, {self.entry_dim}], got shape {tuple(entries.shape)}")
-        if self.threshold == "per_entry" and entries.shape[0] != self.entry_thresholds.shape[2]:
-            raise ValueError(
-                f"this layer has thresholds for {self.entry_thresholds.shape[2]} entries, got {entries.shape[0]}; "
-                "threshold='mlp' or 'coordinate' reads them from the entries themselves"
-            )
 
 
 def weigh(scores: Float[Tensor, "parts *tokens"], function: Activation) -> Tensor:

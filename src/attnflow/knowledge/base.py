@@ -26,31 +26,16 @@ class KnowledgeBase(nn.Module):
     Args:
         num_entries: rows.
         entry_dim: columns.
-        std: of the normal initialisation; default entry_dim ** -0.5, which gives rows of length about 1.
 
     >>> KnowledgeBase(4, 8)
     KnowledgeBase(num_entries=4, entry_dim=8)
     """
 
-    def __init__(self, num_entries: int, entry_dim: int, std: float | None = None) -> None:
+    def __init__(self, num_entries: int, entry_dim: int) -> None:
         super().__init__()
         rows, columns = integer("num_entries", num_entries, minimum=1), integer("entry_dim", entry_dim, minimum=1)
         self.entries = nn.Parameter(torch.empty(rows, columns))
-        self.std = columns**-0.5 if std is None else float(std)
         self.reset_parameters()
-
-    @classmethod
-    def from_entries(cls, entries: Float[Tensor, "entries entry_dim"]) -> KnowledgeBase:
-        """A base with given rows; a ValueError for what is not a finite floating-point matrix."""
-        if entries.ndim != 2 or not entries.is_floating_point():
-            got = f"{entries.dtype} of shape {tuple(entries.shape)}"
-            raise ValueError(f"entries must be floating-point numbers [num_entries, entry_dim], got {got}")
-        _check_finite(entries)
-        base = cls.__new__(cls)
-        nn.Module.__init__(base)
-        base.entries = nn.Parameter(entries)
-        base.std = entries.shape[1] ** -0.5
-        return base
 
     @property
     def num_entries(self) -> int:
@@ -63,8 +48,8 @@ class KnowledgeBase(nn.Module):
         return self.entries.shape[1]
 
     def reset_parameters(self) -> None:
-        """Rows drawn from a normal distribution."""
-        nn.init.normal_(self.entries, std=self.std)
+        """Rows drawn from a normal distribution, of length about 1."""
+        nn.init.normal_(self.entries, std=self.entry_dim**-0.5)
 
     def forward(self) -> Float[Tensor, "entries entry_dim"]:
         """E."""
@@ -146,7 +131,7 @@ class LayeredKnowledge(KnowledgeBase):
         """`counts`: of each layer the number of its rows, or one for each of its experts."""
         nn.Module.__init__(self)
         self.layouts = (layouts,) * len(counts) if isinstance(layouts, EntryLayout) else tuple(layouts)
-        self.std, self._next_id = entries.shape[1] ** -0.5, 0
+        self._next_id = 0
         self._num_experts = [0 if isinstance(one, int) else len(one) for one in counts]
         for name in ("ids", "counts", "experts"):
             self.register_buffer(name, None)
@@ -335,7 +320,9 @@ class LayeredKnowledge(KnowledgeBase):
     def _check(self, entries: Tensor, layers: Sequence[int]) -> None:
         if entries.ndim != 2 or entries.shape[1] != self.entry_dim:
             raise ValueError(f"entries must be [entries, {self.entry_dim}], got shape {tuple(entries.shape)}")
-        _check_finite(entries)
+        finite = torch.isfinite(entries).all(dim=1)
+        if not bool(finite.all()):
+            raise ValueError(f"entry {int((~finite).nonzero()[0])} holds NaN or infinity")
         for layer in {layer for layer in layers if self.layouts[layer].padding}:
             unread = self.layouts[layer].unread
             if bool(entries[torch.tensor(layers) == layer, unread].any()):
@@ -348,9 +335,3 @@ def _consecutive(counts: Tensor, start: int = 0) -> list[slice]:
     """Blocks of so many rows, one after another."""
     ends = [start, *cast("list[int]", (counts.cumsum(0) + start).tolist())]
     return [slice(first, last) for first, last in pairwise(ends)]
-
-
-def _check_finite(entries: Tensor) -> None:
-    finite = torch.isfinite(entries).all(dim=1)
-    if not bool(finite.all()):
-        raise ValueError(f"entry {int((~finite).nonzero()[0])} holds NaN or infinity")

@@ -69,17 +69,7 @@ def conditions(
 
     A gated layer, (act(h W_gate + b_gate) * (h W_up + b_up)) W_2, is not of the paper's form at any number of entries;
     with two keys for each entry and one query, our extension, the same holds of rank([W_gate | W_up]),
-    rank([W_gate^T | W_up^T | W_2]) and both thresholds.
-
-    Args:
-        first: W_1; W_up of a gated layer.
-        second: W_2.
-        key_dim, entry_dim: d_k and d_E.
-        thresholds: b_1; b_up of a gated layer; by default none.
-        gate, gate_thresholds: W_gate and b_gate, of a gated layer.
-
-    Raises:
-        ValueError: thresholds of a gate without a gate.
+    rank([W_gate^T | W_up^T | W_2]) and both thresholds. Then `first` and `thresholds` are W_up and b_up.
 
     Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
 
@@ -91,8 +81,6 @@ def conditions(
     >>> conditions(first, second, key_dim=4, entry_dim=8, thresholds=torch.randn(16)).ok
     False
     """
-    if gate is None and gate_thresholds is not None:
-        raise ValueError("gate_thresholds belong to a gate: give gate too")
     keys = [first] if gate is None else [gate, first]
     joined = torch.cat([*(key.T for key in keys), second], dim=1)
     biases = [bias[:, None] for bias in (thresholds, gate_thresholds) if bias is not None]
@@ -107,6 +95,6 @@ def conditions(
 
 
 def _rank(matrix: Tensor) -> int:
-    """The rank in the precision of the weights, whatever the units of its columns: rounding is not counted."""
+    """The rank in the precision of the weights: rounding is not counted."""
     tolerance = max(matrix.shape) * torch.finfo(matrix.dtype).eps
     return int(torch.linalg.matrix_rank(matrix.double(), rtol=tolerance))

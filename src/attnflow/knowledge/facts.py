@@ -48,12 +48,7 @@ class Fact:
 
 
 def read_facts(facts: Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path) -> list[Fact]:
-    """Facts as they are given: a `Fact`, a mapping with its fields, several of them, or a .jsonl file of mappings.
-
-    Raises:
-        ValueError: none, a field that a `Fact` does not have or of another type, or as `Fact`.
-        FileNotFoundError: no such file.
-    """
+    """Facts as they are given: a `Fact`, a mapping with its fields, several of them, or a .jsonl file of mappings."""
     if isinstance(facts, Path):
         lines = [line for line in facts.read_text(encoding="utf-8").splitlines() if line.strip()]
         facts = [cast("Mapping[str, object]", json.loads(line)) for line in lines]
@@ -91,23 +86,14 @@ class FactChange:
 
 @dataclass(frozen=True)
 class EditReport(Result):
-    """What an edit of a model's entries did.
-
-    Attributes:
-        facts: of each fact, what the model says before and after.
-        layers: that were edited.
-        entries: whose values were changed, in all layers.
-        relative_change: of each layer, the norm of the change of its values over that of the values.
-        untouched: texts at which nothing was to change.
-        largest_shift: of these texts, the largest change of the probability of any next token; 0 without.
-    """
+    """What an edit of a model's entries did."""
 
     facts: tuple[FactChange, ...]
-    layers: tuple[int, ...]
-    entries: int
-    relative_change: tuple[float, ...]
-    untouched: int
-    largest_shift: float
+    layers: tuple[int, ...]  # that were edited
+    entries: int  # whose values were changed, in all layers
+    relative_change: tuple[float, ...]  # of each layer, the norm of the change of its values over that of the values
+    untouched: int  # texts at which nothing was to change
+    largest_shift: float  # of these texts, the largest change of the probability of any next token; 0 without
 
     @property
     def ok(self) -> bool:

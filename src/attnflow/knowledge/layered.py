@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +14,9 @@ from torch.nn import functional
 
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.reader import Observer, Reading
+from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
 from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
+from attnflow.knowledge.source import EntrySource
 
 
 class LayerReader(ABC):
@@ -62,9 +64,9 @@ class LayerReader(ABC):
 
     @abstractmethod
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
-        """How far this layer's output of each token (flattened) can be from that of reading all entries.
+        """How far this layer's output of each token can be from that of reading all entries, in Euclidean norm.
 
-        In Euclidean norm; 0 where all were read, infinite after an approximate search.
+        0 where all were read, infinite after an approximate search.
         """
 
 
@@ -94,6 +96,54 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
     finally:
         for (reader, _), observer in zip(observers, before, strict=True):
             reader.observer = observer
+
+
+class SharedReader(KnowledgeReader, LayerReader):
+    """A layer that reads entries that all layers share. What it reads has ids: rows of a matrix, or a source's."""
+
+    @abstractmethod
+    def current(self) -> Tensor | EntrySource:
+        """What it reads now: the matrix E, or a source."""
+
+    @property
+    def num_entries(self) -> int:
+        """Rows of E, or entries of the source."""
+        now = self.current()
+        return len(now) if isinstance(now, Tensor) else now.num_entries
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b2."""
+        return self.attention.output_bias
+
+    def every(self) -> Int[Tensor, " entries"]:
+        """All rows, or all ids of the source."""
+        now = self.current()
+        return super().every() if isinstance(now, Tensor) else now.ids()
+
+    def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Rows of E are their own ids, and what is read of a source has ids already."""
+        return positions
+
+    def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
+        """E W_V of each head."""
+        entries = self._rows(positions)[:, : self.attention.entry_dim]
+        return torch.einsum("ne,hed->hnd", entries, self.attention.value)
+
+    def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
+        """B1(E), of a source those that are stored beside the entries."""
+        now = self.current()
+        if isinstance(now, Tensor):
+            return self.attention.thresholds(now)[..., positions]
+        return self.split(self._rows(positions))[1]
+
+    def error_bound(self, reading: Reading, source: Tensor | EntrySource | None = None) -> Float[Tensor, " tokens"]:
+        """See `KnowledgeReader.error_bound`; by default of what the layer reads now."""
+        return super().error_bound(reading, self.current() if source is None else source)
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        now = self.current()
+        return now[positions] if isinstance(now, Tensor) else now.rows(positions.cpu()).to(self.attention.value)
 
 
 class LayerEntries(nn.Module, LayerReader):
@@ -149,11 +199,7 @@ class LayerEntries(nn.Module, LayerReader):
         return reading.certificate.error_bound(self.weight.detach().norm(dim=0).amax())
 
     def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
-        """Whether a layer with these weights reads all entries.
-
-        Raises:
-            ValueError: a retrieval by an approximate search, which has nothing to search here.
-        """
+        """Whether a layer with these weights reads all entries."""
         if self.retrieval is None:
             return True
         training = self.training and torch.is_grad_enabled()
@@ -172,11 +218,9 @@ class LayerEntries(nn.Module, LayerReader):
         The certificate is on the sizes of weights, so that `error_bound` with the largest norm of any value bounds
         the output's error whatever the activation.
         """
-        if self.retrieval is None:
-            raise ValueError("this layer reads all of its entries: set .retrieval first")
-        sizes = weights.detach().abs()
-        rows = best(sizes, self.retrieval)
-        return rows, certify(sizes, rows, self.retrieval)
+        sizes, retrieval = weights.detach().abs(), cast(Retrieval, self.retrieval)
+        rows = best(sizes, retrieval)
+        return rows, certify(sizes, rows, retrieval)
 
 
 class EntryValues(LayerEntries):
@@ -196,11 +240,7 @@ class EntryValues(LayerEntries):
         return self.bias
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
-        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries.
-
-        Raises:
-            ValueError: a retrieval by an approximate search, which has nothing to search here.
-        """
+        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries."""
         reads_all, retrieval = self.reads_all(weights), self.retrieval
         if self.observer is not None:
             self.observer(self._reading(weights.detach(), reads_all))

@@ -29,12 +29,7 @@ def least_change(
 
     Solved by whitening, M = L L^T, and an orthonormal basis of L^-1 U^T: a system of the size of the places.
 
-    Args:
-        weights: K.
-        wanted: W.
-        moment: M, symmetric and positive definite.
-        untouched: U, weights at places where nothing may be added.
-        ridge: 0, or in units of W^2 over X^T M X.
+    K, W and U are `weights`, `wanted` and `untouched`; M, `moment`, is symmetric and positive definite.
 
     Returns:
         X, in the precision of `moment`.

@@ -150,37 +150,23 @@ class Trace(Result):
         name = token_label(self.tokens[self.positions[row]])
         return f"{name} → {token_label(self.targets[row])}" if self.targets else name
 
-    def fired(
-        self, position: int | None = None, layer: int | None = None, count: int | None = None, by: By | None = None
-    ) -> list[Fired]:
+    def fired(self, position: int | None = None, layer: int | None = None, count: int | None = None) -> list[Fired]:
         """Kept entries, the strongest first; up to `top` of them, of all entries there are.
 
         Args:
             position: of a token, -1 for the last traced one; None for all.
             layer: number of a layer; None for all.
             count: how many; None for all that were kept.
-            by: "norm" of the contribution, or "effect" (its size); by default what the trace was made by.
 
         Raises:
-            ValueError: a position or layer that was not traced, effects that do not exist, or an order in which
-                entries that were not kept may come first.
+            ValueError: a position or layer that was not traced.
         """
-        order = by or self.by
-        if order not in ("norm", "effect"):
-            raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
         if count is not None:
             checks.integer("count", count, 1)
-        if order == "effect" and self.without:
-            raise ValueError(f"this trace has no direct effects: {self.without}")
-        if order != self.by and any(one.ids.shape[1] < one.num_entries for one in self.layers):
-            raise ValueError(
-                f"this trace kept the entries with the largest {self.by}, and others may have a larger {order}: "
-                f"trace(model, inputs, by={order!r}) compares all"
-            )
         rows = range(len(self.positions)) if position is None else [self.row(position)]
         chosen = self.layers if layer is None else (self.layer(layer),)
         fired = [entry for row in rows for one in chosen for entry in self._fired(one, row)]
-        size = attrgetter("effect" if order == "effect" else "norm")
+        size = attrgetter(self.by)
         return sorted(fired, key=lambda entry: -abs(size(entry)))[:count]
 
     def summary(self, position: int = -1) -> str:
@@ -196,7 +182,7 @@ class Trace(Result):
         every = sum(one.num_entries for one in self.layers)
         return "\n".join([*said, f"{active:,} of {every:,} entries are active"])
 
-    def table(self, position: int | None = -1, layer: int | None = None, count: int = 12, by: By | None = None) -> str:
+    def table(self, position: int | None = -1, layer: int | None = None, count: int = 12) -> str:
         """The strongest entries as lines for a terminal; see `fired`."""
         words = "text, or + promoted, − suppressed tokens"
         lines = [["layer", "token", "entry", "score", "threshold", "weight", "norm", "effect", words]] + [
@@ -211,7 +197,7 @@ class Trace(Result):
                 "" if one.effect is None else f"{one.effect:+.3g}",
                 shorten(one.text, 40) if one.text else _words(one),
             ]
-            for one in self.fired(position, layer, count, by)
+            for one in self.fired(position, layer, count)
         ]
         return aligned(lines, left=[1, 8])
 

@@ -59,7 +59,6 @@ class KnowledgeReader(nn.Module):
 
     Attributes:
         attention: the layer's projections and thresholds.
-        order: how all entries are evaluated, see `GeneralizedCrossAttention`.
         retrieval: which entries are read; None: all.
         observer: called with each `Reading`, or None. It must not change it.
 
@@ -67,25 +66,17 @@ class KnowledgeReader(nn.Module):
         layer: number of the layer.
         attention: its cross-attention.
         retrieval: see `Retrieval`.
-        order: see above.
 
     >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
     >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
     torch.Size([1, 3, 8])
     """
 
-    def __init__(
-        self,
-        layer: int,
-        attention: GeneralizedCrossAttention,
-        retrieval: Retrieval | None = None,
-        order: str = "query_side",
-    ) -> None:
+    def __init__(self, layer: int, attention: GeneralizedCrossAttention, retrieval: Retrieval | None = None) -> None:
         super().__init__()
         self.layer = integer("layer", layer)
         self.attention = attention
         self.retrieval = retrieval
-        self.order = order
         self.observer: Observer | None = None
 
     @property
@@ -163,8 +154,12 @@ class KnowledgeReader(nn.Module):
         attention = self.attention
         if isinstance(source, Tensor):
             return source, attention.thresholds(source)
-        rows = source.rows().to(attention.query)
+        return self.split(source.rows().to(attention.query))
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries and this layer's thresholds [parts, heads, entries], of rows of a source."""
         self._check_width(rows.shape[1])
+        attention = self.attention
         entries, columns = rows[:, : attention.entry_dim], rows[:, attention.entry_dim :]
         if not self.columns:
             return entries, attention.thresholds(entries)
@@ -183,7 +178,7 @@ class KnowledgeReader(nn.Module):
     def _from_tensor(self, hidden: Tensor, entries: Tensor) -> Tensor:
         retrieval, attention = self.retrieval, self.attention
         if retrieval is None and self.observer is None:
-            return attention(hidden, entries, self.order)
+            return attention(hidden, entries)
         attention.check(hidden, entries)
         training = self.training and torch.is_grad_enabled()
         thresholds = attention.thresholds(entries)
@@ -191,7 +186,7 @@ class KnowledgeReader(nn.Module):
         if retrieval is None or retrieval.reads_all(len(entries), queries, training):
             return self._read_all(hidden, entries, thresholds)
         if retrieval.search == "approximate":
-            raise ValueError("an approximate search needs an index: pass an EntrySource of a store, or of the matrix")
+            raise ValueError("an approximate search needs a store, which has an index: attach one")
         scores = attention.score(hidden, entries, thresholds)
         ranked = scores[0].detach()
         if self.observer is not None:

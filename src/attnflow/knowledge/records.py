@@ -16,15 +16,10 @@ SEPARATOR: Final = "\t"  # between the key of an entry, which is embedded, and i
 
 @dataclass(frozen=True)
 class Record:
-    """An entry to be.
+    """An entry to be."""
 
-    Attributes:
-        text: what it says; with a value, "key<tab>value", of which the key is embedded.
-        source: where it comes from.
-    """
-
-    text: str
-    source: str | None = None
+    text: str  # what it says; with a value, "key<tab>value", of which the key is embedded
+    source: str | None = None  # where it comes from
 
     @property
     def place(self) -> str:
@@ -33,11 +28,7 @@ class Record:
 
 
 def records(texts: Sequence[str], values: Sequence[str] | None = None, source: str | None = None) -> list[Record]:
-    """Texts as records; with values, texts are their keys.
-
-    Raises:
-        ValueError: an empty text, a tab in a key, or another number of values than of texts.
-    """
+    """Texts as records; with values, texts are their keys."""
     if values and len(values) != len(texts):
         raise ValueError(f"give one value for each text: got {len(values)} and {len(texts)}")
     if not all(text.strip() for text in texts):

@@ -1,8 +1,7 @@
-"""Where a layer's entries come from when they are no parameter: a matrix with an index, or a store that is edited."""
+"""Where a layer's entries come from when they are no parameter: a store, as it is edited."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
@@ -12,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices
-from attnflow.knowledge.index import EntryIndex, Neighbours, SearchMode
+from attnflow.knowledge.certificate import Neighbours
 from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store, StoreError
@@ -24,14 +23,13 @@ T = TypeVar("T")
 
 
 class EntrySource:
-    """Entries that layers read and search: rows [E | thresholds of each layer, part and head], one index for all.
+    """The entries of a store that layers read: rows [E | thresholds of each layer, part and head], one index for all.
 
-    Of a store, an edit acts on the next read. Thresholds B1(E) are a function of the entry and of the model, and have a
-    column for each use; a store holds them beside its entries, `stale` says where they are not the model's, and
-    `write_thresholds` computes them anew.
+    An edit acts on the next read. Thresholds B1(E) are a function of the entry and of the model, and have a column for
+    each use; the store holds them beside its entries, and `stale` says where they are not the model's.
 
     Args:
-        held: a store, or an index; `EntrySource.of` makes one of a matrix.
+        store: it stays open.
         thresholds: of entries [n, d_E], all columns of all layers: [n, columns]; None where the layers' thresholds
             belong to no entry, and the columns to somebody else.
 
@@ -39,55 +37,34 @@ class EntrySource:
         ValueError: the store has another number of columns.
     """
 
-    def __init__(self, held: Store | EntryIndex, thresholds: Callable[[Tensor], Tensor] | None = None) -> None:
-        columns = held.num_thresholds if thresholds is None else thresholds(torch.zeros(1, held.dim)).shape[1]
-        if columns != held.num_thresholds:
+    def __init__(self, store: Store, thresholds: Callable[[Tensor], Tensor] | None = None) -> None:
+        columns = store.num_thresholds if thresholds is None else thresholds(torch.zeros(1, store.dim)).shape[1]
+        if columns != store.num_thresholds:
             raise ValueError(
-                f"the model's layers have {columns} columns of thresholds, the store has {held.num_thresholds}: make "
-                f"it with Store.open(uri, dim={held.dim}, num_thresholds={columns})"
+                f"the model's layers have {columns} columns of thresholds, the store has {store.num_thresholds}: make "
+                f"it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
             )
-        self._held, self._thresholds = held, thresholds
+        self.store, self._thresholds = store, thresholds
         self._seen: tuple[int, Tensor, Tensor] | None = None  # revision, ids and rows of the last read of all
         self._at: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    @classmethod
-    def of(
-        cls,
-        entries: Float[Tensor, "entries entry_dim"],
-        thresholds: Float[Tensor, "entries columns"],
-        search: SearchMode = "auto",
-    ) -> EntrySource:
-        """A copy of a matrix with its thresholds; after a change of either, make it anew."""
-        index = EntryIndex(entries.shape[1], thresholds.shape[1], search=search)
-        index.build(torch.cat([entries.detach(), thresholds.detach()], dim=1).float())
-        return cls(index)
-
-    @property
-    def store(self) -> Store | None:
-        """The store; None where the entries are a matrix."""
-        return self._held if isinstance(self._held, Store) else None
 
     @property
     def dim(self) -> int:
         """Width of an entry."""
-        return self._held.dim
+        return self.store.dim
 
     @property
     def num_entries(self) -> int:
         """How many there are now."""
-        return len(self._held)
+        return len(self.store)
 
     def ids(self) -> Int64[Tensor, " entries"]:
-        """The ids of all entries, ascending; rows of a matrix."""
+        """The ids of all entries, ascending."""
         return self._all()[0]
 
     def rows(self, ids: Indices | None = None) -> Float[Tensor, "entries width"]:
         """[E | columns] of these ids, by default of all as in `ids()`; a KeyError for one that is not there."""
-        if ids is None:
-            return self._all()[1]
-        if isinstance(self._held, Store):
-            return self._held.rows(ids)
-        return self._held.take(torch.as_tensor(ids).numpy())
+        return self._all()[1] if ids is None else self.store.rows(ids)
 
     def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
         """E on the device and in the precision of a tensor, copied there once after each edit.
@@ -103,10 +80,10 @@ class EntrySource:
 
         def found() -> Neighbours:
             if retrieval.k is not None:
-                near = self._held.search(queries, retrieval.k, threshold_column=column, mode=mode)
+                near = self.store.search(queries, retrieval.k, threshold_column=column, mode=mode)
             else:
                 bound = cast(float, retrieval.threshold)
-                near = self._held.range(queries, bound, threshold_column=column, mode=mode)
+                near = self.store.range(queries, bound, threshold_column=column, mode=mode)
             ids, places = near.ids.unique(return_inverse=True)
             rows = self.rows(ids[ids >= 0])
             if len(rows) < len(ids):  # -1 sorts first
@@ -118,48 +95,34 @@ class EntrySource:
     def insert(self, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
         """`Store.insert` with the model's thresholds; `columns` are its other arguments."""
         rows, thresholds = self._with_thresholds(embeddings)
-        return self._writable.insert(embeddings=rows, thresholds=thresholds, **columns)
+        return self.store.insert(embeddings=rows, thresholds=thresholds, **columns)
 
     def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
         """`Store.upsert` with the model's thresholds; `columns` are its other arguments."""
         rows, thresholds = self._with_thresholds(embeddings)
-        self._writable.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
+        self.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
-        """Ids of entries whose stored thresholds differ from the model's by more than a tolerance.
-
-        Cost: the thresholds of all entries, in blocks.
-        """
+        """Ids of entries whose stored thresholds differ from the model's by more than a tolerance."""
         stale = [torch.zeros(0, dtype=torch.int64)]
-        dim = self._held.dim
-        for ids in self._writable.ids().split(_BLOCK) if self._thresholds is not None else ():
+        for ids in self.store.ids().split(_BLOCK) if self._thresholds is not None else ():
             rows = self.rows(ids)
-            wrong = (self._computed(rows[:, :dim]) - rows[:, dim:]).abs() > tolerance
+            wrong = (self._computed(rows[:, : self.dim]) - rows[:, self.dim :]).abs() > tolerance
             stale.append(ids[wrong.any(dim=1)])
         return torch.cat(stale)
 
-    def write_thresholds(self) -> int:
-        """Write the model's thresholds where they are stale; returns for how many entries. Their versions go up."""
-        ids = self.stale()
-        for block in ids.split(_BLOCK):
-            entries = self._writable.get(block)
+    def write_thresholds(self) -> None:
+        """Write the model's thresholds where they are stale. Versions of those entries go up."""
+        for block in self.stale().split(_BLOCK):
+            entries = self.store.get(block)
             for encoder in {entry.encoder for entry in entries}:
                 some = [entry for entry in entries if entry.encoder == encoder]
                 vectors = torch.stack([entry.embedding for entry in some])
                 self.upsert(ids=[entry.id for entry in some], embeddings=vectors, encoder=encoder)
-        return len(ids)
-
-    @property
-    def _writable(self) -> Store:
-        if not isinstance(self._held, Store):
-            raise TypeError("these entries are a matrix: those of a store can be inserted and changed")
-        return self._held
 
     def _all(self) -> tuple[Tensor, Tensor]:
-        """Ids and rows of one moment; those of a store are read anew when it was edited."""
-        if isinstance(self._held, EntryIndex):
-            return torch.from_numpy(self._held.ids), self._held.rows
-        store = self._held
+        """Ids and rows of one moment, read anew when the store was edited."""
+        store = self.store
         len(store)  # raises if it was closed, and sees what another process wrote
         if self._seen is None or self._seen[0] != store.revision:
             revision = store.revision
@@ -173,7 +136,7 @@ class EntrySource:
         return self._seen[1:]
 
     def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor | None]:
-        rows = torch.from_numpy(matrix("embeddings", embeddings, self._held.dim))
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.dim))
         return rows, None if self._thresholds is None else self._computed(rows)
 
     @torch.no_grad()
@@ -204,25 +167,24 @@ def _entries(source: EntrySource, like: Tensor) -> Tensor:
 _untraced: Final = cast("Callable[[EntrySource, Tensor], Tensor]", torch.compiler.disable(_entries))
 
 
-class Link(ABC):
+class Link:
     """How the layers of a model came to read a store, and the way back.
 
     Attributes:
         store: that they read.
+        source: of layers that all read all entries.
+        encoder: that made the entries, named with new ones unless another is; "" if none is known.
     """
 
-    store: Store
+    source: EntrySource
 
-    @property
-    @abstractmethod
-    def current(self) -> bool:
-        """Whether the model reads this one now, and none that was attached later."""
+    def __init__(self, store: Store, encoder: str = "") -> None:
+        self.store, self.encoder = store, encoder
 
-    @abstractmethod
     def put_back(self) -> None:
         """Let the model read what it read before."""
+        raise NotImplementedError
 
-    @abstractmethod
     def insert(
         self,
         embeddings: Vectors,
@@ -232,36 +194,10 @@ class Link(ABC):
         **columns: Any,
     ) -> Int64[Tensor, " n"]:
         """`Store.insert`, with what the layers need beside an entry."""
-
-    @abstractmethod
-    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert`, likewise."""
-
-
-class SharedLink(Link):
-    """Of layers that all read all entries of a source.
-
-    Attributes:
-        source: that they read.
-        encoder: that made the entries, named with new ones unless another is; "" if none is known.
-    """
-
-    def __init__(self, source: EntrySource, store: Store, encoder: str = "") -> None:
-        self.source, self.store, self.encoder = source, store, encoder
-
-    def insert(
-        self,
-        embeddings: Vectors,
-        *,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Int64[Tensor, " n"]:
-        """`Store.insert` with the model's thresholds."""
         if layers is not None or experts is not None:
             raise ValueError("all layers of this model read all entries: leave layers and experts out")
         return self.source.insert(embeddings, **{"encoder": self.encoder or None, **columns})
 
     def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert` with the model's thresholds."""
+        """`Store.upsert`, likewise."""
         self.source.upsert(ids, embeddings, **columns)

@@ -88,10 +88,11 @@ def test_thresholds_of_another_model_are_refused_until_they_are_written():
         af.knowledge.attach(model, store)
     source = af.knowledge.attach(model, store, write=True)
     assert {(entry.version, entry.encoder) for entry in store.get(store.ids())} == {(2, "of its own")}
-    assert source.write_thresholds() == 0
-    af.knowledge.attach(model, store)
+    assert not len(source.readers[0].model.source.stale())
+    source.remove()
     move(model)
-    assert source.write_thresholds() == 60
+    with pytest.raises(ValueError, match=r"60 of 60 entries are not this model's"):
+        af.knowledge.attach(model, store)
 
 
 def test_entries_may_be_deleted_while_a_model_reads():
@@ -140,8 +141,6 @@ def test_what_does_not_fit_is_refused():
         af.knowledge.attach(model, Store.open("memory", dim=8))
     with pytest.raises(ValueError, match=r"have 4 columns of thresholds, the store has 0: .*num_thresholds=4"):
         af.knowledge.attach(model, Store.open("memory", dim=16))
-    with pytest.raises(ValueError, match="per_entry"):
-        af.knowledge.attach(modular(threshold="per_entry"), Store.open("memory", dim=16))
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     with pytest.raises(ValueError, match=r"reads no knowledge base; af\.knowledge\.from_ffn opens"):
         af.knowledge.attach(LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)), retrieval=Retrieval(k=2))
@@ -186,31 +185,15 @@ def test_a_converted_model_takes_its_entries_from_a_store_and_gives_them_back(na
     assert str(handle).endswith("(removed)")
 
 
-@pytest.mark.parametrize("kind", ["modular", "converted"])
-def test_stores_are_removed_in_the_order_in_which_they_can_be(kind):
-    if kind == "modular":
-        model = modular()
-        first, second = store_of(model), store_of(model)
-        second.delete(second.ids()[:40])
-        run, options = lambda: logits(model), {"write": True}
-    else:
-        (model, first), (_, second) = converted(), converted()
-        second.delete([3, 50, 51])
-        run, options = lambda: outputs(model, input_ids=IDS), {}
-    own = run()
-    one = af.knowledge.attach(model, first, **options)
-    middle = run()
-    two = af.knowledge.attach(model, second, **options)
-    last = run()
-    assert not torch.equal(middle, last)
-    with pytest.raises(RuntimeError, match="another store was attached to this model later: remove that one first"):
-        one.remove()
-    assert one.active
-    assert torch.equal(run(), last)
-    two.remove()
-    assert torch.equal(run(), middle)
-    one.remove()
-    assert torch.equal(run(), own)
+def test_a_second_store_is_refused():
+    for model, store in ((modular(), None), converted()):
+        store = store or store_of(model)
+        with af.knowledge.attach(model, store, write=True):
+            own = logits(model)
+            with pytest.raises(ValueError, match="reads a store already: remove that one first"):
+                af.knowledge.attach(model, store)
+            assert torch.equal(logits(model), own)
+        af.knowledge.attach(model, store).remove()
 
 
 def test_a_retrieval_alone_is_set_and_taken_back():

@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from attnflow.knowledge import Retrieval
 from attnflow.knowledge.attention import named
-from attnflow.knowledge.source import EntrySource
+from tests.knowledge.sources import indexed
 from tests.models import modular, tokens
 
 FORMS = [
     {},
     {"gated": True, "threshold": "coordinate", "knowledge_activation": "silu"},
-    {"threshold": "per_entry", "knowledge_activation": "gelu", "num_key_value_heads": 4, "attention_bias": True},
+    {"threshold": "coordinate", "knowledge_activation": "gelu", "num_key_value_heads": 4, "attention_bias": True},
     {"knowledge_activation": "sparsemax", "num_knowledge_heads": 1, "tie_word_embeddings": False},
 ]
 
@@ -70,8 +70,6 @@ def read(config, at, hidden, entries):
     query, key, value = (at(f"reader.attention.{name}") for name in ("query", "key", "value"))
     if config.threshold == "coordinate":
         thresholds = entries[:, -parts:].T[:, None].expand(parts, heads, -1)
-    elif config.threshold == "per_entry":
-        thresholds = at("reader.attention.entry_thresholds")
     else:
         first = (
             entries @ at("reader.attention.threshold_network.0.weight").T
@@ -109,10 +107,9 @@ def simplex(scores):
     return (scores - tau) * support
 
 
-@pytest.mark.parametrize("order", ["query_side", "folded", "naive"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_logits_and_gradients_are_those_of_the_equations(form, order):
-    model, ids = modular(order=order, **form), tokens()
+def test_logits_and_gradients_are_those_of_the_equations(form):
+    model, ids = modular(**form), tokens()
     logits = model(input_ids=ids).logits
     expected = reference(model, ids)
     torch.testing.assert_close(logits, expected, **CLOSE)
@@ -134,15 +131,13 @@ def test_entries_may_be_given():
     torch.testing.assert_close(model(input_ids=ids).logits, reference(model, ids), **CLOSE)
     with pytest.raises(ValueError, match=r"entries must be \[entries, 20\], got shape \(9, 21\)"):
         model(input_ids=ids, entries=torch.zeros(9, 21, dtype=torch.float64))
-    with pytest.raises(ValueError, match="this layer has thresholds for 24 entries, got 9"):
-        modular(threshold="per_entry")(input_ids=ids, entries=entries)
 
 
 @pytest.mark.parametrize("retrieval", [None, Retrieval(k=24), Retrieval(k=5, search="exact"), Retrieval(threshold=0.0)])
 def test_a_source_instead_of_the_base(retrieval):
     model, ids = modular(torch.float32), tokens()
     entries = model.knowledge.entries.detach()
-    source = EntrySource.of(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
+    source = indexed(model.readers(), entries)
     for reader in model.readers():
         reader.retrieval = retrieval
     with torch.no_grad():
@@ -168,36 +163,6 @@ def test_entries_per_token():
     assert (found - modular()(input_ids=ids).logits).abs().max() > 1e-3
     torch.testing.assert_close(model.train()(input_ids=ids).logits, found, rtol=1e-9, atol=1e-9)
     assert modular(entries_per_token=5).generation_config.top_k is None  # no option of sampling
-
-
-def test_eager_and_sdpa():
-    # In float32: transformers' additive masks of float64 overflow where causality and padding meet.
-    model, ids, mask = modular(torch.float32), tokens(), torch.ones(2, 7, dtype=torch.long)
-    mask[1, :3] = 0
-    found = {}
-    for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
-        found[implementation] = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-    torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-4, atol=1e-4)
-
-
-def test_outputs_that_are_asked_for():
-    model, ids = modular(), tokens()
-    model.set_attn_implementation("eager")
-    found = model(input_ids=ids, output_hidden_states=True, output_attentions=True)
-    assert [tuple(state.shape) for state in found.hidden_states] == [(2, 7, 32)] * 3
-    assert [tuple(weights.shape) for weights in found.attentions] == [(2, 4, 7, 7)] * 2
-    torch.testing.assert_close(found.attentions[0].sum(-1), torch.ones(2, 4, 7, dtype=torch.float64))
-    assert isinstance(model(input_ids=ids, return_dict=False), tuple)
-    last = model(input_ids=ids, logits_to_keep=1).logits
-    torch.testing.assert_close(last, found.logits[:, -1:])
-    labels = ids.clone()
-    labels[0, :3] = -100
-    picked = found.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
-    expected = -picked[labels[:, 1:] >= 0].mean()
-    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss.double(), expected, **CLOSE)
-    embedded = model.get_input_embeddings()(ids)
-    torch.testing.assert_close(model(inputs_embeds=embedded).logits, found.logits)
 
 
 def test_padding_on_the_left_changes_nothing():
@@ -252,11 +217,11 @@ def test_beams_and_samples_with_entries_of_the_call():
     torch.manual_seed(1)
     samples = model.generate(ids, do_sample=True, num_return_sequences=3, top_k=0, **options)
     assert samples.shape == (6, 11)
-    source = EntrySource.of(entries, torch.cat([r.threshold_columns(entries) for r in model.readers()], dim=1))
-    indexed = model.float().generate(
+    source = indexed(model.readers(), entries)
+    found = model.float().generate(
         ids, do_sample=False, num_beams=3, num_return_sequences=2, **{**options, "entries": source}
     )
-    assert torch.equal(indexed, beams)
+    assert torch.equal(found, beams)
 
 
 def test_a_twin_differs_in_sharing_alone():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.bias.hf.attach import handle_of
 from tests.models import modular, tokens
 
 
@@ -30,49 +29,6 @@ def test_masks(implementation, entries_per_token):
     causal = model(input_ids=ids).logits
     with af.masks.attach(model, af.masks.causal(8)):
         torch.testing.assert_close(model(input_ids=ids).logits, causal, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mask_under_generation():
-    model, ids = modular(torch.float32), tokens(2, 5)
-    with af.masks.attach(model, af.masks.sliding_window(12, 3)):
-        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-        with_cache = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        without = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)
-    assert torch.equal(with_cache, without)
-
-
-def test_audit():
-    model, ids = modular(torch.float32), tokens(1, 5)
-    report = af.audit.check(model, ids)
-    assert report.ok
-    with af.masks.attach(model, af.masks.full(5)):
-        assert not af.audit.check(model, ids, order=af.masks.causal(5)).ok
-
-
-@pytest.mark.parametrize("train", ["guidance", "all"])
-def test_a_learned_bias(train, tmp_path):
-    model, ids = modular(torch.float32, entries_per_token=5), tokens()
-    plain = model(input_ids=ids).logits.detach()
-    af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every"), train=train)
-    torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=1e-4, atol=1e-4)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert (model.knowledge.entries.requires_grad) == (train == "all")
-    optimizer = torch.optim.Adam(trained, lr=0.05)
-    for _ in range(3):
-        model.train()(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    biased = model.eval()(input_ids=ids).logits.detach()
-    assert (biased - plain).abs().max() > 1e-3
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
-    if train == "guidance":
-        af.bias.save(model, tmp_path)
-        again = modular(torch.float32, entries_per_token=5)
-        af.bias.load(again, tmp_path)
-        torch.testing.assert_close(again(input_ids=ids).logits, biased, rtol=1e-5, atol=1e-5)
-        handle_of(model).remove()
-        torch.testing.assert_close(model(input_ids=ids).logits, plain, rtol=0, atol=0)
 
 
 def test_geometry_scores_attention_alone(tmp_path):

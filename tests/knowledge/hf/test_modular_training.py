@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from attnflow.knowledge import ModularForCausalLM
-from attnflow.knowledge.source import EntrySource
+from tests.knowledge.sources import indexed
 from tests.models import modular, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # about their own names
@@ -46,7 +45,7 @@ class Stop(TrainerCallback):
 
 @pytest.mark.parametrize(
     "form",
-    [{}, {"entries_per_token": 4}, {"gated": True, "threshold": "per_entry", "knowledge_activation": "silu"}],
+    [{}, {"entries_per_token": 4}, {"gated": True, "threshold": "coordinate", "knowledge_activation": "silu"}],
     ids=str,
 )
 @pytest.mark.slow
@@ -130,27 +129,6 @@ def test_lora_on_the_readers_own_projections():
     assert all("lora" in name for name in trained)
 
 
-def test_accelerate(tmp_path):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = modular(torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = torch.utils.data.DataLoader(TEXT, batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    curve = []
-    for _ in range(5):
-        for rows in loader:
-            with accelerator.accumulate(model):
-                loss = model(input_ids=rows, labels=rows).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            curve.append(loss.item())
-    assert sum(curve[-4:]) < 0.8 * sum(curve[:4])
-    accelerator.unwrap_model(model).save_pretrained(tmp_path, state_dict=accelerator.get_state_dict(model))
-    back = ModularForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(back(input_ids=TEXT[:2]).logits, model.eval()(input_ids=TEXT[:2]).logits)
-
-
 def test_autocast():
     model, ids = modular(torch.float32, entries_per_token=6), tokens()
     expected = model(input_ids=ids, labels=ids)
@@ -159,9 +137,6 @@ def test_autocast():
             found = model.train(training)(input_ids=ids, labels=ids)
             assert abs(found.loss.item() - expected.loss.item()) < 0.2
             found.loss.backward()
-        source = EntrySource.of(
-            model.knowledge.entries,
-            torch.cat([r.threshold_columns(model.knowledge.entries) for r in model.readers()], 1),
-        )
+        source = indexed(model.readers(), model.knowledge.entries)
         assert bool(model(input_ids=ids, entries=source).logits.isfinite().all())
     assert all(p.grad.dtype == torch.float32 and bool(p.grad.isfinite().all()) for p in model.parameters())

@@ -7,7 +7,6 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 import attnflow as af
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.hf.layer_forms import LinearLayer
-from attnflow.knowledge.layered import readers
 from attnflow.models.evaluation import precision
 from tests.models import tokens
 
@@ -75,16 +74,6 @@ def test_an_edit_acts_in_its_own_stack(gated):
         out.weight[:, 3] *= -2
     assert not torch.allclose(logits(model), expected)
     torch.testing.assert_close(logits(opened), logits(model), rtol=1e-10, atol=1e-12)
-
-
-def test_each_layer_as_cross_attention_of_its_own_width():
-    opened = af.knowledge.from_ffn(llava())
-    base, hidden = opened.knowledge, torch.randn(3, 16, dtype=torch.float64)
-    layer = next(one for one, layout in enumerate(base.layouts) if not layout.gated)
-    values = next(reader for reader in readers(opened) if reader.layer == layer)
-    attention = base.attention(layer, lambda scores: scores * torch.sigmoid(1.702 * scores), values.bias)
-    mlp = opened.model.vision_tower.encoder.layers[0].mlp
-    torch.testing.assert_close(attention(hidden, base.entries[base.rows(layer)]), mlp(hidden), rtol=1e-10, atol=1e-12)
 
 
 def test_a_trace_of_a_text_is_of_the_layers_that_read_it():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,7 +26,7 @@ from attnflow.knowledge.hf.store_reader import (
     store_readers,
 )
 from attnflow.knowledge.layered import reads_entries
-from attnflow.knowledge.source import EntrySource, SharedLink
+from attnflow.knowledge.source import EntrySource, Link
 from attnflow.knowledge.store import Store
 from attnflow.models.addons import Addon, read_addon, save_addon
 from attnflow.models.inputs import ordinary_tokens
@@ -63,7 +62,7 @@ def encoder_of(store: Store) -> str:
     return next(iter(encoders), "")
 
 
-class AddedReaders(SharedLink):
+class AddedReaders(Link):
     """A store, and the readers of it that a model has got."""
 
     def __init__(
@@ -77,7 +76,8 @@ class AddedReaders(SharedLink):
     ) -> None:
         if not len(store):
             raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
-        super().__init__(EntrySource(store), store, encoder_of(store))
+        super().__init__(store, encoder_of(store))
+        self.source = EntrySource(store)
         if reads_entries(model):
             raise ValueError(
                 f"{type(model).__name__} reads entries: remove what was attached, or leave out reader and layers"
@@ -94,10 +94,8 @@ class AddedReaders(SharedLink):
         name = base_implementation(around[0].config)
         check_implementation(around[0], name, "the model's attention implementation", "reader")
         widths = measured(stack, sorted({*pooled, *chosen}))
-        pool = PooledValues(pooled, sum(widths[number].value_dim for number in pooled), chosen[-1])
-        self._readers = [
-            self._made(stack, number, widths[number].model_dim, pool, key_dim, num_heads) for number in chosen
-        ]
+        pool = PooledValues(pooled, sum(widths[number][1] for number in pooled), chosen[-1])
+        self._readers = [self._made(stack, number, widths[number][0], pool, key_dim, num_heads) for number in chosen]
         if saved is not None:
             saved.fill(_tensors_of(self._readers))
         modules = {number: stack.attention[number].module for number in {*pooled, *chosen}}
@@ -113,11 +111,6 @@ class AddedReaders(SharedLink):
         ]
         for number in chosen:
             self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, _path(stack, number))))
-
-    @property
-    def current(self) -> bool:
-        """Whether the model reads this one now."""
-        return self._readers[0].source is self.source
 
     def put_back(self) -> None:
         """Let the model read what it read before."""
@@ -143,14 +136,6 @@ def _path(stack: Stack, number: int) -> str:
     return stack.attention[number].name.removeprefix(f"{stack.path}.{number}").strip(".")
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Of what a layer works on: its tokens, and the values of its attention."""
-
-    model_dim: int
-    value_dim: int  # of all heads, each set of shared values once
-
-
 def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
     """The numbers of layers that get a reader, by default every second one of the last third but the last.
 
@@ -173,8 +158,8 @@ def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
     return sorted(chosen)
 
 
-def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
-    """The widths that layers work on, measured by running the model on two tokens; it is as it was.
+def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Of each layer the widths of its tokens and of its values (those that heads share, once), from two tokens.
 
     Raises:
         UnsupportedArchitecture: a model that does not run on token ids, or a layer that does not return tokens.
@@ -200,7 +185,7 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
             f"{type(model).__name__} does not run on two token ids, by which a reader sees its layers: {error.why}"
         ) from error
     returned = {call.name: call.output[0] if isinstance(call.output, tuple) else call.output for call in calls}
-    result: dict[int, Widths] = {}
+    result: dict[int, tuple[int, int]] = {}
     for number in chosen:
         hidden = returned.get(number)
         if number not in values or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 2) or hidden.ndim != 3:
@@ -208,7 +193,7 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, Widths]:
                 f"layer {number} ({type(stack.layers[number]).__name__}) does not return tokens [batch, tokens, width] "
                 "to which a reader could add"
             )
-        result[number] = Widths(hidden.shape[-1], values[number])
+        result[number] = hidden.shape[-1], values[number]
     return result
 
 

@@ -22,7 +22,7 @@ from attnflow.knowledge.hf.stored_layers import StoredLayers, followed
 from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.layered import readers, reads_entries
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource, Link, SharedLink
+from attnflow.knowledge.source import EntrySource, Link
 from attnflow.knowledge.store import Store
 from attnflow.models.loaded import Loaded, split
 
@@ -52,8 +52,8 @@ def attach(
 
     Args:
         model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` gave.
-        store: for readers, one of texts. For a modular model ("mlp" or "coordinate" thresholds), one of width entry_dim
-            with `config.threshold_columns` threshold columns. For a converted model, one of width
+        store: for readers, one of texts. For a modular model, one of width entry_dim with
+            `config.threshold_columns` threshold columns. For a converted model, one of width
             `model.knowledge.entry_dim` with `model.knowledge.num_thresholds` columns. None: the model's own entries.
         retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
         write: write to the store what it lacks of this model. For a converted model these are its entries, in place
@@ -69,7 +69,7 @@ def attach(
     Raises:
         FileNotFoundError: no saved reader there.
         ValueError: an empty store, one of another encoder or width than the reader's; a reader for another model;
-            several stacks of layers. Thresholds that belong to rows and not to entries, or that are not this model's.
+            several stacks of layers; thresholds that are not this model's; a model that reads a store already.
         UnsupportedArchitecture: no layers that are known. The model is as it was.
 
     Cost: the entries once more in memory, read anew after an edit, and for each token, layer and head all of them, or a
@@ -102,16 +102,14 @@ def attach(
     return Attached(module, link, retrieval)
 
 
-class ModularLink(SharedLink):
+class ModularLink(Link):
     """A store that a modular model reads in place of its own entries."""
 
     def __init__(self, modular: ModularModel, store: Store, write: bool) -> None:
+        super().__init__(store)
         width = modular.config.entry_dim
-        if modular.config.threshold == "per_entry":
-            raise ValueError(
-                "threshold='per_entry' belongs to rows of the model's own base: entries of a store need 'mlp' or "
-                "'coordinate'"
-            )
+        if modular.source is not None:
+            raise ValueError(f"{type(modular).__name__} reads a store already: remove that one first")
         if store.dim != width:
             raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
         layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
@@ -120,7 +118,7 @@ class ModularLink(SharedLink):
             moved = entries.to(modular.knowledge.entries)
             return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
 
-        super().__init__(EntrySource(store, thresholds), store)
+        self.source = EntrySource(store, thresholds)
         if write:
             self.source.write_thresholds()
         elif len(stale := self.source.stale()):
@@ -128,17 +126,12 @@ class ModularLink(SharedLink):
                 f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
                 "attach(model, store, write=True) computes them anew"
             )
-        self._modular, self._before = modular, modular.source
+        self._modular = modular
         modular.source = self.source
 
-    @property
-    def current(self) -> bool:
-        """Whether the model reads this one now."""
-        return self._modular.source is self.source
-
     def put_back(self) -> None:
-        """Let the model read what it read before."""
-        self._modular.source = self._before
+        """Let the model read its own entries again."""
+        self._modular.source = None
 
 
 class Attached(Handle):
@@ -186,11 +179,6 @@ class Attached(Handle):
         """
         self._stored().upsert(ids, embeddings, **columns)
 
-    def write_thresholds(self) -> int:
-        """Write a modular model's thresholds where they are stale, as after training; returns for how many entries."""
-        link = self._stored()
-        return link.source.write_thresholds() if isinstance(link, ModularLink) else 0
-
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
 
@@ -209,8 +197,6 @@ class Attached(Handle):
 
     def _restore(self) -> None:
         if self._link is not None:
-            if not self._link.current:
-                raise RuntimeError("another store was attached to this model later: remove that one first")
             self._link.put_back()
         for reader, retrieval in zip(self.readers, self._before, strict=True):
             reader.retrieval = retrieval

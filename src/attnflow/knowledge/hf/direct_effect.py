@@ -25,14 +25,14 @@ _LARGE: Final = 1e2  # of what a norm is probed with: the constant beside the va
 
 
 class Stream:
-    """What a model, converted or modular, adds to its residual stream for some positions of one of `batch` sequences.
+    """What a model, converted or modular, adds to its residual stream for some positions of a sequence.
 
     Attributes:
         paths: of the modules that read entries, by layer.
     """
 
-    def __init__(self, model: nn.Module, batch: int, sequence: int, positions: Sequence[int]) -> None:
-        self.model, self.batch, self.sequence, self.positions = model, batch, sequence, list(positions)
+    def __init__(self, model: nn.Module, positions: Sequence[int]) -> None:
+        self.model, self.positions = model, list(positions)
         self.paths = {part.layer: name for name, part in model.named_modules() if isinstance(part, LayerReader)}
 
     @contextmanager
@@ -62,8 +62,7 @@ class Stream:
 
     def pick(self, hidden: Tensor) -> Tensor:
         """The positions of the sequence, in the precision of sums."""
-        rows = hidden.reshape(self.batch, -1, hidden.shape[-1])  # some families flatten the tokens of a batch
-        return rows[self.sequence, self.positions].to(wide(hidden.dtype))
+        return hidden.reshape(-1, hidden.shape[-1])[self.positions].to(wide(hidden.dtype))
 
 
 class _Norm(NamedTuple):
@@ -120,8 +119,8 @@ def directions(
         calls = calls_of(outer, lambda: said.append(getattr(run(), "logits", None)))
     unembedded = next(call for call in calls if call.module is head)
     entered, logits = unembedded.first, unembedded.output
-    last = entered[stream.sequence, -1]
-    norms = [call for call in calls if call.module is not head and torch.equal(call.output[stream.sequence, -1], last)]
+    last = entered[0, -1]
+    norms = [call for call in calls if call.module is not head and torch.equal(call.output[0, -1], last)]
     if not norms or not added:
         return "its unembedding does not read the output of a final norm"
     module, before = norms[-1].module, norms[-1].first
@@ -139,7 +138,7 @@ def directions(
     norm = _frozen(module, x, y, before)
     if norm is None:
         return f"its final norm, {type(module).__name__}, is neither a layer norm nor an RMS norm"
-    ids = torch.tensor(targets(logits[stream.sequence, -1]), device=weight.device)
+    ids = torch.tensor(targets(logits[0, -1]), device=weight.device)
     bias = cast("Tensor | None", getattr(head, "bias", None))
     rows, biases = factor * _towards(weight, ids), factor * _towards(bias, ids)
     constant = (rows @ norm.shift + biases).expand(len(ids))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from attnflow._core.checks import integer, number
+from attnflow._core.checks import integer
 from attnflow._core.files import write_folder
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
@@ -20,17 +19,18 @@ from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.hf.convert import from_ffn, to_ffn
 from attnflow.knowledge.hf.edit_targets import (
-    Descent,
     Layers,
+    Method,
     Moments,
     Place,
     about,
     adding,
     answers_of,
     leads_of,
-    moments_of,
+    longest,
     next_logits,
     places_of,
+    read_moments,
     target,
     token_ids,
     weights_at,
@@ -47,21 +47,6 @@ Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Pa
 
 _LEADS: Final = 3  # beginnings of sentences before each prompt
 _EDITS: Final = "edits"  # of a base, the handles in force, in order
-
-
-@dataclass(frozen=True)
-class Method:
-    """How values are changed.
-
-    Attributes:
-        descent: how the targets are looked for.
-        mean: take the mean of the weights over the places of a fact, as ROME does, in place of all of them.
-        ridge: of `least_change`, with whitened weights of length 1: one place alone gets 1 / (1 + ridge) of it.
-    """
-
-    descent: Descent = field(default_factory=Descent)
-    ridge: float = 0.2
-    mean: bool = False
 
 
 def edit(
@@ -119,34 +104,30 @@ def edit(
     _check_base(module)
     if entries is not None:
         integer("entries", entries, 1, min(one.num_entries for one in chosen.values()))
-    number("tokens", integer("tokens", tokens, 1))
+    integer("tokens", tokens, 1)
     with evaluating(module):
-        limit = cast("int | None", getattr(getattr(module, "config", None), "max_position_embeddings", None))
+        said = text if isinstance(text, str) else sample_text()
         moments = text if isinstance(text, Moments) else read_moments(
-            module, chosen, tokenizer, text, tokens, progress=progress
+            module, chosen, tokenizer, said, tokens, progress=progress
         )  # fmt: skip
         if set(moments.layers) < set(chosen):
             raise ValueError(f"the moments are of layers {sorted(moments.layers)}, the edit is of {sorted(chosen)}")
-        leads = leads_of(text if isinstance(text, str) else sample_text(), _LEADS)
-        places = [places_of(fact, tokenizer, leads, limit) for fact in wanted]
+        leads = leads_of(said, _LEADS)
+        places = [places_of(fact, tokenizer, leads, longest(module)) for fact in wanted]
         other_ids = [token_ids(tokenizer, one) for one in untouched]
-        before = _said(module, tokenizer, wanted)
-        quiet = _next(module, other_ids)
+        before, quiet = _said(module, tokenizer, wanted), _next(module, other_ids)
         method = Method()
         aims = targets(module, tokenizer, chosen, wanted, places, leads, method, progress)
         changes = value_changes(module, chosen, aims, other_ids, moments, entries, method)
         handle = Edited(module, changes, moments)
         try:
-            now = _said(module, tokenizer, wanted)
             shift = float((_next(module, other_ids) - quiet).abs().max()) if other_ids else 0.0
-            handle.report = EditReport(
-                _changes(wanted, before, now),
-                tuple(chosen),
-                handle.count,
-                handle.relative_change,
-                len(other_ids),
-                shift,
+            facts_changed = tuple(
+                FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], *new[1:])
+                for fact, old, new in zip(wanted, before, _said(module, tokenizer, wanted), strict=True)
             )
+            sizes = handle.relative_change
+            handle.report = EditReport(facts_changed, tuple(chosen), handle.count, sizes, len(other_ids), shift)
         except BaseException:
             handle.remove()
             raise
@@ -221,29 +202,7 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
     return {layer: own[layer] for layer in wanted}
 
 
-def read_moments(
-    model: nn.Module,
-    layers: Layers,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str | None,
-    tokens: int,
-    *,
-    progress: Progress | None = None,
-) -> Moments:
-    """Moments on a text, by default the sonnets; a ValueError for one without tokens, or with weights that are NaN."""
-    ids = token_ids(tokenizer, sample_text() if text is None else text)[:tokens]
-    if not ids:
-        raise ValueError("the text is empty: pass some text that the edit shall leave alone")
-    limit = cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
-    return moments_of(model, layers, ids, limit, progress)
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """For each layer the weights at all places [places, entries], and what is to be added there [places, model_dim]."""
-
-    weights: Mapping[int, Tensor]
-    added: Mapping[int, Tensor]
+Targets = tuple[dict[int, Tensor], dict[int, Tensor]]  # of each layer, weights at the places, and what is added there
 
 
 def targets(
@@ -256,12 +215,12 @@ def targets(
     method: Method,
     progress: Progress | None = None,
 ) -> Targets:
-    """What layers must add where, so that the model says the facts, each found by itself."""
+    """The weights [places, entries] of layers, and what they must add there [places, model_dim]; fact by fact."""
     weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     added: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
         subject = about(tokenizer, leads[0], fact.subject) if fact.subject and leads else None
-        wanted = target(model, layers, where, subject, method.descent)
+        wanted = target(model, layers, where, subject, method)
         with adding(layers, wanted, where):
             here = weights_at(model, layers, where)
         for layer in layers:
@@ -270,7 +229,8 @@ def targets(
             added[layer].append(wanted[layer].double().cpu().expand(len(rows), -1))
         if progress is not None:
             progress(done, len(facts), "facts")
-    return Targets(*({layer: torch.cat(parts) for layer, parts in one.items()} for one in (weights, added)))
+    one, other = ({layer: torch.cat(parts) for layer, parts in found.items()} for found in (weights, added))
+    return one, other
 
 
 def value_changes(
@@ -286,26 +246,19 @@ def value_changes(
     quiet = weights_everywhere(model, layers, untouched)
     changes: dict[int, Tensor] = {}
     for layer in layers:
-        rows, moment = wanted.weights[layer], moments.layers[layer]
-        chosen = _chosen(rows, moment, entries)
+        rows, added, moment = wanted[0][layer], wanted[1][layer], moments.layers[layer]
+        chosen = torch.arange(len(moment))
+        if entries is not None:
+            share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
+            chosen = share.topk(entries).indices.sort().values
         some, mine = moment[chosen][:, chosen], rows[:, chosen]
-        length = (
-            (mine * torch.linalg.solve(some, mine.T).T).sum(dim=1, keepdim=True).sqrt()
-        )  # so that each counts alike
+        # places count alike
+        length = (mine * torch.linalg.solve(some, mine.T).T).sum(dim=1, keepdim=True).sqrt()
         others = quiet[layer][:, chosen] if untouched else None
-        change = torch.zeros(len(moment), wanted.added[layer].shape[1], dtype=torch.float64)
-        change[chosen] = least_change(
-            mine / length, wanted.added[layer] / length, some, untouched=others, ridge=method.ridge
-        )
+        change = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
+        change[chosen] = least_change(mine / length, added / length, some, untouched=others, ridge=method.ridge)
         changes[layer] = change
     return changes
-
-
-def _chosen(rows: Tensor, moment: Tensor, entries: int | None) -> Tensor:
-    if entries is None:
-        return torch.arange(len(moment))
-    share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
-    return share.topk(entries).indices.sort().values
 
 
 def _check_base(model: nn.Module) -> None:
@@ -338,13 +291,6 @@ def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[
     return said
 
 
-def _changes(facts: Sequence[Fact], before: _Said, after: _Said) -> tuple[FactChange, ...]:
-    return tuple(
-        FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], new[1], new[2], new[3])
-        for fact, old, new in zip(facts, before, after, strict=True)
-    )
-
-
 def save_edited(
     loaded: Loaded,
     facts: Facts,
@@ -357,13 +303,7 @@ def save_edited(
     """Edit a model and write it, with its tokenizer, as an ordinary transformers model; the one given stays as it is.
 
     In float32, whatever the model is in: the changes are too small for half precision. The folder is replaced in one
-    step.
-
-    Raises:
-        ValueError: as `edit`. Nothing is written.
-        FileNotFoundError: the folder around it does not exist.
-
-    Cost: as `edit`, and two copies of the model.
+    step. Raises as `edit`, and then nothing is written.
     """
     converted = from_ffn(loaded).float()
     with edit(

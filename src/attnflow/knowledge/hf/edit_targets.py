@@ -25,21 +25,27 @@ _WINDOW: Final = 256  # tokens of a piece of text
 _LEAD: Final = 5  # words before a prompt
 _RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
 _ABOUT: Final = " is a"  # after a subject: what the model says of it otherwise shall stay
+_DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
+_KEEP: Final = 0.1  # weight of the divergence from what the model says of the subject otherwise (ROME's essence drift)
 _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
 
 
 class Answers(NamedTuple):
-    """What a model makes of answers to prompts.
+    """What a model makes of answers to prompts."""
 
-    Attributes:
-        scores: the mean log-probability of the tokens of each answer, in nats, float32.
-        first: whether each of its tokens is the model's most likely one.
-        rows: logits of the token after each prompt, float32.
-    """
+    scores: Float[Tensor, " pairs"]  # the mean log-probability of the tokens of each answer, in nats, float32
+    first: Bool[Tensor, " pairs"]  # whether each of its tokens is the model's most likely one
+    rows: Float[Tensor, "pairs vocabulary"]  # logits of the token after each prompt, float32
 
-    scores: Float[Tensor, " pairs"]
-    first: Bool[Tensor, " pairs"]
-    rows: Float[Tensor, "pairs vocabulary"]
+
+@dataclass(frozen=True)
+class Method:
+    """How targets are looked for, and how values are changed to meet them."""
+
+    steps: int = 20  # of Adam, at most
+    rate: float = 0.15  # its step, in units of the norm of what a layer adds at the place
+    ridge: float = 0.2  # of `least_change`, with whitened weights of length 1: one place alone gets 1 / (1 + ridge)
+    mean: bool = False  # take the mean of the weights over the places of a fact, as ROME does, in place of all
 
 
 def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
@@ -59,10 +65,7 @@ def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
-    """Scores of answers after their prompts; differentiable.
-
-    Cost: one forward pass over all pairs, padded to the longest; the logits of the answers alone are made float32.
-    """
+    """Scores of answers after their prompts; differentiable. One forward pass over all pairs."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
 
@@ -90,30 +93,19 @@ def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabul
 
 @dataclass(frozen=True)
 class Place:
-    """A token of a prompt at which something is to be added.
+    """A token of a prompt at which something is to be added."""
 
-    Attributes:
-        ids: of the prompt.
-        position: of the token.
-        answer: ids of what is to follow the prompt; none where the prompt is there for its weights alone.
-    """
-
-    ids: tuple[int, ...]
-    position: int
-    answer: tuple[int, ...] = ()
+    ids: tuple[int, ...]  # of the prompt
+    position: int  # of the token
+    answer: tuple[int, ...] = ()  # ids of what is to follow; none where the prompt is there for its weights alone
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Second moments E[k k^T] of the weights of layers' entries on a text, float64, with a little of the identity.
+    """Second moments E[k k^T] of the weights of layers' entries on a text, float64, with a little of the identity."""
 
-    Attributes:
-        layers: one matrix [entries, entries] for each.
-        tokens: that were read.
-    """
-
-    layers: Mapping[int, Tensor]
-    tokens: int
+    layers: Mapping[int, Tensor]  # one matrix [entries, entries] for each
+    tokens: int  # that were read
 
 
 def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Place]:
@@ -184,12 +176,15 @@ def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequenc
 
 
 @torch.no_grad()
-def moments_of(
-    model: nn.Module, layers: Layers, ids: Sequence[int], limit: int | None, progress: Progress | None = None
+def read_moments(
+    model: nn.Module, layers: Layers, tokenizer: Any, text: str, tokens: int, progress: Progress | None = None
 ) -> Moments:
-    """Second moments on a text, read in windows; memory of the moments and of one window."""
+    """Second moments on the first tokens of a text, read in windows; memory of the moments and of one window."""
+    ids = token_ids(tokenizer, text)[:tokens]
+    if not ids:
+        raise ValueError("the text is empty: pass some text that the edit shall leave alone")
     sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
-    window = min(_WINDOW, limit or _WINDOW)
+    window = min(_WINDOW, longest(model) or _WINDOW)
 
     def add(call: Call) -> None:
         rows = call.first[0].float()
@@ -202,9 +197,14 @@ def moments_of(
             if progress is not None:
                 progress(start + len(piece), len(ids), "tokens of text")
     for moment in sums.values():
-        moment /= max(len(ids), 1)
+        moment /= len(ids)
         moment.diagonal().add_(max(_RIDGE * float(moment.diagonal().mean()), torch.finfo(torch.float64).tiny))
     return Moments(sums, len(ids))
+
+
+def longest(model: nn.Module) -> int | None:
+    """The most tokens that a model reads, if its config says."""
+    return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
 
 
 def adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
@@ -219,36 +219,14 @@ def adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place])
     return Watch(layers, leave=add)
 
 
-@dataclass(frozen=True)
-class Descent:
-    """How targets are looked for.
-
-    Attributes:
-        steps: of Adam, at most.
-        rate: its step, in units of the norm of what a layer adds at the place.
-        decay: weight of the squared norm of what is added, in the same units.
-        keep: weight of the divergence from what the model says of the subject otherwise (ROME's essence drift).
-    """
-
-    steps: int = 20
-    rate: float = 0.15
-    decay: float = 0.02
-    keep: float = 0.1
-
-
 @torch.enable_grad()
 def target(
-    model: nn.Module, layers: Layers, places: Sequence[Place], subject: Place | None, descent: Descent
+    model: nn.Module, layers: Layers, places: Sequence[Place], subject: Place | None, method: Method
 ) -> dict[int, Tensor]:
     """What each layer must add at the places, [model_dim], so that the answers follow; for all layers together.
 
-    Minimises the mean of -log p(answer | prompt) over the prompts, plus a divergence and the size of what is added.
-    Parameters get no gradient.
-
-    Raises:
-        ValueError: a loss that is not finite.
-
-    Cost: `steps` passes forward and backward over the places.
+    Minimises the mean of -log p(answer | prompt) over the prompts, plus a divergence and the size of what is added, by
+    Adam. Parameters get no gradient. A ValueError for a loss that is not finite.
     """
     asked = [place for place in places if place.answer]
     rows, answers = [place.ids for place in asked], [place.answer for place in asked]
@@ -261,12 +239,12 @@ def target(
             for call in calls_of(layers, lambda: cast(Any, model)(**batch(model, [places[0].ids])))
         }
         free = {layer: torch.zeros(one.weight.shape[0], requires_grad=True) for layer, one in layers.items()}
-        optimiser = torch.optim.Adam(free.values(), lr=descent.rate)
+        optimiser = torch.optim.Adam(free.values(), lr=method.rate)
         with torch.no_grad():
             before = None if subject is None else next_logits(model, subject.ids).log_softmax(dim=-1)
         together = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
         inputs = batch(model, together if subject is None else [*together, subject.ids])
-        for _ in range(descent.steps):
+        for _ in range(method.steps):
             # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
             added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
             with adding(layers, added, [*asked, *([] if subject is None else [subject])]):
@@ -275,8 +253,8 @@ def target(
             loss = -said.scores.mean()
             if before is not None and subject is not None:
                 now = logits[-1, len(subject.ids) - 1].float().log_softmax(dim=-1)
-                loss = loss + descent.keep * functional.kl_div(now, before, log_target=True, reduction="sum")
-            loss = loss + descent.decay * torch.stack([unit.square().mean() for unit in free.values()]).sum()
+                loss = loss + _KEEP * functional.kl_div(now, before, log_target=True, reduction="sum")
+            loss = loss + _DECAY * torch.stack([unit.square().mean() for unit in free.values()]).sum()
             if not bool(torch.isfinite(loss)):
                 raise ValueError("the loss is NaN or infinite: check the weights of the model")
             if float(said.scores.detach().min().exp()) > _ENOUGH and bool(said.first.all()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, cast, no_type_check
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import ArceeConfig, AutoConfig, AutoModel, AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,15 +22,13 @@ from attnflow._core.checks import integer
 from attnflow.knowledge.attention import (
     ACTIVATIONS,
     HIDDEN,
-    ORDERS,
     THRESHOLDS,
     GeneralizedCrossAttention,
     ThresholdHidden,
     ThresholdOut,
 )
 from attnflow.knowledge.base import KnowledgeBase
-from attnflow.knowledge.layered import LayerReader
-from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.layered import SharedReader
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 
@@ -65,8 +63,7 @@ class ModularConfig(PreTrainedConfig):
         num_knowledge_heads: heads that read E in each block; they are summed.
         knowledge_activation: "relu", "gelu", "silu" or "sparsemax".
         gated: two keys for each entry.
-        threshold: "mlp", "coordinate" or "per_entry".
-        order: how E is evaluated: "query_side", "folded" or "naive".
+        threshold: "mlp" or "coordinate".
         entries_per_token: if given, each token and head reads only that many entries, the best, in training
             (straight-through) and after. (Not "top_k", which transformers would take for an option of sampling.)
         **kwargs: of every transformers config.
@@ -91,7 +88,6 @@ class ModularConfig(PreTrainedConfig):
     knowledge_activation: str = "relu"
     gated: bool = False
     threshold: str = "mlp"
-    order: str = "query_side"
     entries_per_token: int | None = None
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
@@ -128,7 +124,7 @@ class ModularConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"RoPE turns pairs of coordinates: head_dim must be even, got {self.head_dim}")
-        names = {"knowledge_activation": ACTIVATIONS, "threshold": THRESHOLDS, "order": ORDERS}
+        names = {"knowledge_activation": ACTIVATIONS, "threshold": THRESHOLDS}
         for name, allowed in names.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
@@ -139,18 +135,14 @@ class ModularConfig(PreTrainedConfig):
         """Parameters of E and of all that reads it; what stands where feed-forward layers would.
 
         |E| d_E + L (h d d_k + p h d_E d_k + h d_E d + d + thresholds) for L blocks of h heads with p parts (2 if
-        gated); thresholds: "mlp" (d_E + 1) 64 + 65 p h, "per_entry" p h |E|, "coordinate" 0.
+        gated); thresholds: "mlp" (d_E + 1) 64 + 65 p h, "coordinate" 0.
         """
         heads = self.num_knowledge_heads
         keys = heads * (2 if self.gated else 1)
-        thresholds = {
-            "mlp": (self.entry_dim + 1) * HIDDEN + (HIDDEN + 1) * keys,
-            "per_entry": keys * self.num_entries,
-            "coordinate": 0,
-        }
+        thresholds = (self.entry_dim + 1) * HIDDEN + (HIDDEN + 1) * keys if self.threshold == "mlp" else 0
         projections = (heads * self.hidden_size + keys * self.entry_dim) * self.key_dim
         projections += heads * self.entry_dim * self.hidden_size + self.hidden_size
-        return self.num_entries * self.entry_dim + self.num_hidden_layers * (projections + thresholds[self.threshold])
+        return self.num_entries * self.entry_dim + self.num_hidden_layers * (projections + thresholds)
 
     @property
     def threshold_columns(self) -> int:
@@ -179,11 +171,8 @@ class ModularConfig(PreTrainedConfig):
         return kind(**sizes, **shared)
 
 
-class ModularReader(KnowledgeReader, LayerReader):
-    """What reads entries in a block: those of the model's base, or of its source, such as a store.
-
-    Ids of a `Reading` are then those of the source.
-    """
+class ModularReader(SharedReader):
+    """What reads entries in a block: those of the model's base, or of its source, such as a store."""
 
     model: ModularModel
 
@@ -196,54 +185,14 @@ class ModularReader(KnowledgeReader, LayerReader):
             activation=config.knowledge_activation,
             gated=config.gated,
             threshold=config.threshold,
-            num_entries=config.num_entries if config.threshold == "per_entry" else None,
         )
         few = config.entries_per_token
-        super().__init__(layer, attention, None if few is None else Retrieval(k=few, search="exact"), config.order)
+        super().__init__(layer, attention, None if few is None else Retrieval(k=few, search="exact"))
         object.__setattr__(self, "model", model)  # no child: a circle of modules
 
-    @property
-    def num_entries(self) -> int:
-        """Rows of E, or of the source."""
-        source = self.model.source
-        return self.model.knowledge.num_entries if source is None else source.num_entries
-
-    @property
-    def output_bias(self) -> Tensor | None:
-        """b2, a parameter of the block."""
-        return self.attention.output_bias
-
-    def every(self) -> Int[Tensor, " entries"]:
-        """All ids of a store, or all rows."""
-        source = self.model.source
-        return super().every() if source is None else source.ids()
-
-    def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Rows of E are their own ids, and what is read of a source has ids already."""
-        return positions
-
-    def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
-        """E W_V of each head."""
-        entries = self._rows(positions)[:, : self.attention.entry_dim]
-        return torch.einsum("ne,hed->hnd", entries, self.attention.value)
-
-    def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
-        """B1(E), of a source those that are stored beside the entries."""
-        attention, width = self.attention, self.columns
-        if self.model.source is None:
-            return attention.thresholds(self.model.knowledge.entries)[..., positions]
-        columns = self._rows(positions)[:, attention.entry_dim :][:, self.layer * width :][:, :width]
-        return columns.T.reshape(attention.parts, attention.num_heads, len(positions))
-
-    def error_bound(self, reading: Reading, source: Entries | None = None) -> Float[Tensor, " tokens"]:
-        """See `KnowledgeReader.error_bound`; by default of what the model reads now."""
-        return super().error_bound(reading, self.model.read_from(source))
-
-    def _rows(self, positions: Tensor) -> Tensor:
-        source = self.model.source
-        if source is None:
-            return self.model.knowledge.entries[positions]
-        return source.rows(positions.cpu()).to(self.attention.value)
+    def current(self) -> Tensor | EntrySource:
+        """The model's base, or its source."""
+        return self.model.read_from(None)
 
 
 class ModularBlock(GradientCheckpointingLayer):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
-from attnflow.knowledge.layered import LayerReader
-from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.layered import SharedReader
+from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.source import EntrySource
 from attnflow.models.interception import AttentionCall, Output, Proceed
 
@@ -23,7 +23,7 @@ _LAYERS: Final = 4  # that are pooled
 _OWN: Final = 0.1  # weight of the token itself beside what all say together
 
 
-class StoreReader(KnowledgeReader, LayerReader):
+class StoreReader(SharedReader):
     """H' = H + gate sqrt(d) C(X, E) after a layer: reads a store, and adds what it reads to each token.
 
     What a token asks for stands in other tokens, "the colour of Balorin" in five; of the last one alone the right entry
@@ -85,32 +85,13 @@ class StoreReader(KnowledgeReader, LayerReader):
         read = self.source.entries(hidden) if self.retrieval is None else self.source
         return self._scale * super().forward(hidden, read)
 
-    @property
-    def num_entries(self) -> int:
-        """Of the store."""
-        return self.source.num_entries
-
-    @property
-    def output_bias(self) -> Tensor | None:
-        """None."""
-        return None
-
-    def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """What a search gave are ids; of all entries, read in order, positions are turned into ids by `every`."""
-        return positions
-
-    def every(self) -> Int[Tensor, " entries"]:
-        """The ids of all entries."""
-        return self.source.ids()
+    def current(self) -> EntrySource:
+        """The store."""
+        return self.source
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
         """gate sqrt(d) E W_V of entries with these ids."""
-        rows = self.source.rows(positions.cpu())[:, : self.attention.entry_dim].to(self.attention.value)
-        return self._scale * torch.einsum("ne,hed->hnd", rows, self.attention.value)
-
-    def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
-        """b, the same for all."""
-        return self.attention.constant.unsqueeze(-1).expand(-1, -1, len(positions))
+        return self._scale * super().values(positions)
 
     def error_bound(self, reading: Reading, source: object = None) -> Float[Tensor, " tokens"]:
         """At most twice the weight that entries left out could have had, times the largest norm of a value.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,12 +27,14 @@ class StoredLayers(Link):
     """A store whose entries a converted model holds, as they are at each forward pass."""
 
     def __init__(self, model: nn.Module, store: Store, write: bool = False) -> None:
-        self.store, self._model, self._base = store, model, _base(model)
+        super().__init__(store)
+        self._model, self._base = model, _base(model)
         base = self._base
+        if followed(base) is not None:
+            raise ValueError(f"{type(model).__name__} reads a store already: remove that one first")
         if write:
             save_entries(model, store)
         self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
-        self._earlier = followed(base)
         base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
         try:
             self._load()
@@ -61,47 +62,28 @@ class StoredLayers(Link):
         """`Store.upsert`."""
         self.store.upsert(ids=ids, embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
 
-    @property
-    def current(self) -> bool:
-        """Whether the model reads this one now."""
-        return followed(self._base) is self
-
     def put_back(self) -> None:
-        """Let the model read what it read before."""
-        self._hook.remove()
-        self._base.__dict__[_FOLLOWED] = self._earlier
+        """Let the model read its own entries again."""
+        self.stop()
         self._base.put(*self._before)
 
     def stop(self) -> None:
-        """Follow the store no longer, nor any that was attached earlier; the entries stay as they are."""
+        """Follow the store no longer; the entries stay as they are."""
         self._hook.remove()
-        if self._earlier is not None:
-            self._earlier.stop()
+        del self._base.__dict__[_FOLLOWED]
 
     def _load(self) -> None:
         self._revision = self.store.revision
         load_entries(self._model, self.store)
 
     def _follow(self, _: nn.Module, __: object) -> None:
-        if self.current and self._revision != self.store.revision:
+        if self._revision != self.store.revision:
             self._load()
 
 
 def followed(base: LayeredKnowledge) -> StoredLayers | None:
-    """The store whose entries a base follows, the one that was attached last."""
+    """The store whose entries a base follows."""
     return base.__dict__.get(_FOLLOWED)
-
-
-@dataclass(frozen=True)
-class EntryChanges:
-    """How many entries had to change to make one side like the other."""
-
-    inserted: int
-    updated: int
-    deleted: int
-
-    def __str__(self) -> str:
-        return f"{self.inserted:,} inserted, {self.updated:,} updated, {self.deleted:,} deleted"
 
 
 def layer_thresholds(
@@ -109,20 +91,9 @@ def layer_thresholds(
 ) -> Float[Tensor, "entries columns"]:
     """Threshold columns that say which layer each entry belongs to: 0 in the layer's own column, -1e9 in all others.
 
-    A search with `threshold_column=layer` thereby finds entries of that layer alone, all layers in one index. Give
-    them to `store.insert` with entries of your own.
+    A search with `threshold_column=layer` thereby finds entries of that layer alone, all layers in one index. Of models
+    with experts a last column holds the expert's number (-1 for None), which is no threshold.
 
-    Args:
-        layers: of each entry.
-        num_layers: of the model.
-        experts: of models with experts, the one that each entry belongs to, None in layers without; a last column
-            holds their numbers (-1 for None), which are no thresholds.
-
-    Raises:
-        ValueError: a layer that does not exist, or experts of another number of entries.
-
-    >>> layer_thresholds([1], 3).tolist()
-    [[-1000000000.0, 0.0, -1000000000.0]]
     >>> layer_thresholds([1], 2, experts=[7]).tolist()
     [[-1000000000.0, 0.0, 7.0]]
     """
@@ -131,20 +102,11 @@ def layer_thresholds(
         columns[row, integer("layer", layer, 0, num_layers - 1)] = 0.0
     if experts is None:
         return columns
-    if len(experts) != len(layers):
-        raise ValueError(f"{len(layers)} entries were given {len(experts)} experts: one for each, None without")
-    numbers = [-1 if expert is None else integer("expert", expert, 0) for expert in experts]
+    numbers = [-1 if expert is None else expert for expert in experts]
     return torch.cat([columns, torch.tensor(numbers, dtype=columns.dtype)[:, None]], dim=1)
 
 
-def save_entries(
-    model: nn.Module,
-    store: Store,
-    texts: Mapping[int, str] | None = None,
-    *,
-    name: str | None = None,
-    progress: Progress | None = None,
-) -> EntryChanges:
+def save_entries(model: nn.Module, store: Store, *, name: str | None = None, progress: Progress | None = None) -> None:
     """Make a store hold the entries of a converted model, bit for bit, under the same ids.
 
     An entry is stored with the whole of its row as embedding, "layer 3" or "layer 3, expert 5" as source, and
@@ -152,18 +114,9 @@ def save_entries(
     (1 at the threshold of the first part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each
     atomic: killed and called again, it goes on.
 
-    Args:
-        model: converted by `from_ffn`.
-        store: opened with `dim=base.entry_dim, num_thresholds=base.num_thresholds`; empty, or of such a model.
-        texts: what is known about entries, by id.
-        name: of the model; default as its config says.
-        progress: called as progress(done, total, what) after each batch of entries.
-
     Raises:
         ValueError: a model that is not converted or has float64 entries, a store of other widths or with entries that
             were made from texts.
-
-    Cost: reading and comparing what the store holds; memory of one batch.
     """
     base = _base(model)
     if base.entries.dtype == torch.float64:
@@ -174,21 +127,17 @@ def save_entries(
         raise ValueError(f"the store holds entries made by {preview(foreign)}, which would be lost: use another one")
     encoder = f"{MADE_BY}:{name or getattr(getattr(model, 'config', None), 'name_or_path', '') or type(model).__name__}"
     ids, held, layers = base.ids.cpu(), store.ids(), _layers_of(base)
-    stored = torch.isin(ids, held)
-    inserted = updated = 0
     for start in range(0, len(ids), _BATCH):
         batch, rows = ids[start : start + _BATCH], base.entries.detach()[start : start + _BATCH].float().cpu()
-        present = stored[start : start + _BATCH]
+        present = torch.isin(batch, held)
         changed = ~present
         changed[present] = store.vectors(batch[present]).ne(rows[present]).any(dim=1)
         if bool(changed.any()):
-            keys: list[int] = batch[changed].tolist()
             where: list[int] = layers[start : start + _BATCH][changed].tolist()
             experts = None if base.experts is None else base.expert_of(batch[changed])
             store.upsert(
-                ids=keys,
+                ids=batch[changed],
                 embeddings=rows[changed],
-                texts=[None if texts is None else texts.get(key) for key in keys],
                 sources=[
                     f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
                     for layer, expert in zip(where, experts or [None] * len(where), strict=True)
@@ -196,29 +145,20 @@ def save_entries(
                 thresholds=layer_thresholds(where, base.num_layers, experts),
                 encoder=encoder,
             )
-        inserted, updated = inserted + int((~present).sum()), updated + int((changed & present).sum())
         if progress is not None:
             progress(start + len(batch), len(ids), "entries")
-    gone = held[~torch.isin(held, ids)]
-    store.delete(gone)
-    return EntryChanges(inserted, updated, len(gone))
+    store.delete(held[~torch.isin(held, ids)])
 
 
-def load_entries(model: nn.Module, store: Store) -> EntryChanges:
+def load_entries(model: nn.Module, store: Store) -> None:
     """Make the entries of a converted model those of a store, bit for bit: what was edited there acts in the model.
 
     Entries that stay keep their order, so that a model whose store was not edited computes the same bits; new ones come
-    after them. The parameter is a new one where entries came or went: make optimisers anew.
-
-    Args:
-        model: converted by `from_ffn`; changed in place.
-        store: written by `save_entries` for a model of the same form.
+    after them. The parameter is a new one where entries came or went.
 
     Raises:
         ValueError: a model that is not converted, a store of other widths, an entry that does not say which one layer
             it belongs to (see `layer_thresholds`), or a layer without entries. The model is as it was.
-
-    Cost: all entries of the store, twice in memory.
     """
     base = _base(model)
     _check_widths(base, store)
@@ -234,17 +174,13 @@ def load_entries(model: nn.Module, store: Store) -> EntryChanges:
     if experts is not None and base.experts is not None:
         at[torch.cat([base.experts.cpu(), torch.tensor([-2])])[at] != experts] = before
     order = np.lexsort((ids, at, torch.zeros_like(ids) if experts is None else experts, layers))
-    ids, at = ids[order], at[order]
+    ids = ids[order]
     rows = torch.as_tensor(store.vectors(ids)).to(base.entries)
-    remaining = at < before
-    same = rows[remaining].eq(base.entries.detach()[at[remaining]]).all(dim=1)
-    changes = EntryChanges(int((~remaining).sum()), int((~same).sum()), before - int(remaining.sum()))
     if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same
         with torch.no_grad():
             rows = base.entries.copy_(rows)
     tags = None if experts is None else experts[order].to(base.ids)
     base.put(rows, ids.to(base.ids.device), counts.to(base.counts), tags)
-    return changes
 
 
 def _base(model: nn.Module) -> LayeredKnowledge:

@@ -1,0 +1,13 @@
+"""Entries of a tensor in a store, with the thresholds that several layers give them."""
+
+import torch
+
+from attnflow.knowledge import Store
+from attnflow.knowledge.source import EntrySource
+
+
+def indexed(readers, entries, search="exact"):
+    columns = torch.cat([reader.threshold_columns(entries) for reader in readers], dim=1).detach()
+    store = Store.open("memory", dim=entries.shape[1], num_thresholds=columns.shape[1], search=search)
+    store.insert(embeddings=entries.detach(), ids=range(len(entries)), thresholds=columns)
+    return EntrySource(store)
