@@ -111,15 +111,6 @@ def test_few_rows_of_many_are_summed_one_by_one():
     torch.testing.assert_close(ours[1], expected[1])
 
 
-def test_no_queries_and_no_entries():
-    for shape in ((0, 5), (3, 0)):
-        scores = torch.zeros(shape)
-        for retrieval in (Retrieval(k=2, search="exact"), Retrieval(threshold=0.0)):
-            rows, mask = best(scores, retrieval), chosen(scores, retrieval)
-            assert sum_of_rows(torch.zeros(rows.shape), rows, torch.zeros(shape[1], 4)).shape == (shape[0], 4)
-            assert sum_of_chosen(scores, mask, torch.zeros(shape[1], 4)).shape == (shape[0], 4)
-
-
 def test_straight_through_is_bitwise_the_value_with_the_other_gradient():
     value, other = torch.randn(50, requires_grad=True), torch.randn(50, requires_grad=True)
     made = straight_through(value, other)

@@ -225,15 +225,3 @@ def test_a_copy_of_a_model_that_reads_a_store_and_the_way_back():
     assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
     handle.remove()
     assert torch.equal(outputs(model, input_ids=ids), own)
-
-
-def test_a_store_that_does_not_fit_leaves_the_model_as_it_was():
-    model, store = converted()
-    parameter, ids = model.knowledge.entries, tokens(1, 5)
-    own = outputs(model, input_ids=ids)
-    store.delete(torch.arange(48))
-    with pytest.raises(ValueError, match="layer 0 would be left without entries"):
-        af.knowledge.attach(model, store)
-    assert model.knowledge.entries is parameter
-    assert not model._forward_pre_hooks
-    assert torch.equal(outputs(model, input_ids=ids), own)

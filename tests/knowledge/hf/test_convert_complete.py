@@ -36,17 +36,6 @@ def test_what_would_be_left_out_refuses_the_model_and_it_is_as_it_was():
     assert partly.knowledge.num_entries == 48
 
 
-def test_a_matrix_of_any_name_counts():
-    model = llama()
-    model.model.layers[1].beside = nn.Linear(16, 16)
-    with pytest.raises(af.UnsupportedArchitecture, match=r"model\.layers\.1\.beside \(1 matrix\)"):
-        af.knowledge.from_ffn(model)
-    del model.model.layers[1].beside
-    model.model.layers[0].mlp.gate = nn.Linear(16, 1)  # of one row: a gate of the whole layer
-    model.model.layers[0].input_layernorm.scale = nn.Parameter(torch.ones(4, 4))
-    assert af.knowledge.from_ffn(model).knowledge.num_entries == 48
-
-
 def test_outputs_that_differ_are_refused(monkeypatch):
     model = llama()
     true = LinearLayer.entries
@@ -85,8 +74,3 @@ def test_a_model_that_does_not_run_says_how_to_go_on():
     model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="says nothing finite"):
         af.knowledge.from_ffn(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_check_knows_the_rounding_of_a_precision(dtype):
-    assert af.knowledge.from_ffn(llama().to(dtype)).knowledge.entries.dtype == dtype

@@ -145,15 +145,6 @@ def test_entries_that_others_changed_are_not_overwritten(tokenizer):
     handle.remove()
 
 
-def test_the_same_edit_twice_is_the_same(tokenizer):
-    model = converted()
-    with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer) as handle:
-        one = state(model)
-        assert handle.report.layers == (1, 3)
-    with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer):
-        assert same(model, one)
-
-
 def refused(model, fact, message, tokenizer, **settings):
     before = state(model)
     with pytest.raises(ValueError, match=message):

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture, WrongBase
 from attnflow.knowledge import Retrieval, Store
-from attnflow.knowledge.hf.store_reader import CHILD, store_readers
+from attnflow.knowledge.hf.store_reader import store_readers
 from attnflow.knowledge.store import StoreError
 from tests.knowledge.hf.readers import DIM, opened, store_of
 from tests.models import outputs, tiny, tokens
@@ -156,26 +156,6 @@ def test_a_bias_and_a_reader_in_any_order():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("k", [1, 7, 20])
-def test_the_best_entries_by_the_search_of_the_store(k):
-    model, ids, store = tiny("Llama", torch.float32), tokens(2, 5), store_of()
-    handle = opened(af.knowledge.attach(model, store))
-    whole = outputs(model, input_ids=ids)
-    readings = []
-    with af.knowledge.attach(model, retrieval=Retrieval(k=k, search="exact")):
-        handle.readers[0].observer = readings.append
-        few = outputs(model, input_ids=ids)
-    handle.readers[0].observer = None
-    assert torch.equal(outputs(model, input_ids=ids), whole)
-    if k == 20:
-        torch.testing.assert_close(few, whole)
-    else:
-        assert readings[0].ids.shape == (2, 5, 1, k)
-        bound = handle.readers[0].error_bound(readings[0])
-        assert bound.shape == (10,)
-        assert bool((bound > 0).all())
-
-
 def test_the_bound_holds():
     model, ids, store = tiny("Llama"), tokens(2, 5), store_of(50)
     handle = opened(af.knowledge.attach(model, store, layers=[1]))
@@ -296,32 +276,6 @@ def test_half_precision_and_copies():
         assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
         assert store_readers(again)[0] is not store_readers(model)[0]
     assert outputs(again, input_ids=ids).isfinite().all()
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer_trains_the_reader_of_a_frozen_model(tmp_path, checkpointing):
-    model = tiny("Llama", torch.float32)
-    handle = af.knowledge.attach(model, store_of())
-    ours = {id(one) for reader in handle.readers for one in reader.parameters()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in ours)
-    before = {name: one.detach().clone() for name, one in model.named_parameters()}
-    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 6)]
-    more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=6,
-        learning_rate=0.05,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        **(more if checkpointing else {}),
-    )
-    Trainer(model, arguments, train_dataset=rows).train()
-    changed = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
-    assert changed == {name for name in before if CHILD in name}
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
