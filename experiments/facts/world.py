@@ -68,9 +68,11 @@ class World:
 
     def edit(self) -> None:
         """Correct, delete and insert, each in one call to the store; nothing is trained."""
-        self.knowledge.upsert(
+        rows = self._entries(self._new)
+        self.store.upsert(
             ids=[self._ids[fact.key] for fact in self._new],
-            embeddings=self._entries(self._new),
+            embeddings=rows,
+            thresholds=self.knowledge.thresholds(rows),
             texts=[fact.sentence for fact in self._new],
             encoder=_ENCODER,
         )
@@ -116,7 +118,8 @@ class World:
 
     def _insert(self, facts: Sequence[Fact]) -> None:
         texts = [fact.sentence for fact in facts]
-        ids = self.knowledge.insert(embeddings=self._entries(facts), texts=texts, encoder=_ENCODER)
+        rows, columns = self._entries(facts), self.knowledge.thresholds
+        ids = self.store.insert(embeddings=rows, thresholds=columns(rows), texts=texts, encoder=_ENCODER)
         self._ids.update(zip((fact.key for fact in facts), ids.tolist(), strict=True))
 
     @torch.no_grad()

@@ -61,9 +61,6 @@ class ExpertEntries(LayerEntries):
 
         Cost: as the module's own loop over the experts that were chosen; no copy of the entries. Observed, or with a
         retrieval, a table of choices x entries of an expert for each token besides; a retrieval saves nothing here.
-
-        Raises:
-            ValueError: a retrieval by an approximate search, which has nothing to search here.
         """
         given = self._bound(*args, **kwargs) if kwargs else args
         hidden = given[0]

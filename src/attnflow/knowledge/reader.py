@@ -58,14 +58,10 @@ class KnowledgeReader(nn.Module):
     """Generalized cross-attention of one layer to entries that all layers share.
 
     Attributes:
+        layer: its number.
         attention: the layer's projections and thresholds.
         retrieval: which entries are read; None: all.
         observer: called with each `Reading`, or None. It must not change it.
-
-    Args:
-        layer: number of the layer.
-        attention: its cross-attention.
-        retrieval: see `Retrieval`.
 
     >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
     >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
@@ -121,9 +117,6 @@ class KnowledgeReader(nn.Module):
         the largest possible up score; 0 where all were read, infinite after an approximate search. Sparsemax weights
         are exact where no entry left out can exceed their threshold tau; elsewhere the bound is that of two points of
         the simplex, 2. It is about the computed scores: rounding in float32 comes on top.
-
-        Raises:
-            ValueError: an activation that is a function of one's own.
 
         Cost: the values of all entries, in blocks.
         """

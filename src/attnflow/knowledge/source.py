@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int64
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attnflow._core.checks import Indices
 from attnflow.knowledge.certificate import Neighbours
-from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store, StoreError
 
@@ -67,11 +66,7 @@ class EntrySource:
         return self._all()[1] if ids is None else self.store.rows(ids)
 
     def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
-        """E on the device and in the precision of a tensor, copied there once after each edit.
-
-        Raises:
-            StoreError: the store was closed, or cannot be read.
-        """
+        """E on the device and in the precision of a tensor, copied there once after each edit."""
         return _untraced(self, like)
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
@@ -92,23 +87,19 @@ class EntrySource:
 
         return _repeated(found)
 
-    def insert(self, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
-        """`Store.insert` with the model's thresholds; `columns` are its other arguments."""
-        rows, thresholds = self._with_thresholds(embeddings)
-        return self.store.insert(embeddings=rows, thresholds=thresholds, **columns)
-
-    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert` with the model's thresholds; `columns` are its other arguments."""
-        rows, thresholds = self._with_thresholds(embeddings)
-        self.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
+    @torch.no_grad()
+    def thresholds(self, rows: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"] | None:
+        """What the model's layers give these entries; None where thresholds belong to no entry."""
+        return None if self._thresholds is None else self._thresholds(rows).float()
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
         """Ids of entries whose stored thresholds differ from the model's by more than a tolerance."""
         stale = [torch.zeros(0, dtype=torch.int64)]
-        for ids in self.store.ids().split(_BLOCK) if self._thresholds is not None else ():
+        for ids in self.store.ids().split(_BLOCK):
             rows = self.rows(ids)
-            wrong = (self._computed(rows[:, : self.dim]) - rows[:, self.dim :]).abs() > tolerance
-            stale.append(ids[wrong.any(dim=1)])
+            computed = self.thresholds(rows[:, : self.dim])
+            if computed is not None:
+                stale.append(ids[((computed - rows[:, self.dim :]).abs() > tolerance).any(dim=1)])
         return torch.cat(stale)
 
     def write_thresholds(self) -> None:
@@ -117,8 +108,9 @@ class EntrySource:
             entries = self.store.get(block)
             for encoder in {entry.encoder for entry in entries}:
                 some = [entry for entry in entries if entry.encoder == encoder]
-                vectors = torch.stack([entry.embedding for entry in some])
-                self.upsert(ids=[entry.id for entry in some], embeddings=vectors, encoder=encoder)
+                rows = torch.stack([entry.embedding for entry in some])
+                ids = [entry.id for entry in some]
+                self.store.upsert(ids=ids, embeddings=rows, thresholds=self.thresholds(rows), encoder=encoder)
 
     def _all(self) -> tuple[Tensor, Tensor]:
         """Ids and rows of one moment, read anew when the store was edited."""
@@ -134,15 +126,6 @@ class EntrySource:
             self._seen = _repeated(read)
             self._at.clear()
         return self._seen[1:]
-
-    def _with_thresholds(self, embeddings: Vectors) -> tuple[Tensor, Tensor | None]:
-        rows = torch.from_numpy(matrix("embeddings", embeddings, self.dim))
-        return rows, None if self._thresholds is None else self._computed(rows)
-
-    @torch.no_grad()
-    def _computed(self, rows: Tensor) -> Tensor:
-        assert self._thresholds is not None
-        return self._thresholds(rows).float()
 
 
 def _repeated(read: Callable[[], T]) -> T:
@@ -172,32 +155,21 @@ class Link:
 
     Attributes:
         store: that they read.
-        source: of layers that all read all entries.
+        source: of layers that all read all entries; else None.
         encoder: that made the entries, named with new ones unless another is; "" if none is known.
     """
 
-    source: EntrySource
-
-    def __init__(self, store: Store, encoder: str = "") -> None:
-        self.store, self.encoder = store, encoder
+    def __init__(self, store: Store, source: EntrySource | None = None, encoder: str = "") -> None:
+        self.store, self.source, self.encoder = store, source, encoder
 
     def put_back(self) -> None:
         """Let the model read what it read before."""
         raise NotImplementedError
 
-    def insert(
-        self,
-        embeddings: Vectors,
-        *,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Int64[Tensor, " n"]:
-        """`Store.insert`, with what the layers need beside an entry."""
+    def thresholds(
+        self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
+    ) -> Tensor | None:
+        """What new entries need beside them."""
         if layers is not None or experts is not None:
             raise ValueError("all layers of this model read all entries: leave layers and experts out")
-        return self.source.insert(embeddings, **{"encoder": self.encoder or None, **columns})
-
-    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert`, likewise."""
-        self.source.upsert(ids, embeddings, **columns)
+        return None if self.source is None else self.source.thresholds(rows)

@@ -48,11 +48,7 @@ _TYPES: Final = {"encoder": str, "entry_dim": int, "layers": list, "key_dim": in
 
 
 def encoder_of(store: Store) -> str:
-    """The one encoder that made the entries of a store; "" where they do not say.
-
-    Raises:
-        ValueError: several did: their scores do not compare.
-    """
+    """The one encoder that made the entries of a store; "" where they do not say."""
     encoders = store.stats().encoders
     if len(encoders) > 1:
         raise ValueError(
@@ -76,8 +72,7 @@ class AddedReaders(Link):
     ) -> None:
         if not len(store):
             raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
-        super().__init__(store, encoder_of(store))
-        self.source = EntrySource(store)
+        super().__init__(store, source := EntrySource(store), encoder_of(store))
         if reads_entries(model):
             raise ValueError(
                 f"{type(model).__name__} reads entries: remove what was attached, or leave out reader and layers"
@@ -95,7 +90,12 @@ class AddedReaders(Link):
         check_implementation(around[0], name, "the model's attention implementation", "reader")
         widths = measured(stack, sorted({*pooled, *chosen}))
         pool = PooledValues(pooled, sum(widths[number][1] for number in pooled), chosen[-1])
-        self._readers = [self._made(stack, number, widths[number][0], pool, key_dim, num_heads) for number in chosen]
+        self._readers = [
+            _like(
+                stack.attention[number].module, StoreReader(number, widths[number][0], pool, key_dim, num_heads, source)
+            )
+            for number in chosen
+        ]
         if saved is not None:
             saved.fill(_tensors_of(self._readers))
         modules = {number: stack.attention[number].module for number in {*pooled, *chosen}}
@@ -120,15 +120,13 @@ class AddedReaders(Link):
         for module, child in self._children:
             delattr(module, child)
 
-    def _made(
-        self, stack: Stack, number: int, model_dim: int, pool: PooledValues, key_dim: int, num_heads: int
-    ) -> StoreReader:
-        module = stack.attention[number].module
-        reader = StoreReader(number, model_dim, pool, key_dim, num_heads, self.source)
-        parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
-        if parameter is not None:  # half precision is too coarse to learn in
-            reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
-        return reader.train(module.training)
+
+def _like(module: nn.Module, reader: StoreReader) -> StoreReader:
+    """A reader in the mode of an attention module, and where that is."""
+    parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
+    if parameter is not None:  # half precision is too coarse to learn in
+        reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+    return reader.train(module.training)
 
 
 def _path(stack: Stack, number: int) -> str:
@@ -137,12 +135,7 @@ def _path(stack: Stack, number: int) -> str:
 
 
 def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
-    """The numbers of layers that get a reader, by default every second one of the last third but the last.
-
-    Raises:
-        ValueError: other layers than the model has.
-        UnsupportedArchitecture: layers without attention.
-    """
+    """The numbers of layers that get a reader, by default every second one of the last third but the last."""
     number, able = len(stack.layers), sorted(stack.attention)
     if layers is None:
         few = [layer for layer in able if layer >= int(number * _SHARE)] or able[-1:]
@@ -159,11 +152,7 @@ def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
 
 
 def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Of each layer the widths of its tokens and of its values (those that heads share, once), from two tokens.
-
-    Raises:
-        UnsupportedArchitecture: a model that does not run on token ids, or a layer that does not return tokens.
-    """
+    """Of each layer the widths of its tokens and of its values (those that heads share, once), from two tokens."""
     sites = {stack.attention[number]: number for number in chosen}
     names = {site.module: number for site, number in sites.items()}
     model = models_around(list(stack.attention.values()))[0]

@@ -19,7 +19,7 @@ from attnflow.knowledge.hf.added_readers import AddedReaders, save_reader
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
 from attnflow.knowledge.hf.store_reader import store_readers
 from attnflow.knowledge.hf.stored_layers import StoredLayers, followed
-from attnflow.knowledge.index.arguments import Vectors
+from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.layered import readers, reads_entries
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource, Link
@@ -106,7 +106,6 @@ class ModularLink(Link):
     """A store that a modular model reads in place of its own entries."""
 
     def __init__(self, modular: ModularModel, store: Store, write: bool) -> None:
-        super().__init__(store)
         width = modular.config.entry_dim
         if modular.source is not None:
             raise ValueError(f"{type(modular).__name__} reads a store already: remove that one first")
@@ -118,16 +117,17 @@ class ModularLink(Link):
             moved = entries.to(modular.knowledge.entries)
             return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
 
-        self.source = EntrySource(store, thresholds)
+        source = EntrySource(store, thresholds)
+        super().__init__(store, source)
         if write:
-            self.source.write_thresholds()
-        elif len(stale := self.source.stale()):
+            source.write_thresholds()
+        elif len(stale := source.stale()):
             raise ValueError(
                 f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
                 "attach(model, store, write=True) computes them anew"
             )
         self._modular = modular
-        modular.source = self.source
+        modular.source = source
 
     def put_back(self) -> None:
         """Let the model read its own entries again."""
@@ -169,7 +169,10 @@ class Attached(Handle):
         Raises:
             ValueError: layers or experts missing or out of place, no store, or as `Store.insert`.
         """
-        return self._stored().insert(embeddings, layers=layers, experts=experts, **columns)
+        link = self._stored()
+        rows = torch.from_numpy(matrix("embeddings", embeddings, link.store.dim))
+        named = {"encoder": link.encoder or None, **columns}
+        return link.store.insert(embeddings=rows, thresholds=link.thresholds(rows, layers, experts), **named)
 
     def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
         """`Store.upsert`, likewise; entries of a converted model stay in their layers.
@@ -177,7 +180,10 @@ class Attached(Handle):
         Raises:
             ValueError: no store, or as `Store.upsert`.
         """
-        self._stored().upsert(ids, embeddings, **columns)
+        link = self._stored()
+        rows = torch.from_numpy(matrix("embeddings", embeddings, link.store.dim))
+        thresholds = None if link.source is None else link.source.thresholds(rows)
+        link.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.

@@ -109,11 +109,7 @@ class Moments:
 
 
 def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Place]:
-    """Where a fact is edited: its prompts, alone and after leads, and with a subject the subject after leads.
-
-    Raises:
-        ValueError: a tokenizer that cannot tell where a subject ends; a prompt with its answer over the limit.
-    """
+    """Where a fact is edited: its prompts, alone and after leads, and with a subject the subject after leads."""
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
     places: list[Place] = []
     for prompt in fact.prompts:

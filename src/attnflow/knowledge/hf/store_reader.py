@@ -158,12 +158,8 @@ class PooledValues(nn.Module):
 
     Each mean is what the layer's own attention gives for a query of zeros, with its keys, mask and cache: nothing flows
     where the model's mask lets nothing flow. Heads that share their values give one mean. No parameters; a child of the
-    attention modules that it pools, and of the readers that ask by it, so that copies of a model have their own.
-
-    Attributes:
-        layers: that are pooled.
-        width: of P.
-        last: the last layer with a reader, after which P is not needed any more.
+    attention modules that it pools, and of the readers that ask by it, so that copies of a model have their own. After
+    the `last` layer with a reader P is not needed any more.
     """
 
     def __init__(self, layers: Sequence[int], width: int, last: int) -> None:
@@ -199,11 +195,7 @@ class PooledValues(nn.Module):
     def read(
         self, layer: int, hidden: Float[Tensor, "batch tokens model_dim"], kind: torch.dtype
     ) -> Float[Tensor, "batch tokens width"]:
-        """P of this forward pass, for the reader of a layer, each layer's part of root mean square 1.
-
-        Raises:
-            RuntimeError: nothing was pooled; or gradient checkpointing recomputes one of several forward passes.
-        """
+        """P of this forward pass, for the reader of a layer, each layer's part of root mean square 1."""
         grad = torch.is_grad_enabled()
         if _recomputing():
             self._backward = True

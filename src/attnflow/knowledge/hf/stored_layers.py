@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.checks import Indices, integer, preview
+from attnflow._core.checks import integer, preview
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.source import Link
 from attnflow.knowledge.store import Store
 
@@ -44,23 +43,13 @@ class StoredLayers(Link):
         base.__dict__[_FOLLOWED] = self
         self._hook = model.register_forward_pre_hook(self._follow)
 
-    def insert(
-        self,
-        embeddings: Vectors,
-        *,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Int64[Tensor, " n"]:
-        """`Store.insert`."""
+    def thresholds(
+        self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
+    ) -> Tensor | None:
+        """Which layer and expert each new entry belongs to."""
         if layers is None:
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
-        thresholds = layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
-        return self.store.insert(embeddings=embeddings, thresholds=thresholds, **columns)
-
-    def upsert(self, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert`."""
-        self.store.upsert(ids=ids, embeddings=embeddings, **columns)  # which keeps the layers of entries that exist
+        return layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
 
     def put_back(self) -> None:
         """Let the model read its own entries again."""
