@@ -173,7 +173,7 @@ def _base(model: nn.Module, forms: list[LayerForm]) -> LayeredKnowledge:
     """The entries of all layers, side by side; narrower ones are filled up with zeros."""
     width = max(form.layout.entry_dim for form in forms)
     layouts = [replace(form.layout, padding=width - form.layout.entry_dim) for form in forms]
-    counts = [form.counts if form.num_experts else form.counts[0] for form in forms]
+    counts = [[form.neurons] * form.num_experts or form.neurons for form in forms]
     with torch.no_grad():
         blocks = [form.entries(model, layout) for form, layout in zip(forms, layouts, strict=True)]
         return LayeredKnowledge(torch.cat(blocks), counts, layouts)
@@ -185,7 +185,7 @@ def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
     experts = any(form.num_experts for form in forms)
     for layer, form in enumerate(forms):
         rows = [base.rows(layer, expert) for expert in range(form.num_experts)] or [base.rows(layer)]
-        now.setdefault(form.counts[0], set()).update(row.stop - row.start for row in rows)
+        now.setdefault(form.neurons, set()).update(row.stop - row.start for row in rows)
     for sizes in now.values():
         if len(sizes) > 1:
             kind = "experts or layers" if experts else "layers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,43 +19,34 @@ from attnflow.models.feed_forward import stored
 
 
 @dataclass(frozen=True)
-class LinearLayer:
-    """One layer as it was before it was converted: linear maps into the neurons and one out of them."""
+class LayerForm(ABC):
+    """One layer as it was before it was converted."""
+
+    name: str  # its path
+    layout: EntryLayout  # of the entries that it needs
+    neurons: int  # of the layer, or of each of its experts
+    num_experts: int  # 0: no choice
+
+    @abstractmethod
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        """Its neurons as entries, one expert after the other."""
+
+    @abstractmethod
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Put readers of the base in place of what computed the layer."""
+
+    @abstractmethod
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Put what computed the layer in place of the readers."""
+
+
+@dataclass(frozen=True)
+class LinearLayer(LayerForm):
+    """Linear maps into the neurons and one out of them."""
 
     site: FeedForward
     biased: tuple[bool, ...]  # which maps into the neurons have a bias
     transposed: bool  # weights are (in, out)
-    width: int
-    neurons: int
-
-    @classmethod
-    def of(cls, model: nn.Module, site: FeedForward) -> LinearLayer:
-        """As it is in a model."""
-        parent = model.get_submodule(site.name)
-        out = parent.get_submodule(site.last)
-        width, neurons = stored(out).shape
-        biased = tuple(_bias(parent.get_submodule(path)) is not None for path in site.first)
-        return cls(site, biased, isinstance(out, Conv1D), width, neurons)
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return self.site.name
-
-    @property
-    def layout(self) -> EntryLayout:
-        """The entries that it needs."""
-        return EntryLayout(self.width, self.site.gated)
-
-    @property
-    def counts(self) -> list[int]:
-        """Neurons."""
-        return [self.neurons]
-
-    @property
-    def num_experts(self) -> int:
-        """No choice."""
-        return 0
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
         """Its neurons as entries."""
@@ -104,31 +96,11 @@ class LinearLayer:
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
-    """Experts whose maps are stored together, before they were converted."""
+class ExpertLayer(LayerForm):
+    """Experts whose maps are stored together."""
 
     site: PackedExperts
     biased: bool  # whether the map into the neurons has a bias
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return self.site.name
-
-    @property
-    def layout(self) -> EntryLayout:
-        """The entries that it needs."""
-        return EntryLayout(self.site.width, self.site.gated)
-
-    @property
-    def counts(self) -> list[int]:
-        """Neurons of each expert."""
-        return [self.site.neurons] * self.site.num_experts
-
-    @property
-    def num_experts(self) -> int:
-        """Its experts."""
-        return self.site.num_experts
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
         """The neurons of one expert after the other."""
@@ -143,7 +115,8 @@ class ExpertLayer:
         return entries.flatten(0, 1)
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """A reader in place of the module, which it keeps for its functions and for the biases of the outputs."""
+        """A reader in place of the module."""
+        # the reader keeps the module for its functions and for the biases of the outputs
         own = model.get_submodule(self.name)
         for name in self._names():
             setattr(own, name, None)
@@ -168,14 +141,16 @@ class ExpertLayer:
         return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
 
 
-LayerForm = LinearLayer | ExpertLayer
-
-
 def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
     """The form of a layer."""
+    part = model.get_submodule(site.name)
     if isinstance(site, PackedExperts):
-        return ExpertLayer(site, site.thresholds(model.get_submodule(site.name)) is not None)
-    return LinearLayer.of(model, site)
+        layout = EntryLayout(site.width, site.gated)
+        return ExpertLayer(site.name, layout, site.neurons, site.num_experts, site, site.thresholds(part) is not None)
+    out = part.get_submodule(site.last)
+    width, neurons = stored(out).shape
+    biased = tuple(_bias(part.get_submodule(path)) is not None for path in site.first)
+    return LinearLayer(site.name, EntryLayout(width, site.gated), neurons, 0, site, biased, isinstance(out, Conv1D))
 
 
 def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
