@@ -142,28 +142,20 @@ def test_a_converted_layer_is_cross_attention_to_the_one_base(name, activation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "activation"), [("smollm2-135m", "silu"), ("minilm", "gelu")])
-def test_real_models_through_cross_attention(name, activation):
+@pytest.mark.parametrize(
+    ("name", "activation", "entries"), [("smollm2-135m", "silu", 46_080), ("minilm", "gelu", 9_216)]
+)
+def test_real_models_through_cross_attention(name, activation, entries):
     """In float64, eq. 1-9 on the one base compute the model that the packed rows compute: rounding of sums is all."""
     loaded = af.load_model(name, dtype="float64")
     inputs = loaded.tokenizer("Knowledge sits in the feed-forward layers.", return_tensors="pt")
     with torch.no_grad():
         expected = loaded.model(**inputs)[0]
-        worst, through = through_cross_attention(af.knowledge.from_ffn(loaded), activation)
+        opened = af.knowledge.from_ffn(loaded)
+        assert same_state(af.knowledge.to_ffn(opened), loaded.model)
+        worst, through = through_cross_attention(opened, activation)
         found = through(**inputs)[0]
+    assert opened.knowledge.num_entries == entries
     assert max(worst.values()) < 1e-12
     # Norms of transformers are in float32: its rounding, once a layer, bounds how equal the logits can be.
     assert float((found - expected).norm() / expected.norm()) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "entries"), [("smollm2-135m", 46_080), ("minilm", 9_216)])
-def test_real_models(name, entries):
-    loaded = af.models.load_model(name)
-    inputs = loaded.tokenizer("Knowledge sits in the feed-forward layers.", return_tensors="pt")
-    converted = af.knowledge.from_ffn(loaded.model)
-    assert converted.knowledge.num_entries == entries
-    with torch.no_grad():
-        expected, found = loaded.model(**inputs)[0], converted(**inputs)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
-    assert same_state(af.knowledge.to_ffn(converted), loaded.model)

@@ -165,21 +165,6 @@ def test_entries_per_token():
     assert modular(entries_per_token=5).generation_config.top_k is None  # no option of sampling
 
 
-def test_padding_on_the_left_changes_nothing():
-    model, ids = modular(), tokens(1, 6)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
-    mask = (padded > 0).long()
-    expected = model(input_ids=ids).logits
-    found = model(input_ids=padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    torch.testing.assert_close(found[:, 3:], expected, rtol=1e-9, atol=1e-9)
-    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    alone = model.generate(ids, **options)
-    together = model.generate(
-        torch.cat([padded, tokens(1, 9)]), attention_mask=torch.cat([mask, mask * 0 + 1]), **options
-    )
-    assert torch.equal(together[0, 3:], alone[0])
-
-
 def greedy(model, ids, steps, **inputs):
     for _ in range(steps):
         chosen = model(input_ids=ids, use_cache=False, **inputs).logits[:, -1].argmax(-1, keepdim=True)

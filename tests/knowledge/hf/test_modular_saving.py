@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import attnflow as af
@@ -85,26 +84,6 @@ def test_a_saved_model_comes_back(form, tmp_path):
     loaded = af.models.load_model(tmp_path, tokenizer=False).model
     assert type(loaded) is ModularForCausalLM
     assert torch.equal(loaded(input_ids=ids).logits, expected)
-
-
-@pytest.mark.parametrize("form", FORMS[:1] + FORMS[2:], ids=str)
-def test_what_a_checkpoint_lacks_starts_as_intended_and_the_rest_stays(form, tmp_path):
-    config = {**form, "initializer_range": 0.02, "pad_token_id": None}
-    model = modular(torch.float32, **config)
-    names = [n for n, _ in model.named_parameters() if "reader" in n or "knowledge" in n]
-    names = [name for name in names if "layers.1" not in name]
-    for name in names:
-        model.save_pretrained(tmp_path)
-        state = load_file(tmp_path / "model.safetensors")
-        del state[name]
-        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        back, report = ModularForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert report["missing_keys"] == {name}
-        for other, value in back.named_parameters():
-            if other == name:
-                assert as_intended(name, value.detach(), model.config), name
-            else:
-                assert torch.equal(value, model.get_parameter(other)), f"{other} changed when {name} was missing"
 
 
 def test_auto_classes_know_the_model_once_it_was_imported(tmp_path):

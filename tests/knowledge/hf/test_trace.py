@@ -297,16 +297,6 @@ def test_texts_tokens_and_targets():
         trace(model, [5, 6], targets=50)
 
 
-def test_texts_from_a_store():
-    store, ids = af.knowledge.Store.open("memory", dim=1), range(0, 96, 2)
-    store.insert(
-        embeddings=torch.ones(48, 1), ids=ids, texts=[f"text of {entry}" if entry % 4 else None for entry in ids]
-    )
-    found = trace(made("Llama"), [5, 6], texts=store, top=48)
-    assert found.texts
-    assert all(entry % 4 == 2 and text == f"text of {entry}" for entry, text in found.texts.items())
-
-
 @pytest.mark.parametrize("k", [None, 4])
 def test_entries_of_a_connected_store(k):
     model = modular("gated").float()
@@ -344,14 +334,6 @@ def test_the_model_is_left_as_it_was():
     assert model.training
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_model_without_entries_is_opened_in_a_copy():
-    model = tiny("Llama", torch.float64)
-    before = [name for name, _ in model.named_modules()]
-    found, expected = trace(Loaded(model, None), [5, 6]), trace(af.knowledge.from_ffn(model), [5, 6])
-    assert found.to_json() == expected.to_json()
-    assert [name for name, _ in model.named_modules()] == before
 
 
 MEMORY = """
