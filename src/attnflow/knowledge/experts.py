@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.layered import LayerEntries
-from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.retrieval import chosen, straight_through
 from attnflow.models.experts import PackedExperts, by_expert
 
@@ -120,7 +119,7 @@ class ExpertEntries(LayerEntries):
         flat = weights.flatten(1)
         reads_all = self.reads_all(flat)
         if self.observer is not None:
-            self.observer(self._reading(rows.flatten(1), scores.flatten(2), flat, reads_all))
+            self.observer(self.reading(rows.flatten(1), scores.flatten(2), flat, reads_all))
         if reads_all or self.retrieval is None:
             return routed
         left = chosen(flat.abs(), self.retrieval).view(shape)
@@ -130,14 +129,3 @@ class ExpertEntries(LayerEntries):
             sparse = one.weights.masked_fill(~left[one.tokens, one.places, :count], 0)
             read.append(replace(one, weights=straight_through(sparse, one.weights) if training else sparse))
         return read
-
-    def _reading(self, rows: Tensor, scores: Tensor, weights: Tensor, reads_all: bool) -> Reading:
-        """Of each token the entries of its experts, [tokens, choices x entries]; no expert's others are left out."""
-        certificate = None
-        if not reads_all:
-            best, certificate = self.keep(weights)
-            at = best.clamp(min=0)
-            rows = rows.gather(-1, at).masked_fill(best < 0, -1)
-            scores = scores.gather(-1, at.expand(len(scores), *at.shape))
-            weights = weights.gather(-1, at).masked_fill(rows < 0, 0)
-        return Reading(self.layer, rows[:, None], scores[:, :, None], weights[:, None], certificate)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
-from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
 from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
 from attnflow.knowledge.source import EntrySource
@@ -212,15 +211,22 @@ class LayerEntries(nn.Module, LayerReader):
             )
         return False
 
-    def keep(self, weights: Float[Tensor, "*tokens entries"]) -> tuple[Int[Tensor, "*tokens read"], Certificate]:
-        """Which entries of the layer `retrieval` keeps, those of the largest weights (-1: none), and the certificate.
+    def reading(self, ids: Tensor | None, scores: Tensor, weights: Tensor, reads_all: bool) -> Reading:
+        """What `retrieval` keeps of tables [*tokens, entries], those of the largest weights, and the certificate.
 
         The certificate is on the sizes of weights, so that `error_bound` with the largest norm of any value bounds
         the output's error whatever the activation.
         """
-        sizes, retrieval = weights.detach().abs(), cast(Retrieval, self.retrieval)
-        rows = best(sizes, retrieval)
-        return rows, certify(sizes, rows, retrieval)
+        certificate = None
+        if not reads_all:
+            sizes, retrieval = weights.abs(), cast(Retrieval, self.retrieval)
+            rows = best(sizes, retrieval)
+            certificate, at = certify(sizes, rows, retrieval), rows.clamp(min=0)
+            ids = rows if ids is None else ids.gather(-1, at).masked_fill(rows < 0, -1)
+            scores = scores.gather(-1, at.expand(len(scores), *at.shape))
+            weights = weights.gather(-1, at).masked_fill(ids < 0, 0)
+        ids = None if ids is None else ids.unsqueeze(-2)
+        return Reading(self.layer, ids, scores.unsqueeze(-2), weights.unsqueeze(-2), certificate)
 
 
 class EntryValues(LayerEntries):
@@ -243,7 +249,8 @@ class EntryValues(LayerEntries):
         """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries."""
         reads_all, retrieval = self.reads_all(weights), self.retrieval
         if self.observer is not None:
-            self.observer(self._reading(weights.detach(), reads_all))
+            scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
+            self.observer(self.reading(None, scores, weights.detach(), reads_all))
         if retrieval is None or reads_all:
             return functional.linear(weights, self.weight, self.bias)
         training = self.training and torch.is_grad_enabled()
@@ -255,15 +262,6 @@ class EntryValues(LayerEntries):
         whole = sum_of_rows(weights.gather(-1, rows), rows + self.base.rows(self.layer).start, self.base.entries)
         written = whole[..., self.layout.value]
         return written if self.bias is None else written + self.bias
-
-    def _reading(self, weights: Tensor, reads_all: bool) -> Reading:
-        scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
-        if reads_all:
-            return Reading(self.layer, None, scores.unsqueeze(-2), weights.unsqueeze(-2))
-        rows, certificate = self.keep(weights)
-        weights = weights.gather(-1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
-        scores = scores.gather(-1, rows.clamp(min=0).expand(len(scores), *rows.shape))
-        return Reading(self.layer, rows.unsqueeze(-2), scores.unsqueeze(-2), weights.unsqueeze(-2), certificate)
 
 
 class EntryScores(nn.Module):
