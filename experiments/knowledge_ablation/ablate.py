@@ -203,7 +203,7 @@ def direction(model: nn.Module, ids: Sequence[int], answer: int, other: int) -> 
     """What a contribution is multiplied by to have its direct effect on logit(other) - logit(answer)."""
     tokens = torch.tensor([list(ids)])
     run = partial(cast(Any, model), input_ids=tokens, use_cache=False)
-    stream = Stream(model, 1, 0, [len(ids) - 1])
+    stream = Stream(model, [len(ids) - 1])
     with torch.no_grad():
         found = [directions(stream, run, lambda _, token=token: [token]) for token in (other, answer)]
     rows = [cast(Directions, one).rows[0] for one in found]
