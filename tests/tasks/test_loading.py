@@ -57,6 +57,7 @@ def test_a_batch_is_plain_tensors_with_the_sequences_in_front():
     batch = collate()(SAMPLES[:3])
     assert {type(value) for value in batch.values()} == {torch.Tensor}
     assert {len(value) for value in batch.values()} == {3}
+    assert all(value.is_contiguous() for value in batch.values())  # what processes send one another
     assert same(copy.deepcopy(batch), batch)
 
 

@@ -95,7 +95,7 @@ class MaskGrid(Priced):
         parts = [bounds_of(rows, room).T for rows in relations]
         if ranks is not None:
             parts = [np.vstack([part, rank.astype(np.int32)]) for part, rank in zip(parts, ranks, strict=True)]
-        table = np.stack(parts)
+        table = np.ascontiguousarray(np.stack(parts))  # processes send it to one another as it lies in memory
         tensor = torch.from_numpy(table.reshape(batch, heads, *table.shape[1:]))
         return tensor if device is None else tensor.to(device)
 
