@@ -1,4 +1,4 @@
-"""One rank of attention under a sharded mask: `python -m tests.masks.sharded_run RANK WORLD PLAN FOLDER`.
+"""One rank of attention under a sharded mask: `python -m tests.masks.sharded_run RANK WORLD SHARDING FOLDER`.
 
 Two layers in float64. A rank holds the positions of its plan, is sent keys and values, reads those that its plan names
 (all others are NaN), and applies its local mask. It writes its outputs, and the gradients of all ranks.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnflow.masks.plan import ShardPlan
+from attnflow import masks
 from tests.processes import leave
 
 WIDTH, HEADS = 16, 2
@@ -65,10 +65,10 @@ def run(layers: nn.ModuleList, x: Tensor, allow: Tensor, gather) -> tuple[Tensor
     return x.detach(), [parameter.grad for parameter in layers.parameters()]
 
 
-def main(rank: int, world: int, plan_file: str, folder: str) -> None:
+def main(rank: int, world: int, sharding: str, folder: str) -> None:
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", rendezvous, timedelta(seconds=60), world_size=world, rank=rank)
-    plan = ShardPlan.from_json(Path(plan_file).read_text())
+    plan = masks.Mask.from_json(Path(folder, "mask.json").read_text()).plan(world, sharding)
     size = plan.mask.num_queries
     layers, inputs = layers_and_inputs(size)
     own, needed = torch.tensor(plan.positions[rank]), torch.from_numpy(plan.keys(rank))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from attnflow import masks
+from tests.refused import refused
 
 
 def bad(error, match, make):
@@ -112,9 +113,36 @@ def mod(function):
     return masks.from_mask_mod(function, 3)
 
 
-def plan_of(positions):
-    plan = masks.causal(4).plan(2)
-    return type(plan).from_dict({**plan.to_dict(), "positions": positions})
+ONE, TWO, THREE = (masks.full(n) for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: masks.batch([]), ValueError, "at least one mask, got none"),
+        (lambda: masks.batch([torch.ones(2, 2)]), TypeError, "expected a Mask, got Tensor"),
+        (lambda: masks.batch([THREE, masks.causal(9)], size=8), ValueError, "sequence 1 has 9 positions, more"),
+        (lambda: masks.batch([THREE[:1, :]], size=4), ValueError, "size is for square masks"),
+        (lambda: masks.batch([masks.batch([ONE] * 2)]), ValueError, "mask of one sequence, got those of 2"),
+        (lambda: masks.batch([masks.per_head([ONE] * n) for n in (2, 3)]), ValueError, "for 2 heads, another has .* 3"),
+        (lambda: masks.per_head([]), ValueError, "at least one mask, got none"),
+        (lambda: masks.per_head([TWO, THREE]), ValueError, r"mask 1 has shape \(3, 3\), mask 0 \(2, 2\)"),
+        (lambda: masks.per_head([masks.batch([TWO])]), TypeError, "expected a Mask, got MaskGrid"),
+        (lambda: masks.batch([TWO]) & THREE, ValueError, r"different sizes: \(2, 2\) and \(3, 3\)"),
+        (lambda: masks.batch([TWO] * 2) & masks.batch([TWO] * 3), ValueError, "masks for 2 sequences with masks for 3"),
+        (
+            lambda: masks.batch([THREE, ONE]) | masks.batch([THREE, TWO]),
+            ValueError,
+            r"\(2, 2\) positions for sequence 1",
+        ),
+        (lambda: masks.batch([TWO]) & torch.ones(2, 2), TypeError, "expected a Mask, got Tensor"),
+        (lambda: masks.batch([TWO] * 2)[2, 0], ValueError, "b must be at most 1"),
+        (lambda: masks.batch([TWO]).row_intervals(0), ValueError, "min_width must be at least 1"),
+    ],
+)
+def test_masks_of_a_batch_that_do_not_go_together(make, error, match):
+    with refused(error, match):
+        make()
 
 
 def rows(intervals):
@@ -156,7 +184,6 @@ def rows(intervals):
             lambda: unchecked(masks.Mask.plan)(masks.causal(4), 2, "ring"),
         ),
         bad(ValueError, "ranks must be at least 1", lambda: masks.causal(4).plan(0)),
-        bad(ValueError, "each of 4 positions at one rank", lambda: plan_of([[0, 1], [2]])),
     ],
 )
 def test_questions_that_a_mask_cannot_answer(make, error, match):
@@ -264,22 +291,10 @@ def test_a_task_in_place_of_its_mask():
 
 def test_a_mask_mod_of_batch_or_head_is_refused():
     documents = torch.tensor([[0, 0, 1], [0, 1, 1]])
-    with pytest.raises(
-        ValueError, match=r"mask_mod depends on b: a mask is one relation.*pass batch=, the number of them"
-    ):
+    with pytest.raises(ValueError, match=r"mask_mod depends on b: a mask is one relation.*masks.batch"):
         masks.from_mask_mod(lambda b, h, q, k: documents[b, q] == documents[b, k], 3)
     with pytest.raises(ValueError, match="mask_mod depends on h"):
         masks.from_mask_mod(lambda b, h, q, k: q - k <= h, 3)
-    grid = masks.from_mask_mod(
-        lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q - k <= h), 3, batch=2, heads=2
-    )
-    assert grid.shape == (2, 2, 3, 3)
-    window = masks.from_edges([(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)], 3)
-    assert grid == masks.batch([masks.document([2, 1], "full"), masks.document([1, 2], "full")]) & masks.per_head(
-        [window, window | masks.sliding_window(3, 2)]
-    )
-    with pytest.raises(ValueError, match=r"depends on h.*pass heads="):
-        masks.from_mask_mod(lambda b, h, q, k: q - k <= h + b, 3, batch=2)
     second = masks.from_mask_mod(lambda b, h, q, k: documents[1, q] == documents[1, k], 3)
     assert second.dense().tolist() == [[True, False, False], [False, True, True], [False, True, True]]
     assert masks.from_mask_mod(lambda b, h, q, k: documents[:1][b, q] == documents[:1][b, k], 3).density == 5 / 9

@@ -13,7 +13,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attnflow import masks
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.rows import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
-from tests.refused import refused
 from tests.strategies import square_masks
 
 TABLES = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"]
@@ -151,48 +150,3 @@ def test_block_counts_at_length_take_no_table_of_pairs():
     for b in range(3):
         assert counts[b, 0].sum() == grid[b, 0].nnz + 32768 - grid[b, 0].num_queries
     assert block_mask_of_rows(grid.row_intervals(), 32768).kv_num_blocks[0, 0].tolist() == [1] * 256
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: masks.batch([]), ValueError, "at least one mask, got none"),
-        (lambda: masks.batch([torch.ones(2, 2)]), TypeError, "expected a Mask, got Tensor"),
-        (
-            lambda: masks.batch([masks.causal(3), masks.causal(9)], size=8),
-            ValueError,
-            "sequence 1 has 9 positions, more",
-        ),
-        (lambda: masks.batch([masks.full(3)[:1, :]], size=4), ValueError, "size is for square masks"),
-        (lambda: masks.batch([masks.batch([masks.full(1)] * 2)]), ValueError, "mask of one sequence, got those of 2"),
-        (
-            lambda: masks.batch([masks.per_head([masks.full(1)] * n) for n in (2, 3)]),
-            ValueError,
-            "sequence 0 has masks for 2 heads, another has them for 3",
-        ),
-        (lambda: masks.per_head([]), ValueError, "at least one mask, got none"),
-        (
-            lambda: masks.per_head([masks.full(2), masks.full(3)]),
-            ValueError,
-            r"mask 1 has shape \(3, 3\), mask 0 \(2, 2\)",
-        ),
-        (lambda: masks.per_head([masks.batch([masks.full(2)])]), TypeError, "expected a Mask, got MaskGrid"),
-        (lambda: masks.batch([masks.full(2)]) & masks.full(3), ValueError, r"different sizes: \(2, 2\) and \(3, 3\)"),
-        (
-            lambda: masks.batch([masks.full(2)] * 2) & masks.batch([masks.full(2)] * 3),
-            ValueError,
-            "masks for 2 sequences with masks for 3",
-        ),
-        (
-            lambda: masks.batch([masks.full(4), masks.full(2)]) | masks.batch([masks.full(4), masks.full(3)]),
-            ValueError,
-            r"over \(2, 2\) and \(3, 3\) positions for sequence 1",
-        ),
-        (lambda: masks.batch([masks.full(2)]) & torch.ones(2, 2), TypeError, "expected a Mask, got Tensor"),
-        (lambda: masks.batch([masks.full(2)] * 2)[2, 0], ValueError, "b must be at most 1"),
-        (lambda: masks.batch([masks.full(2)]).row_intervals(0), ValueError, "min_width must be at least 1"),
-    ],
-)
-def test_bad_input(make, error, message):
-    with refused(error, message):
-        make()

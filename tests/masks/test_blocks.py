@@ -7,7 +7,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from attnflow import masks
 from tests.catalogue_cases import MASKS
-from tests.refused import refused
 from tests.strategies import square_masks
 
 
@@ -23,69 +22,35 @@ def test_back_from_what_torch_makes(mask):
     assert masks.from_block_mask(made) == mask
 
 
-def test_skipped_blocks_that_mask_mod_allows_are_named():
-    longer = masks.causal(300).block_mask()
-    window = masks.sliding_window(300, 20).block_mask()
-    mixed = BlockMask.from_kv_blocks(
-        window.kv_num_blocks,
-        window.kv_indices,
-        window.full_kv_num_blocks,
-        window.full_kv_indices,
-        mask_mod=longer.mask_mod,
-        seq_lengths=(300, 300),
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"1 block contradicts the mask_mod: block \(2, 0\) of queries 256-299 and keys 0-127 is skipped, and "
-        r"mask_mod allows query 256, key 0",
-    ):
-        masks.from_block_mask(mixed)
+def mixed(tables, mask_mod, block=64, twice=False):
+    """The tables of one mask with the `mask_mod` of another; with `twice` each partial block is listed as full, too."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    chosen = [getattr(tables, name) for name in ((*names[:2], *names[:2]) if twice else names)]
+    return BlockMask.from_kv_blocks(*chosen, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=tables.seq_lengths)
 
 
-def test_full_blocks_that_mask_mod_forbids_are_named():
-    n = 256
-    full, window = masks.full(n).block_mask(64), masks.sliding_window(n, 65).block_mask(64)
-    mixed = BlockMask.from_kv_blocks(
-        full.kv_num_blocks,
-        full.kv_indices,
-        full.full_kv_num_blocks,
-        full.full_kv_indices,
-        BLOCK_SIZE=64,
-        mask_mod=window.mask_mod,
-        seq_lengths=(n, n),
-    )
-    with pytest.raises(
-        ValueError, match=r"16 blocks contradict.*is full, and mask_mod forbids query 0, key 1.*11 more"
-    ):
-        masks.from_block_mask(mixed)
+CAUSAL, WINDOW, FULL = (
+    mask.block_mask(64) for mask in (masks.causal(300), masks.sliding_window(300, 20), masks.full(256))
+)
 
 
-def test_a_block_that_is_listed_twice_is_named():
-    made = masks.causal(8).block_mask(4)
-    again = BlockMask.from_kv_blocks(
-        made.kv_num_blocks,
-        made.kv_indices,
-        made.kv_num_blocks,
-        made.kv_indices,
-        BLOCK_SIZE=4,
-        mask_mod=made.mask_mod,
-        seq_lengths=(8, 8),
-    )
-    with pytest.raises(ValueError, match="is listed twice"):
-        masks.from_block_mask(again)
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (mixed(WINDOW, CAUSAL.mask_mod), r"block \(2, 0\) .* is skipped, but mask_mod allows query 128, key 0"),
+        (mixed(FULL, WINDOW.mask_mod), r"block \(0, 0\) .* is full, but mask_mod forbids query 0, key 1"),
+        (mixed(CAUSAL, CAUSAL.mask_mod, twice=True), r"block \(0, 0\) of sequence 0, head 0 is listed twice"),
+        (masks.causal(6).block_mask(2)[:, :, 0], "expected a whole BlockMask, got a slice"),
+    ],
+)
+def test_blocks_that_contradict_their_mask_mod_are_named(made, message):
+    with pytest.raises(ValueError, match=message):
+        masks.from_block_mask(made)
 
 
 def test_tables_without_a_mask_mod_are_the_mask():
-    made = masks.block_causal(12, 4).block_mask(4)
-    bare = BlockMask.from_kv_blocks(
-        made.kv_num_blocks,
-        made.kv_indices,
-        made.full_kv_num_blocks,
-        made.full_kv_indices,
-        BLOCK_SIZE=4,
-        seq_lengths=(12, 12),
-    )
-    assert masks.from_block_mask(bare) == masks.block_causal(12, 4)
+    mask = masks.block_causal(12, 4)
+    assert masks.from_block_mask(mixed(mask.block_mask(4), None, 4)) == mask
 
 
 def test_blocks_that_are_larger_than_the_sequence():
@@ -102,16 +67,6 @@ def test_sequences_and_heads_of_their_own():
     assert masks.from_block_mask(grid.block_mask(4)) == grid
 
 
-def test_a_slice_has_no_mask_mod():
-    with pytest.raises(ValueError, match="expected a whole BlockMask, got a slice"):
-        masks.from_block_mask(masks.causal(6).block_mask(2)[:, :, 0])
-
-
 def test_dense_tables_of_several_sequences():
     table = masks.butterfly(3).dense()
     assert masks.from_dense(table.expand(2, 3, 7, 7)) == masks.from_dense(table[None]) == masks.butterfly(3)
-
-
-def test_what_is_no_block_mask():
-    with refused(TypeError, "from_dense"):
-        masks.from_block_mask(torch.ones(3, 3, dtype=torch.bool))

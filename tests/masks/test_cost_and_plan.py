@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks
-from attnflow.masks.plan import ShardPlan
 from tests.masks import sharded_run
 from tests.strategies import dense_masks, square_masks
 
@@ -106,8 +105,6 @@ def test_work_and_communication_pair_by_pair(mask, ranks, sharding):
     assert plan.received == sum(each.sent for each in plan.ranks)
     if sharding == "document":
         assert plan.received == 0
-    again = ShardPlan.from_json(plan.to_json())
-    assert (again.positions, again.ranks, again.mask) == (plan.positions, plan.ranks, mask)
 
 
 def test_what_each_sharding_is_good_for():
@@ -136,12 +133,12 @@ def test_a_sharded_run_is_the_whole_run(sharding, tmp_path):
     """Two processes on this machine; each sees NaN where its plan says that it needs nothing."""
     mask = masks.document([9, 14, 8]) if sharding == "document" else masks.block_diffusion(4, 4)
     plan = mask.plan(2, sharding)
-    plan.save(tmp_path / "plan.json")
+    (tmp_path / "mask.json").write_text(mask.to_json())
     command = [sys.executable, "-m", "tests.masks.sharded_run"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "plan.json"), str(tmp_path)],
+            [*command, str(rank), "2", sharding, str(tmp_path)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

@@ -35,7 +35,7 @@ def decoded(form, mask):
         case export.FlashMask():
             return decoders.flashmask(form.startend_row_indices[0, 0].tolist(), form.causal, form.num_queries)
         case export.FlashInferMask():
-            flat = form.custom_mask.numpy()
+            flat = mask.dense().numpy().ravel()
             assert np.array_equal(np.packbits(flat, bitorder="little"), form.packed_custom_mask.numpy())
             return flat.reshape(mask.shape)
         case export.EngineMask() if form.attention_mask is not None:

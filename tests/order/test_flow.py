@@ -153,7 +153,7 @@ def test_sparsify_trades_depth_for_pairs():
 def test_chunks_are_the_rows(mask):
     flow = analyze(mask)
     for layers in (None, 1):
-        parts = list(flow.reachability(layers, chunk=2))
+        parts = list(flow.reachability_by_rows(2, layers))
         assert [start for start, _ in parts] == list(range(0, flow.size, 2))
         if parts:
             assert torch.equal(torch.cat([part for _, part in parts]), flow.reachability(layers))

@@ -80,7 +80,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
         allow = pairs_passed(inputs, slot)
         if allow is None or len(inputs.slots) > 1:
             raise ValueError("order='mask' needs an attention_mask of pairs, [batch, heads, n, n], among the inputs")
-        layers = masks_by_layer(inputs.kwargs["attention_mask"], slot.length)
+        layers = masks_by_layer(inputs.kwargs["attention_mask"])
         pairs = [each for mask in layers if (each := allowed_pairs(mask, inputs.batch, slot.length)) is not None]
         return Relation(tuple(pairs), len(layers) == 1, "the pairs that attention_mask allows")
     repeat, masks = _masks_of(cast(object, order))

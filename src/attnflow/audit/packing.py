@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
-from attnflow.masks.rows import allowed_of_rows, is_row_intervals, mask_of_layer, num_layers_of
+from attnflow.masks.rows import allowed_of_rows, is_row_intervals, num_layers_of, rows_of_layer
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
@@ -126,8 +126,8 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     pairs = as_tensor(mask)
     if pairs.ndim < 3:
         return None
-    if num_layers_of(pairs, n) is not None:
-        layers = [allowed_pairs(each, batch, n) for each in masks_by_layer(pairs, n)]
+    if num_layers_of(pairs) is not None:
+        layers = [allowed_pairs(each, batch, n) for each in masks_by_layer(pairs)]
         return torch.stack([each for each in layers if each is not None]).any(0)
     if is_row_intervals(pairs) and pairs.shape[-2] != n:
         pairs = allowed_of_rows(pairs, n)
@@ -138,12 +138,12 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     return allow.any(1) if allow.ndim == 4 else allow
 
 
-def masks_by_layer(mask: object, n: int) -> list[object]:
+def masks_by_layer(mask: object) -> list[object]:
     """The masks of the layers where each has its own, else the one mask."""
-    layers = num_layers_of(mask, n)
+    layers = num_layers_of(mask)
     if layers is None or not isinstance(mask, Tensor):
         return [mask]
-    return [mask_of_layer(mask, layer, n) for layer in range(layers)]
+    return [rows_of_layer(mask, layer) for layer in range(layers)]
 
 
 def computed_pairs(blocks: BlockMask) -> Tensor:

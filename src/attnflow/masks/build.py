@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _SKIPPED, _PARTIAL, _FULL, _TWICE = range(4)
-_SHOWN: Final = 5  # contradictory blocks that an error names
+_SAID: Final = {_SKIPPED: "skipped", _FULL: "full", _TWICE: "listed twice"}
 
 
 def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
@@ -71,82 +71,42 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
     return Mask(IntervalRows.stack(parts, table.shape[1]), name)
 
 
-@overload
-def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask: ...
-@overload
-def from_mask_mod(
-    mask_mod: MaskMod, num_queries: int, num_keys: int | None = None, *, batch: int, heads: int | None = None
-) -> MaskGrid: ...
-@overload
-def from_mask_mod(
-    mask_mod: MaskMod, num_queries: int, num_keys: int | None = None, *, batch: int | None = None, heads: int
-) -> MaskGrid: ...
-def from_mask_mod(
-    mask_mod: MaskMod,
-    num_queries: int,
-    num_keys: int | None = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-) -> Mask | MaskGrid:
+def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask:
     """The mask of a FlexAttention `mask_mod(b, h, q, k)`, in row chunks.
 
     Args:
         mask_mod: vectorised over its arguments, as FlexAttention requires.
         num_queries: number of queries.
         num_keys: number of keys, by default as many as queries.
-        batch: number of sequences, each with a mask of its own; by default they must all have the same.
-        heads: number of heads, likewise.
-
-    Returns:
-        A `Mask`; with `batch` or `heads` the `MaskGrid` of all of them, as `masks.batch` and `masks.per_head` make it.
 
     Raises:
         TypeError: not a function, or one that returns no bool tensor.
-        ValueError: its pairs are others for sequence 1 without `batch`, or for head 1 without `heads`.
+        ValueError: its pairs are others for sequence 1 or for head 1.
 
     >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
     0.625
-    >>> from_mask_mod(lambda b, h, q, k: q >= k + h, 4, heads=2)[0, 1].row_counts().tolist()
-    [0, 1, 2, 3]
     """
     num_queries = checks.size("num_queries", num_queries)
     num_keys = num_queries if num_keys is None else checks.size("num_keys", num_keys)
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q, k); {not_a_mask(mask_mod)}")
-    free = {"b": batch is None, "h": heads is None}
-    if batch is None and heads is None:
-        return _evaluated(mask_mod, (0, 0), num_queries, num_keys, free)
-    sequences = 1 if batch is None else checks.integer("batch", batch, 1)
-    per_sequence = 1 if heads is None else checks.integer("heads", heads, 1)
-    rows = [
-        tuple(_evaluated(mask_mod, (b, h), num_queries, num_keys, free) for h in range(per_sequence))
-        for b in range(sequences)
-    ]
-    return MaskGrid(tuple(rows), num_queries, num_keys)
-
-
-def _evaluated(
-    mask_mod: MaskMod, place: tuple[int, int], num_queries: int, num_keys: int, free: Mapping[str, bool]
-) -> Mask:
-    """The mask of one sequence and head; what is `free` must not depend on it."""
-    here = tuple(torch.tensor(index) for index in place)
+    zero = torch.tensor(0)
     key = torch.arange(num_keys)[None, :]
     chunk = max(1, (1 << 22) // max(1, num_keys))
     parts: list[IntervalRows] = []
     for start in range(0, num_queries, chunk):
         query = torch.arange(start, min(start + chunk, num_queries))[:, None]
-        allowed = mask_mod(here[0], here[1], query, key)
+        allowed = mask_mod(zero, zero, query, key)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = getattr(allowed, "dtype", type(allowed).__name__)
             raise TypeError(f"mask_mod must return a bool tensor, got {got}")
-        for name, at in (("b", (here[0] + 1, here[1])), ("h", (here[0], here[1] + 1))):
+        for name, at in (("b", (zero + 1, zero)), ("h", (zero, zero + 1))):
             with suppress(IndexError):  # it looks up a table of one sequence, or of one head
-                if free[name] and not torch.equal(*torch.broadcast_tensors(allowed, mask_mod(*at, query, key))):
-                    many = "batch" if name == "b" else "heads"
+                if not torch.equal(*torch.broadcast_tensors(allowed, mask_mod(*at, query, key))):
+                    many = "batch" if name == "b" else "per_head"
                     raise ValueError(
-                        f"mask_mod depends on {name}: a mask is one relation, for all sequences and heads; pass "
-                        f"{many}=, the number of them, for a mask of each"
+                        f"mask_mod depends on {name}: a mask is one relation, for all sequences and heads; make one of "
+                        f"each, with {name} bound, and put them together by masks.{many}([...])"
                     )
         parts.append(IntervalRows.from_bool(allowed.cpu().expand(len(query), num_keys).numpy()))
     return Mask(IntervalRows.stack(parts, num_keys), "from_mask_mod")
@@ -206,7 +166,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
     Raises:
         TypeError: no `BlockMask`.
         ValueError: blocks contradict `mask_mod`: one is skipped, but pairs in it are allowed; one counts as full, but
-            pairs in it are forbidden; or one is listed twice. The error names blocks and a pair of each. (Tables made
+            pairs in it are forbidden; or one is listed twice. The error names the first block and a pair. (Tables made
             for other lengths, offsets or documents than the `mask_mod` do that, and FlexAttention does not notice.)
 
     Cost: `mask_mod` is evaluated for every pair of each sequence and head, by rows of blocks.
@@ -223,16 +183,10 @@ def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
         raise ValueError("expected a whole BlockMask, got a slice, whose mask_mod torch takes away")
     states = _states(block_mask)
     free = block_mask.mask_mod is noop_mask  # the tables alone are the mask
-    wrong: list[str] = []
-    masks: list[Mask] = []
-    for b, h in np.ndindex(*states.shape[:2]):
-        rows, faults = _relation(block_mask, states[b, h], (b, h), free)
-        wrong += [fault + (f" (sequence {b}, head {h})" if states[:, :, 0, 0].size > 1 else "") for fault in faults]
-        masks.append(Mask(rows, "from_block_mask"))
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        noun = "block contradicts" if len(wrong) == 1 else "blocks contradict"
-        raise ValueError(f"{len(wrong)} {noun} the mask_mod: {'; '.join(wrong[:_SHOWN])}{more}")
+    masks = [
+        Mask(_relation(block_mask, states[place], place, free), "from_block_mask")
+        for place in np.ndindex(*states.shape[:2])
+    ]
     if all(mask == masks[0] for mask in masks):
         return masks[0]
     heads = states.shape[1]
@@ -257,34 +211,25 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> npt.NDArray[np.int
     return table.scatter_add_(-1, indices.long(), valid.long()).cpu().numpy()
 
 
-def _relation(
-    block_mask: BlockMask, states: npt.NDArray[np.int64], place: tuple[int, int], free: bool
-) -> tuple[IntervalRows, list[str]]:
-    """The pairs that are computed for one sequence and head, and what contradicts them."""
+def _relation(block_mask: BlockMask, states: npt.NDArray[np.int64], place: tuple[int, int], free: bool) -> IntervalRows:
+    """The pairs that are computed for one sequence and head; an error where a block contradicts `mask_mod`."""
     num_queries, num_keys = block_mask.seq_lengths
     q_block, k_block = block_mask.BLOCK_SIZE
     device = block_mask.kv_indices.device
     b, h = (torch.tensor(index, device=device) for index in place)
     key = torch.arange(num_keys, device=device)[None, :]
     parts: list[IntervalRows] = []
-    wrong: list[str] = []
     for row, start in enumerate(range(0, num_queries, q_block)):
         query = torch.arange(start, min(start + q_block, num_queries), device=device)[:, None]
         allowed = block_mask.mask_mod(b, h, query, key).expand(len(query), num_keys).cpu().numpy()
         here = np.repeat(states[row], k_block)[:num_keys]
         table = (here == _FULL) | (allowed & (here == _PARTIAL))
-        clash = allowed != table
-        if free:
-            clash &= here == _TWICE
-        for block in np.unique(np.flatnonzero((clash | (here == _TWICE)).any(axis=0)) // k_block):
-            columns = slice(block * k_block, (block + 1) * k_block)
-            i, j = (int(at) for at in np.argwhere(clash[:, columns] | (here[columns] == _TWICE))[0])
-            says = "allows" if allowed[i, columns][j] else "forbids"
-            kind = {_SKIPPED: "skipped", _FULL: "full", _TWICE: "listed twice"}[int(here[columns][0])]
-            last = [min(at, size) - 1 for at, size in ((start + q_block, num_queries), (columns.stop, num_keys))]
-            wrong.append(
-                f"block ({row}, {block}) of queries {start}-{last[0]} and keys {columns.start}-{last[1]} is {kind}, "
-                f"and mask_mod {says} query {start + i}, key {columns.start + j}"
+        wrong = ((allowed != table) & (not free)) | (here == _TWICE)
+        if wrong.any():
+            i, j = (int(at) for at in np.argwhere(wrong)[0])
+            raise ValueError(
+                f"block ({row}, {j // k_block}) of sequence {place[0]}, head {place[1]} is {_SAID[int(here[j])]}, but "
+                f"mask_mod {'allows' if allowed[i, j] else 'forbids'} query {start + i}, key {j}"
             )
         parts.append(IntervalRows.from_bool(table))
-    return IntervalRows.stack(parts, num_keys), wrong
+    return IntervalRows.stack(parts, num_keys)

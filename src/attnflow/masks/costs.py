@@ -237,14 +237,5 @@ class Priced(Blocked):
         used = self.nnz / ((full + partial) * block * block) if full + partial else 0.0
         blocks = BlockSparsity(block, full, partial, empty, used)
         costs = tuple(BackendCost(b, pairs[b], alike.flops(pairs[b]), memory[b]) for b in _BACKENDS)
-        return Cost(
-            repr(self),
-            backend,
-            queries,
-            keys,
-            self.nnz,
-            heads * alike.num_heads,
-            blocks,
-            costs,
-            num_sequences=len(table),
-        )
+        num_heads = heads * alike.num_heads
+        return Cost(repr(self), backend, queries, keys, self.nnz, num_heads, blocks, costs, num_sequences=len(table))

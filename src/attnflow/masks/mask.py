@@ -21,7 +21,7 @@ from attnflow.masks import flex
 from attnflow.masks.costs import Priced
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same, same_rank
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
 from attnflow.masks.plan import Planned
 from attnflow.masks.registry import CATALOGUE, not_a_mask, read_mask
 
@@ -212,17 +212,12 @@ class Mask(Priced, Planned):
         if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank) and a.rows.equals(b.rows):
             return []
         pairs: list[tuple[int, int]] = []
-        agreeing = np.ones(self.num_queries, dtype=np.bool_)
         for query in differing(a, b).tolist():
-            agreeing[query] = False
             either = np.setxor1d(self.keys(query), other.keys(query))
             pairs += [(query, key) for key in either[: limit - len(pairs)].tolist()]
             if len(pairs) == limit:
-                agreeing[query:] = False
                 break
-        if same(a, b, np.flatnonzero(agreeing)):
-            return pairs
-        return self.difference(other, limit)  # other random numbers: the sums of two sets of keys were equal
+        return pairs
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both allow."""

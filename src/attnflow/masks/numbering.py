@@ -130,48 +130,21 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
     Raises:
         ValueError: in each numbering there are too many; `what` names the relation.
     """
-    for numbers, limit in _numberings(a, b):
+    if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank):
+        return Numbered(_set(a.rows, b.rows, sign), a.query_rank, a.key_rank)
+    plain = Numbered(a.rows)
+    few = 2 * (len(a.rows.starts) + len(b.rows.starts) + a.rows.num_rows)
+    many = min(RENAMED, max(a.pairs // 64, 1)) if a.pairs <= SCANNED else RENAMED
+    costs = sorted(((a.expected(n) + b.expected(n), n) for n in (plain, a, b)), key=lambda pair: pair[0])
+    # That of the positions first where it keeps both small; a cost is a guess, the limit is kept exactly.
+    for numbers, limit in [(plain, few), *((numbers, many) for cost, numbers in costs if cost <= 4 * RENAMED)]:
         left = a.renumbered(numbers, limit)
         right = None if left is None else b.renumbered(numbers, limit)
         if left is not None and right is not None:
             return Numbered(_set(left, right, sign), numbers.query_rank, numbers.key_rank)
     if a.pairs > SCANNED:
-        plain = Numbered(a.rows)
-        raise too_many(what, min(a.expected(n) + b.expected(n) for n in (plain, a, b)))
+        raise too_many(what, costs[0][0])
     return Numbered(_set(a.intervals(what), b.intervals(what), sign))
-
-
-def _numberings(a: Numbered, b: Numbered) -> Iterator[tuple[Numbered, int]]:
-    """Numberings to try, and intervals up to which; that of the positions first where it keeps both small."""
-    plain = Numbered(a.rows)
-    if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank):
-        yield a, LARGEST
-    yield plain, 2 * (len(a.rows.starts) + len(b.rows.starts) + a.rows.num_rows)
-    candidates = [plain, a, b, *_fronted(a, b), *_fronted(b, a)]
-    costs = [(a.expected(numbers) + b.expected(numbers), numbers) for numbers in candidates]
-    for cost, numbers in sorted(costs, key=lambda pair: pair[0]):
-        if cost <= 4 * RENAMED:  # the cost is a guess; the limit is kept exactly
-            yield numbers, min(RENAMED, max(a.pairs // 64, 1)) if a.pairs <= SCANNED else RENAMED
-
-
-def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
-    """The numbering of `a` with the keys that most rows of `b` share as one interval (its global tokens) in front.
-
-    There both stay in few intervals: rows of `a` as they were but for those keys, and those keys beside each other.
-    """
-    size = a.rows.num_keys
-    if a.rows.num_rows != size or not all(same_rank(each.query_rank, each.key_rank) for each in (a, b)):
-        return
-    starts, ends = b.rows.starts.astype(np.int64), b.rows.ends.astype(np.int64)
-    inner = (ends - starts > 1) & (ends - starts < size)
-    pairs, count = np.unique(starts[inner] * (size + 1) + ends[inner], return_counts=True)
-    if not len(pairs) or 4 * count.max() < size:
-        return
-    start, end = divmod(int(pairs[count.argmax()]), size + 1)
-    identity = np.arange(size)
-    a_rank, b_rank = (identity if each.key_rank is None else each.key_rank for each in (a, b))
-    rank = invert(np.lexsort((a_rank, (b_rank < start) | (b_rank >= end))))
-    yield Numbered(a.rows, rank, rank)
 
 
 def _set(left: IntervalRows, right: IntervalRows, sign: str) -> IntervalRows:
@@ -179,12 +152,15 @@ def _set(left: IntervalRows, right: IntervalRows, sign: str) -> IntervalRows:
 
 
 def differing(a: Numbered, b: Numbered) -> IntArray:
-    """Queries whose keys are certainly not the same: those over which random numbers of the keys add up to others.
+    """Queries whose keys are not the same: those over which random numbers of the keys add up to others.
 
-    The rest is the same but for one chance in 2^64 for each; `same` looks. Cost: O(intervals).
+    Fresh numbers of 64 bits, twice: one chance in 2^128 that a query is missed. Cost: O(intervals).
     """
-    values = np.random.default_rng().integers(1 << 64, size=a.rows.num_keys, dtype=np.uint64)
-    return np.flatnonzero(_sums(a, values) != _sums(b, values))
+    generator, unlike = np.random.default_rng(), np.zeros(len(a.rows.indptr) - 1, dtype=np.bool_)
+    for _ in range(2):
+        values = generator.integers(1 << 64, size=a.rows.num_keys, dtype=np.uint64)
+        unlike |= _sums(a, values) != _sums(b, values)
+    return np.flatnonzero(unlike)
 
 
 def _sums(relation: Numbered, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -194,24 +170,6 @@ def _sums(relation: Numbered, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.
         values = values[invert(relation.key_rank)]
     sums = rows.sums(np.concatenate([zero, np.cumsum(values, dtype=np.uint64)]))
     return sums if relation.query_rank is None else sums[relation.query_rank]
-
-
-def same(a: Numbered, b: Numbered, queries: IntArray) -> bool:
-    """Whether these queries have the same keys in both.
-
-    Raises:
-        ValueError: neither can be written in the numbers of the other, and the tables are too large to look through.
-    """
-    a, b = (Numbered(each.in_query_order().take(queries), None, each.key_rank) for each in (a, b))
-    costs = sorted(((x.expected(y), x, y) for x, y in ((a, b), (b, a))), key=lambda cost: cost[0])
-    most = RENAMED if a.pairs > SCANNED else max(a.pairs // 64, 4 * len(queries))
-    for cost, left, right in costs:
-        rows = left.renumbered(right, most) if cost <= 4 * most else None
-        if rows is not None:
-            return rows.equals(right.rows)
-    if a.pairs > SCANNED:
-        raise too_many("comparing two masks", min(a.expected(b), b.expected(a)))
-    return all(np.array_equal(x, y) for (_, x), (_, y) in zip(a.tables(), b.tables(), strict=True))
 
 
 def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Pieces | None:

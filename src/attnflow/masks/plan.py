@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow._core.plain import as_integer, as_list
-from attnflow._core.results import Result
 from attnflow.masks.intervals import IntervalRows, offsets
-from attnflow.masks.registry import read_mask
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
@@ -45,7 +42,7 @@ class RankWork:
 
 
 @dataclass(frozen=True, eq=False)
-class ShardPlan(Result):
+class ShardPlan:
     """Which rank computes which queries under a mask, and what that costs; made by `mask.plan`.
 
     Attributes:
@@ -83,26 +80,6 @@ class ShardPlan(Result):
         ends = starts + (rows.ends - rows.starts)  # all keys of an interval are needed, so they stay together
         rows = IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, int(new_key[-1]))
         return type(self.mask)(rows, f"rank {rank} of {self.mask!r}")
-
-    def rows(self) -> list[dict[str, object]]:
-        """One row for each rank."""
-        return [asdict(each) for each in self.ranks]
-
-    def to_dict(self) -> dict[str, object]:
-        """The mask, the positions of the ranks, and the work, which is counted again when it is read."""
-        positions = [list(each) for each in self.positions]
-        head = {"attnflow": "ShardPlan", "version": self.version, "sharding": self.sharding}
-        return {**head, "mask": self.mask.to_dict(), "positions": positions, "ranks": self.rows()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> ShardPlan:
-        """What `to_dict` described."""
-        content = cls._content(values)
-        positions = [
-            np.array([as_integer(at, "positions") for at in as_list(each, "positions")], np.int64)
-            for each in as_list(content.get("positions"), "positions")
-        ]
-        return plan_of(read_mask(content.get("mask")), _checked(content.get("sharding")), positions)
 
     def __str__(self) -> str:
         lines = [
@@ -155,30 +132,25 @@ class Planned:
         if self.num_queries != self.num_keys:
             raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {self.shape}")
         ranks, block_size = checks.integer("ranks", ranks, 1), checks.integer("block_size", block_size, 1)
-        how, every = _checked(sharding), np.arange(self.num_queries)
-        if how == "contiguous":
-            return plan_of(self, how, np.array_split(every, ranks))
-        if how == "head-tail":
+        if sharding not in _SHARDINGS:
+            raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
+        every = np.arange(self.num_queries)
+        if sharding == "contiguous":
+            return _counted(self, sharding, np.array_split(every, ranks))
+        if sharding == "head-tail":
             parts = np.array_split(every, 2 * ranks)
-            return plan_of(self, how, [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
-        cuts = _borders(self.intervals()) if how == "document" else np.arange(block_size, self.num_queries, block_size)
-        parts = np.split(every, cuts)
-        room = self.num_queries if how == "document" else -(-len(parts) // ranks)
-        return plan_of(self, how, _dealt(parts, self.row_counts(), ranks, room))
+            return _counted(self, sharding, [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
+        alone = sharding == "document"
+        parts = np.split(every, _borders(self.intervals()) if alone else every[block_size::block_size])
+        room = self.num_queries if alone else -(-len(parts) // ranks)
+        return _counted(self, sharding, _dealt(parts, self.row_counts(), ranks, room))
 
 
-def plan_of(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
-    """Counts what each rank does.
-
-    Raises:
-        ValueError: not each position lies at one rank.
-    """
-    n, count = mask.num_queries, len(positions)
-    holder = np.full(n, -1, np.int64)
+def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
+    """The plan by which each rank holds the given positions."""
+    count, holder = len(positions), np.empty(mask.num_queries, np.int64)
     for rank, held in enumerate(positions):
-        holder[checks.index_array("positions", held, n)] = rank
-    if not count or sum(map(len, positions)) != n or (n and holder.min() < 0):
-        raise ValueError(f"expected each of {n} positions at one rank")
+        holder[held] = rank
     rows, counts = mask.intervals(), mask.row_counts()
     needed = [np.flatnonzero(rows.take(held).cover()) for held in positions]
     sizes = np.stack([np.bincount(holder[keys], minlength=count) for keys in needed])  # [reader, holder]
@@ -188,12 +160,6 @@ def plan_of(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> Sh
         for rank, (held, keys) in enumerate(zip(positions, needed, strict=True))
     )
     return ShardPlan(mask, sharding, tuple(tuple(held.tolist()) for held in positions), work)
-
-
-def _checked(sharding: object) -> Sharding:
-    if sharding not in _SHARDINGS:
-        raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
-    return sharding
 
 
 def _borders(rows: IntervalRows) -> IntArray:

@@ -9,10 +9,7 @@ number of queries, so that a kernel that takes the tensor for a mask of pairs fa
 Being a plain tensor of a batch, it is copied, sliced, pinned, sent and gathered as any other; everything else is built
 from it where the model is, in shapes that depend on its shape alone.
 
-Where each layer has its own mask there are two more forms, which no kernel takes for a mask of pairs either:
-
-- row intervals in int64 and not in int32: [batch, layers, rows, queries];
-- additive: [batch, 1, layers x queries, keys], the layers one below the other, at least two.
+Where each layer has its own mask, row intervals are in int64 and not in int32: [batch, layers, rows, queries].
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, no_type_check
 
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Int, Int32
 from torch import Tensor
 
 from attnflow.masks.flex import (
@@ -116,44 +113,19 @@ def block_counts_of_rows(
     return torch.stack(parts).unflatten(0, (batch, heads))
 
 
-def layered_dense(
-    tables: Float[Tensor, "batch layers queries keys"],
-) -> Float[Tensor, "batch 1 layers_and_queries keys"]:
-    """The additive masks of the layers, one below the other.
-
-    Raises:
-        ValueError: there is one layer alone, whose mask nothing would tell from one for all layers.
-    """
-    if tables.shape[1] == 1:
-        raise ValueError(
-            "a list of one mask is for models of one layer, and as a dense table any model would take it for all its "
-            'layers: use masks="intervals", or give the task the mask itself in place of the list'
-        )
-    return tables.flatten(1, 2)[:, None]
+def num_layers_of(mask: object) -> int | None:
+    """For how many layers row intervals are one each; None of anything else."""
+    return mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == LAYERED else None
 
 
-def num_layers_of(mask: object, queries: int) -> int | None:
-    """For how many layers a mask is one each; None of a mask for all layers."""
-    if not isinstance(mask, Tensor) or mask.ndim != 4:
-        return None
-    if mask.dtype == LAYERED:
-        return mask.shape[1]
-    layers = mask.shape[2] // queries if queries and mask.is_floating_point() and mask.shape[1] == 1 else 1
-    return layers if layers > 1 and layers * queries == mask.shape[2] else None
+def rows_of_layer(rows: Tensor, layer: int) -> Tensor:
+    """The row intervals of one layer as they would be for all."""
+    return rows[:, layer : layer + 1].to(torch.int32)
 
 
-def mask_of_layer(mask: Tensor, layer: int, queries: int) -> Tensor:
-    """The mask of one layer as it would be for all: int32 row intervals, or an additive table."""
-    if mask.dtype == LAYERED:
-        return mask[:, layer : layer + 1].to(torch.int32)
-    return mask[:, :, layer * queries : (layer + 1) * queries]
-
-
-def first_alike(mask: Tensor, queries: int) -> list[int]:
+def first_alike(rows: Tensor) -> list[int]:
     """For each layer the first one with the same mask. Cost: O(layers x different masks) comparisons."""
-    views = mask.unbind(1) if mask.dtype == LAYERED else mask.unflatten(2, (-1, queries)).unbind(2)
-    first: list[int] = []
+    views, first = rows.unbind(1), list[int]()
     for layer, view in enumerate(views):
-        alike = (other for other in dict.fromkeys(first) if torch.equal(views[other], view))
-        first.append(next(alike, layer))
+        first.append(next((other for other in dict.fromkeys(first) if torch.equal(views[other], view)), layer))
     return first

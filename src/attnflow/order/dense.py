@@ -7,12 +7,10 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.order.products import is_scattered, quotient, range_reduce, reads_only_after, reads_only_before
+from attnflow.order.products import is_scattered, quotient, range_reduce, reads_only_before
 
 Words = npt.NDArray[np.uint64]  # [rows, ceil(columns / 64)], bit c of a row is bit c % 64 of word c // 64
 
@@ -125,13 +123,7 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
 
     Cost: O(edges x n / 64) word operations and n^2 / 4 bytes when n classes remain.
     """
-    node = np.arange(rows.num_rows)
-    if reads_only_before(rows):
-        class_of = node
-    elif reads_only_after(rows):
-        class_of = node[::-1].copy()
-    else:
-        class_of = topological_classes(rows)
+    class_of = np.arange(rows.num_rows) if reads_only_before(rows) else _classes(rows)
     count = int(class_of.max()) + 1
     require_room(1, count, "an order of classes")
     below: list[int] = []
@@ -154,16 +146,13 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
 
 def _direct(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
     """For each class the bit set of the classes that its members may attend to."""
+    n = rows.num_rows
     between = None if is_scattered(rows) and class_of.max() else quotient(rows, class_of)
     if between is not None:
-        return _integers(between)
+        yield from _integers(between)
+        return
     order = np.argsort(class_of, kind="stable")
-    return _from_tables(rows, order, np.searchsorted(class_of[order], np.arange(int(class_of.max()) + 2)))
-
-
-def _from_tables(rows: IntervalRows, order: IntArray, cuts: IntArray) -> Iterator[int]:
-    """Bit sets by dense chunks, for rows that the order of the classes shatters; class c has nodes cuts[c:c+2]."""
-    n = len(order)
+    cuts = np.searchsorted(class_of[order], np.arange(int(class_of.max()) + 2))  # class c has nodes cuts[c:c+2]
     upto = 0
     while upto < len(cuts) - 1:  # whole classes, at least one, about 8 MB at a time
         first = upto
@@ -195,57 +184,12 @@ def _integers_of(table: BoolArray) -> Iterator[int]:
         yield int.from_bytes(packed.tobytes(), "little")
 
 
-def topological_classes(rows: IntervalRows) -> IntArray:
-    """Strong components, numbered by their first or last nodes if that is a topological order, else as they come.
+def _classes(rows: IntervalRows) -> IntArray:
+    """Strong components in topological order, int64[n], by Kosaraju's algorithm.
 
-    Cost: O((n + intervals) log n); for scattered rows O(n^2 / 64) word operations and n^2 / 4 bytes.
+    The next unvisited neighbour is the highest bit of `neighbours & unvisited`.
+    Cost: O(n^2 / 64) word operations and n^2 / 4 bytes.
     """
-    if is_scattered(rows):
-        return _by_bit_sets(rows)
-    component = _by_intervals(rows)
-    first, last = (np.full(int(component.max()) + 1, start) for start in (rows.num_rows, -1))
-    np.minimum.at(first, component, np.arange(rows.num_rows))
-    np.maximum.at(last, component, np.arange(rows.num_rows))
-    for number in (np.argsort(np.argsort(first)), np.argsort(np.argsort(-last))):
-        if _ascends(rows, number[component]):
-            return number[component]
-    return component
-
-
-def _ascends(rows: IntervalRows, number: IntArray) -> bool:
-    """Whether no node reads one with a higher number."""
-    return bool((range_reduce(np.maximum, number, rows.starts, rows.ends) <= number[rows.row_index()]).all())
-
-
-def _by_intervals(rows: IntervalRows) -> IntArray:
-    """Strong components of an interval relation without listing its pairs, int64[n], in topological order.
-
-    Helper nodes stand for ranges of a power of two, as in a sparse table: an interval is an edge to each of the two
-    ranges that cover it, a range has edges to its halves. Paths between real nodes are the relation's own.
-    Cost: O(n log n + intervals) edges.
-    """
-    n = rows.num_rows
-    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
-    level = np.frexp((ends - starts).astype(np.float64))[1] - 1
-    levels = int(level.max()) + 1
-    source = [np.repeat(rows.row_index(), 2)]
-    target = [np.stack([level * n + starts, level * n + ends - (1 << level)], axis=1).ravel()]
-    for size in range(1, levels):
-        here = np.arange(n - (1 << size) + 1)
-        source.append(np.repeat(size * n + here, 2))
-        target.append(np.stack([(size - 1) * n + here, (size - 1) * n + here + (1 << (size - 1))], axis=1).ravel())
-    edges = (np.concatenate(source).astype(np.int32), np.concatenate(target).astype(np.int32))
-    graph = csr_array((np.ones(len(edges[0]), np.int8), edges), shape=(levels * n, levels * n))
-    label = connected_components(graph, directed=True, connection="strong")[1]
-    if (label[edges[0]] < label[edges[1]]).any():  # which way scipy numbers components is not documented
-        label = -label
-    assert (label[edges[0]] >= label[edges[1]]).all(), "scipy finds components in a topological order or its reverse"
-    # Components of helper nodes alone leave gaps; ranking the rest keeps their order.
-    return np.unique(label[:n], return_inverse=True)[1].astype(np.int64)
-
-
-def _by_bit_sets(rows: IntervalRows) -> IntArray:
-    """Kosaraju's algorithm: the next unvisited neighbour is the highest bit of `neighbours & unvisited`."""
     finished = [node for tree in _search(list(_integers(rows)), range(rows.num_rows)) for node in tree]
     label = np.empty(rows.num_rows, dtype=np.int64)
     components = list(_search(_transposed(rows), reversed(finished)))  # upper ones first

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import cast, overload
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from attnflow.masks.registry import not_a_mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order import walk
 from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
-from attnflow.order.dense import chunks
 from attnflow.order.difference import OrderDifference, difference_of
 from attnflow.order.hasse import Hasse, Sparse
 from attnflow.order.reach import Reach, common_numbering, products
@@ -297,39 +296,25 @@ class Flow(Result):
         order = np.lexsort((lower, upper))
         return Hasse(nodes, list(zip(lower[order].tolist(), upper[order].tolist(), strict=True)))
 
-    @overload
-    def reachability(self, layers: int | None = None, chunk: None = None) -> Bool[Tensor, "n n"]: ...
-    @overload
-    def reachability(
-        self, layers: int | None = None, *, chunk: int
-    ) -> Iterator[tuple[int, Bool[Tensor, "rows n"]]]: ...
-    def reachability(
-        self, layers: int | None = None, chunk: int | None = None
-    ) -> Bool[Tensor, "n n"] | Iterator[tuple[int, Bool[Tensor, "rows n"]]]:
-        """R (or A^layers) as bool: entry [i, j] says that j's information can be in i.
-
-        Args:
-            layers: after this many layers; default all.
-            chunk: return an iterator of (first row, bool [rows, n]) with this many rows each, instead of n x n.
-        """
-        layers = self._layer_count(layers)
-        reached = None if layers is None else self._power(layers)
-        position = np.arange(self.size)
-
-        def rows(part: slice) -> Tensor:
-            if reached is None:
-                return torch.from_numpy(self._order.table(self._class_of[part])[:, self._class_of])
-            number = position if self._rank is None else self._rank
-            return torch.from_numpy(reached.table(number[part])[:, number])
-
-        if chunk is not None:
-            step = checks.integer("chunk", chunk, 1)
-            cuts = range(0, self.size, step)
-            return ((start, rows(slice(start, min(start + step, self.size)))) for start in cuts)
+    def reachability(self, layers: int | None = None) -> Bool[Tensor, "n n"]:
+        """R (or A^layers) as bool: entry [i, j] says that j's information can be in i, after all layers by default."""
         result = torch.empty(self.size, self.size, dtype=torch.bool)
-        for part in chunks(self.size, self.size):
-            result[part] = rows(part)
+        for start, part in self.reachability_by_rows(max(1, (1 << 23) // max(1, self.size)), layers):
+            result[start : start + len(part)] = part
         return result
+
+    def reachability_by_rows(
+        self, rows: int, layers: int | None = None
+    ) -> Iterator[tuple[int, Bool[Tensor, "rows n"]]]:
+        """`reachability` as (first row, bool [rows, n]) with so many rows each, instead of n x n."""
+        layers, step = self._layer_count(layers), checks.integer("rows", rows, 1)
+        reached = None if layers is None else self._power(layers)
+        if reached is None:
+            table, number = self._order.table, self._class_of
+        else:
+            table, number = reached.table, np.arange(self.size) if self._rank is None else self._rank
+        for start in range(0, self.size, step):
+            yield start, torch.from_numpy(table(number[start : start + step])[:, number])
 
     def growth(self, max_layers: int | None = None) -> Int[Tensor, "layers n"]:
         """Size of every position's receptive field after l = 0, 1, ... layers, up to the depth or `max_layers`."""

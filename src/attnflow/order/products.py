@@ -81,41 +81,17 @@ def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRow
     if not len(rows.starts) or not len(before.starts):
         empty = np.zeros(0, np.int64)
         return IntervalRows.build(empty, empty, empty, rows.num_rows, before.num_keys) if limit >= 0 else None
-    prefix = rows.starts == 0
-    if 2 * int(prefix.sum()) > len(prefix) and reads_only_before(before):
-        return _with_prefixes(rows, prefix, before, limit)
-    chains = Chains.of(before)
-    starts, ends, which = _distinct(rows)
+    chains, which = Chains.of(before), None
+    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+    if len(starts) != rows.num_rows or (np.diff(rows.indptr) != 1).any():  # else row r has the r-th range
+        ranges, which = np.unique(starts * (rows.num_keys + 1) + ends, return_inverse=True)
+        starts, ends = np.divmod(ranges, rows.num_keys + 1)
     if chains.count(starts, ends).sum() > 4 * limit:
         return None
     unions = chains.unions(starts, ends)
     if which is None:
         return unions if len(unions.starts) <= limit else None
     return _gathered(rows.indptr, which, unions, limit)
-
-
-def _with_prefixes(rows: IntervalRows, prefix: BoolArray, before: IntervalRows, limit: int) -> IntervalRows | None:
-    """`compose` for a triangular `before` with its diagonal: over the first keys together it gives these keys."""
-    row = rows.row_index()
-    done, rest = (
-        IntervalRows.build(row[part], rows.starts[part], rows.ends[part], rows.num_rows, before.num_keys)
-        for part in (prefix, ~prefix)
-    )
-    others = compose(rest, before, limit)
-    if others is None:
-        return None
-    result = done.union(others)
-    return result if len(result.starts) <= limit else None
-
-
-def _distinct(rows: IntervalRows) -> tuple[IntArray, IntArray, IntArray | None]:
-    """(starts, ends, number of each interval's range there): the distinct intervals; None where row r has the r-th."""
-    starts, ends = rows.starts.astype(np.int64), rows.ends.astype(np.int64)
-    if len(starts) == rows.num_rows and (np.diff(rows.indptr) == 1).all():
-        return starts, ends, None
-    ranges, which = np.unique(starts * (rows.num_keys + 1) + ends, return_inverse=True)
-    starts, ends = np.divmod(ranges, rows.num_keys + 1)
-    return starts, ends, which
 
 
 def _gathered(indptr: IntArray, which: IntArray, unions: IntervalRows, limit: int) -> IntervalRows | None:

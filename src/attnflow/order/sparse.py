@@ -48,10 +48,12 @@ def close(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntArray, IntArra
     if closure is None:
         return None
     if reads_only_before(closure):
-        covers = covers_if_closed(closure)
-        return None if covers is None else (class_of, closure, node, covers)
-    number, first = classes_of_closure(closure)
-    covers = covers_of_closure(closure, number, first)
+        number, first, covers = node, node, covers_if_closed(closure)
+    else:
+        number, first = classes_of_closure(closure)
+        covers = None
+    if covers is None:
+        covers = covers_of_closure(closure, number, first)
     return None if covers is None else (number[class_of], closure, first, covers)
 
 
@@ -109,23 +111,17 @@ def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.cumsum(fresh) - 1
     first = order[fresh]  # lexsort is stable
-    if not closure.take(first[number]).equals(closure):  # two sums were equal by chance, one of 2^64
-        return classes_of_closure(closure)
     return number, first
 
 
 def covers_if_closed(rows: IntervalRows) -> IntArray | None:
     """The covers (lower, upper) of a triangular relation with its diagonal, int64[covers, 2]; None if not transitive.
 
+    None also where a node has many covers: `covers_of_closure` finds those.
+
     The latest key of a node that is not yet below one of its covers is a cover. The relation is transitive iff every
     node reads what its covers read and nothing else beside itself, by induction. Most nodes of most masks have one
     cover and read what it reads and themselves: these take O(intervals), the rest a few set operations.
-
-    Returns:
-        None also where unions over the keys of nodes with many covers have too many intervals.
-
-    Raises:
-        ValueError: there are more covers than memory has room for.
     """
     node = np.arange(rows.num_rows)
     strict = _strict(rows)
@@ -146,23 +142,7 @@ def covers_if_closed(rows: IntervalRows) -> IntArray | None:
         latest = left.ends[left.indptr[1:] - 1].astype(np.int64) - 1
         pairs.append(np.stack([latest, node], axis=1))
         below = rows.take(latest)
-    last = _many_covers(rows, strict, everything, left)
-    if last is None:
-        return None
-    refuse_more(sum(map(len, pairs[:-1])) + int(last.counts().sum()))
-    row, key = last.expand()
-    return np.concatenate([*pairs[:-1], np.stack([key, node[row]], axis=1)])
-
-
-def _many_covers(
-    rows: IntervalRows, strict: IntervalRows, everything: IntervalRows, left: IntervalRows
-) -> IntervalRows | None:
-    """Of what is left of the keys `everything` of some nodes: those that are below no other of them."""
-    reached = compose(left, rows, room(rows))
-    if reached is None or len(reached.intersection(everything.complement()).starts):
-        return None
-    under = compose(left, strict, room(rows))
-    return None if under is None else left.intersection(under.complement())
+    return None
 
 
 def _strict(rows: IntervalRows) -> IntervalRows:

@@ -24,7 +24,7 @@ from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow.masks.batches import MaskGrid, per_head
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
-from attnflow.masks.rows import LAYERED, layered_dense
+from attnflow.masks.rows import LAYERED
 from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
 from attnflow.tasks.families import of_length_alone, unbound
 from attnflow.tasks.merging import merge
@@ -135,9 +135,8 @@ class Collator:
       `af.tasks.average_embeddings(model)`;
     - `attention_mask`, by `masks`: "dense" [batch, 1, n, n], additive, of `dtype`, which any model takes; "intervals"
       int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
-      `af.masks.attach(model, "batch")` with any backend. Of tasks with a mask per layer either form holds those of all
-      layers (additive [batch, 1, layers x n, n]; int64 [batch, layers, rows, n]), for a model of that many layers
-      under `attach(model, "batch")` alone;
+      `af.masks.attach(model, "batch")` with any backend. Tasks with a mask per layer take "intervals": int64
+      [batch, layers, rows, n], for a model of that many layers under `attach(model, "batch")` alone;
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
@@ -272,8 +271,12 @@ class Collator:
     def _attention_mask(self, grid: MaskGrid, layered: bool) -> Tensor:
         """The masks of a grid, whose heads are the layers where each has its own."""
         if self.masks == "dense":
-            tables = additive(grid.dense(), self.dtype)
-            return layered_dense(tables) if layered else tables
+            if layered:
+                raise ValueError(
+                    "tasks with a mask per layer come as row intervals, for a model under masks.attach(model, "
+                    '"batch"): pass masks="intervals"'
+                )
+            return additive(grid.dense(), self.dtype)
         rows = grid.row_intervals(self.min_width)
         return rows.to(LAYERED) if layered else rows
 

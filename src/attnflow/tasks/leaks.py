@@ -261,7 +261,7 @@ def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
         own = labelled if rank is None else rank[labelled]
         yield _Readable(rows.with_diagonal().take(own), rank, labels, row)
         return
-    for start, table in task.flow.reachability(layers, chunk=max(1, (1 << 23) // task.size)):
+    for start, table in task.flow.reachability_by_rows(max(1, (1 << 23) // task.size), layers):
         first, last = np.searchsorted(labelled, [start, start + len(table)])
         part = slice(*np.searchsorted(row, [first, last]))
         rows = IntervalRows.from_bool(table.numpy()[labelled[first:last] - start])

@@ -167,7 +167,7 @@ class Task:
             )
         if self.is_dense and self.attends_itself:
             return self
-        chunks = self.flow.reachability(chunk=max(1, (1 << 23) // max(1, self.size)))
+        chunks = self.flow.reachability_by_rows(max(1, (1 << 23) // max(1, self.size)))
         parts = [IntervalRows.from_bool(rows.numpy()) for _, rows in chunks]
         return Task(
             self.sequence, self.targets, Mask(IntervalRows.stack(parts, self.size), f"densified({self.mask!r})")

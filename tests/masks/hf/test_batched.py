@@ -166,9 +166,7 @@ def test_bad_row_intervals(rows, message):
         model(tokens(2, 6), attention_mask=rows)
 
 
-def test_bad_calls():
-    with pytest.raises(ValueError, match="layers= goes with"):
-        masks.attach(tiny("Llama"), "batch", layers=[0])
+def test_models_of_two_stacks_are_refused():
     with pytest.raises(ValueError, match="one half of the encoder-decoder model"):
         masks.attach(tiny("T5"), "batch")
 

@@ -1,7 +1,5 @@
 """The forms of a mask for one attention call: dense crops and block masks, against their definitions."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -69,14 +67,6 @@ def test_dense_forms(call):
         assert (found.dtype, found.shape[1]) == ((torch.bool, 1) if implementation == "sdpa" else (torch.float64, 1))
 
 
-def test_additive_forms_of_one_call_keep_their_dtypes():
-    positions, forms = Positions(MaskRequest(1, 3, 3)), GridForms.of(af.masks.causal(3))
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        found, _ = positions.native(forms, False, False, "eager", CPU, dtype)
-        assert found.dtype == dtype
-        assert found.min() == torch.finfo(dtype).min
-
-
 @settings(max_examples=30)  # torch takes 0.3 s for its block mask
 @given(calls())
 def test_block_masks_are_those_of_torch(call):
@@ -123,22 +113,6 @@ def test_flex_attention_never_builds_a_table_of_all_pairs():
     padding[0, size - 5 :] = False
     padded = forms.padded_block_mask(Span(0, size, 0, size, size), padding, (0,), False, CPU)
     assert padded.shape[-2:] == (size, size)
-
-
-def test_only_recent_block_masks_are_kept():
-    forms = GridForms.of(af.masks.causal(64))
-    for size in range(1, 40):
-        forms.block_mask(Span(0, size, 0, size, size), CPU)
-    assert len(forms._blocks) == 8
-
-
-def test_pickles_carry_the_mask_alone():
-    forms = GridForms.of(af.masks.causal(64))
-    forms.parts[0][0].dense(4, 4, CPU)
-    forms.block_mask(Span(0, 4, 0, 4, 4), CPU)
-    twin = pickle.loads(pickle.dumps(forms))
-    assert twin.mask == forms.mask
-    assert (len(twin._blocks), twin.parts[0][0]._dense) == (0, {})
 
 
 def test_a_dense_table_grows_by_doubling_and_stops_at_the_mask():

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core.results import Result
 from attnflow.masks.batches import MaskGrid, batch, per_head
 from attnflow.masks.build import from_dense
-from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, bands_of_batch, sequences
+from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, end_to_end, sequences
 from attnflow.masks.mask import Mask
 
 _OPEN: Final = -1  # a side of the window without a limit, in flash-attn and in Transformer Engine
@@ -77,7 +77,7 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
     >>> form.cu_seqlens_q.tolist(), form.causal, form.window_size
     ([0, 2, 5], True, (-1, -1))
     """
-    bands = bands_of_batch(sequences(mask, "varlen"), "varlen")
+    bands = bands_of(end_to_end(sequences(mask, "varlen")), "varlen")
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     if bands.causal:
         right = _OPEN if bands.left is None else 0
@@ -100,11 +100,6 @@ class FlashInferMask(Result):
     kv_lengths: tuple[int, ...]
 
     @property
-    def custom_mask(self) -> Bool[Tensor, "pairs"]:
-        """The same, one bool per pair: rows of all requests end to end, True where attention is allowed."""
-        return torch.cat([torch.zeros(0, dtype=torch.bool), *(table.flatten() for table in self._tables())])
-
-    @property
     def qo_indptr(self) -> Int32[Tensor, "requests_and_1"]:
         """The first query of each request and the end."""
         return _cumulative(self.qo_lengths)
@@ -120,15 +115,7 @@ class FlashInferMask(Result):
         Raises:
             ValueError: the bytes are not as many as the requests need, or there is none.
         """
-        masks = [from_dense(table, "flashinfer") for table in self._tables()]
-        return masks[0] if len(masks) == 1 else batch(masks)
-
-    def rows(self) -> list[dict[str, object]]:
-        """One row a request."""
-        return [{"queries": q, "keys": k} for q, k in zip(self.qo_lengths, self.kv_lengths, strict=True)]
-
-    def _tables(self) -> list[Tensor]:
-        tables: list[Tensor] = []
+        masks: list[Mask] = []
         place = 0
         for queries, keys in zip(self.qo_lengths, self.kv_lengths, strict=True):
             size = -(-queries * keys // 8)
@@ -136,9 +123,9 @@ class FlashInferMask(Result):
             if len(part) != size:
                 raise ValueError(f"expected {size} bytes for {queries} x {keys} pairs, got {len(part)}")
             bits = np.unpackbits(part, count=queries * keys, bitorder="little")
-            tables.append(torch.from_numpy(bits.astype(np.bool_).reshape(queries, keys)))
+            masks.append(from_dense(torch.from_numpy(bits.astype(np.bool_).reshape(queries, keys)), "flashinfer"))
             place += size
-        return tables
+        return masks[0] if len(masks) == 1 else batch(masks)
 
     def __str__(self) -> str:
         return f"FlashInferMask: {len(self.qo_lengths)} requests, {len(self.packed_custom_mask):,} bytes"
@@ -155,9 +142,8 @@ def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
     Cost: one byte per pair while it is packed, one bit per pair after that.
 
     >>> from attnflow import masks
-    >>> form = flashinfer(masks.causal(3))
-    >>> form.custom_mask.int().tolist(), form.packed_custom_mask.tolist()
-    ([1, 0, 0, 1, 1, 0, 1, 1, 1], [217, 1])
+    >>> flashinfer(masks.causal(3)).packed_custom_mask.tolist()
+    [217, 1]
     """
     masks = sequences(mask, "flashinfer")
     bits = [np.packbits(each.dense().numpy(), axis=None, bitorder="little") for each in masks]

@@ -17,7 +17,7 @@ from attnflow.masks.batches import MaskGrid
 from attnflow.masks.hf.attention import FlexOnCpu, MaskedAttention
 from attnflow.masks.hf.batched import BatchAttention
 from attnflow.masks.hf.forms import GridForms
-from attnflow.masks.hf.selfcheck import check_stack
+from attnflow.masks.hf.selfcheck import Check, check_stack
 from attnflow.masks.mask import Mask
 from attnflow.masks.registry import not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
@@ -152,9 +152,9 @@ def attach(
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
     masked = _sites_of_batches(sites, layers) if by_batch else [site for site in sites if site.module in masks]
     owners = list({id(site.owner): site.owner for site in masked}.values())
-    if other_mixers == "error":
-        _refuse_mixers(model, [site for site in sites if any(site.owner is owner for owner in owners)])
-    unchecked = "; ".join(filter(None, (_checked_by_running(model, owner, sites, other_mixers) for owner in owners)))
+    beside = mixers_beside(model, [site for site in sites if any(site.owner is owner for owner in owners)])
+    checks = [_refuse_mixing(model, owner, sites, other_mixers == "keep", beside) for owner in owners]
+    unchecked = "; ".join(filter(None, checks))
     backend = _implementation(model, masked, backend)
     forms = {one: GridForms.of(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
@@ -176,33 +176,31 @@ def attach(
     return handle
 
 
-def _refuse_mixers(model: nn.Module, sites: Sequence[Site]) -> None:
-    mixers = mixers_beside(model, sites)
-    if mixers:
-        more = f" and {len(mixers) - 4} more" if len(mixers) > 4 else ""
-        raise UnsupportedArchitecture(
-            f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
-            f"{', '.join(mixers[:4])}{more}; pass other_mixers='keep' to mask its attention alone"
-        )
-
-
-def _checked_by_running(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site], other_mixers: str) -> str:
+def _refuse_mixing(
+    model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site], keep: bool, beside: Sequence[str]
+) -> str:
     """Why a stack could not be looked at by running it, else "".
 
     Raises:
-        UnsupportedArchitecture: its attention is not called, or it mixes positions beside it.
+        UnsupportedArchitecture: its attention is not called; or, unless they are to be kept, there are mixers
+            `beside` it, or it moves information between positions in other ways.
     """
-    check = check_stack(model, owner, sites)
-    name = type(owner).__name__
+    found = ", ".join(beside[:4]) + (f" and {len(beside) - 4} more" if len(beside) > 4 else "")
+    check = Check() if beside and not keep else check_stack(model, owner, sites)
     if not check.used:
         raise UnsupportedArchitecture(
-            f"{name} calls none of its attention modules when it reads text: a mask on them would do nothing"
+            f"{type(owner).__name__} calls none of its attention modules when it reads text: a mask on them would do "
+            "nothing"
         )
-    if check.moved and other_mixers == "error":
+    if check.moved:
+        found = (
+            "while every position attends to itself alone, another token at one position moves "
+            f"{len(check.moved)} others (af.audit.check names the module)"
+        )
+    if found and not keep:
         raise UnsupportedArchitecture(
-            f"{name} moves information between positions beside its attention, where no mask rules: while every "
-            f"position attends to itself alone, another token at one position moves {len(check.moved)} others "
-            "(af.audit.check names the module); pass other_mixers='keep' to mask its attention alone"
+            f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
+            f"{found}; pass other_mixers='keep' to mask its attention alone"
         )
     return check.unchecked
 

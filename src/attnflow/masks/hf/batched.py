@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from attnflow.masks.rows import (
     block_mask_of_rows,
     first_alike,
     is_row_intervals,
-    mask_of_layer,
     num_layers_of,
+    rows_of_layer,
 )
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.mask_request import FLEX
@@ -35,7 +35,7 @@ class BatchAttention:
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
         """Attention under the masks of the batch, by whatever computes it."""
         mask, (batch, heads, queries, _), num_keys = call.mask, call.query.shape, call.key.shape[2]
-        layers = num_layers_of(mask, queries)
+        layers = num_layers_of(mask)
         if not isinstance(mask, Tensor) or not (layers or is_row_intervals(mask)):
             return proceed(call)
         route = route_of(self.name, self.flex_on_cpu, call, proceed)
@@ -44,21 +44,9 @@ class BatchAttention:
                 f"{self.name} was given masks for {layers} layers, one each, but the model has {self.num_layers} "
                 "attention modules: tasks with a mask per layer are for models of exactly that many"
             )
-        if layers is not None and mask.is_floating_point() and route == FLEX:
-            raise ValueError(
-                f"{self.name} is computed by flex_attention, which takes no dense masks: make the batches with "
-                'af.tasks.Collator(..., masks="intervals")'
-            )
-        layer = None if layers is None else _shared(mask, self.layer, queries)
-        one = mask if layer is None else mask_of_layer(mask, layer, queries)
-        if not one.is_floating_point():
-            self._check(one, batch, heads, queries, num_keys)
-        elif one.shape[0] not in (1, batch) or one.shape[3] != num_keys:
-            raise ValueError(
-                f"{self.name} was given masks of {one.shape[0]} sequences over {one.shape[3]} keys for {batch} "
-                f"sequences over {num_keys} keys"
-            )
-        return attend(call, proceed, route, _native(mask, one, layer, num_keys, route, call.query))
+        layer = None if layers is None else self.layer
+        self._check(mask if layer is None else mask[:, layer : layer + 1], batch, heads, queries, num_keys)
+        return attend(call, proceed, route, _native(mask, layer, num_keys, route, call.query))
 
     def _check(self, rows: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raise unless the masks are those of this call. Reads no values but of masks for a cache."""
@@ -91,50 +79,35 @@ class BatchAttention:
             )
 
 
-def _shared(mask: Tensor, layer: int, queries: int) -> int:
-    """The first layer that has the mask of this one, so that both share its forms; itself where nothing is kept."""
-    forms = _forms(mask)
-    if forms is None:
-        return layer
-    if "layers" not in forms:
-        forms["layers"] = first_alike(mask, queries)
-    return cast(list[int], forms["layers"])[layer]
+def _native(mask: Tensor, layer: int | None, num_keys: int, implementation: str, query: Tensor) -> Native:
+    """A layer's mask in the form that `implementation` takes: made once for all layers with the same mask.
 
-
-def _native(mask: Tensor, one: Tensor, layer: int | None, num_keys: int, implementation: str, query: Tensor) -> Native:
-    """A layer's mask in the form that `implementation` takes: made once for all that share it (a compiler merges them).
-
-    Args:
-        mask: what the batch brings, by which the form is found again.
-        one: of it, the mask of the layer.
-        layer: number of the layer; None where one mask is for all.
-        num_keys: of the call.
-        implementation: what computes it.
-        query: whose device and type the form has.
+    (Outside of a compiler, which merges them itself.)
     """
-    forms = _forms(mask)
-    if forms is None:
-        return _made(one.to(query.device), num_keys, implementation, query.dtype)
+    kept = _kept(mask)
+    if layer is not None and kept is not None:
+        if "layers" not in kept:
+            kept["layers"] = first_alike(mask)
+        layer = kept["layers"][layer]
     key = layer, num_keys, implementation, query.device, query.dtype
-    if key not in forms:
-        forms[key] = _made(one.to(query.device), num_keys, implementation, query.dtype)
-    return cast(Native, forms[key])
+    if kept is not None and key in kept:
+        return kept[key]
+    rows = (mask if layer is None else rows_of_layer(mask, layer)).to(query.device)
+    if implementation == FLEX:
+        native = block_mask_of_rows(rows, num_keys), None
+    else:
+        native = dense_form(allowed_of_rows(rows, num_keys), True, implementation, query.dtype)
+    if kept is not None:
+        kept[key] = native
+    return native
 
 
-def _forms(mask: Tensor) -> dict[object, object] | None:
+def _kept(mask: Tensor) -> dict[object, Any] | None:
     """What was made of a tensor since it was last written to; None where nothing can be kept."""
     if torch.compiler.is_compiling() or mask.is_inference():
         return None
-    forms = getattr(mask, _NATIVE, None)
-    if forms is None or forms[0] != mask._version:
-        forms = mask._version, {}
-        setattr(mask, _NATIVE, forms)
-    return forms[1]
-
-
-def _made(one: Tensor, num_keys: int, implementation: str, dtype: torch.dtype) -> Native:
-    if one.is_floating_point():
-        return dense_form(one == 0, True, implementation, dtype)
-    if implementation == FLEX:
-        return block_mask_of_rows(one, num_keys), None
-    return dense_form(allowed_of_rows(one, num_keys), True, implementation, dtype)
+    kept = getattr(mask, _NATIVE, None)
+    if kept is None or kept[0] != mask._version:
+        kept = mask._version, {}
+        setattr(mask, _NATIVE, kept)
+    return kept[1]

@@ -50,16 +50,12 @@ class MaskForms:
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
-        self.__setstate__({"mask": mask})
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"mask": self.mask}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.mask = cast(Mask, state["mask"])
         self.has_empty_rows = bool((self.mask.row_counts() == 0).any())
         self.looks_ahead = True  # whether a leading crop can lose keys; True until known to be False
         self._dense: dict[str, Tensor] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MaskForms, (self.mask,)
 
     @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -143,12 +139,8 @@ class GridForms:
         forms = {one: MaskForms(one) for row in rows for one in row}
         return cls(mask, tuple(tuple(forms[one] for one in row) for row in rows))
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"mask": self.mask, "parts": self.parts}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        for name, value in {**state, "_blocks": OrderedDict()}.items():
-            object.__setattr__(self, name, value)
+    def __reduce__(self) -> tuple[object, ...]:
+        return GridForms, (self.mask, self.parts)
 
     @property
     def shape(self) -> tuple[int, int]:
