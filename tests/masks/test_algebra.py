@@ -27,20 +27,6 @@ def test_operators_are_set_operators(pair):
 
 
 @given(mask_pairs())
-def test_laws_of_boolean_algebra(pair):
-    a, b = pair
-    assert ~~a == a
-    assert a & a == a == a | a
-    assert a & b == b & a
-    assert a | b == b | a
-    assert ~(a & b) == ~a | ~b
-    assert ~(a | b) == ~a & ~b
-    assert a & (a | b) == a == a | (a & b)
-    assert (a & ~a).nnz == 0
-    assert (a | ~a) == masks.full(*a.shape)
-
-
-@given(mask_pairs())
 def test_equality_hash_and_difference_are_those_of_the_relation(pair):
     a, b = pair
     differing = [tuple(p) for p in np.argwhere(table(a) != table(b)).tolist()]
@@ -131,15 +117,10 @@ def test_pickle_keeps_relation_name_and_parameters(mask):
 
 def test_masks_of_different_shapes_are_unequal_and_do_not_combine():
     a, b = masks.causal(3), masks.causal(4)
-    assert a != b
+    assert a != b != a.dense().tolist()
     for operation in (a.__and__, a.__or__, a.difference):
         with pytest.raises(ValueError, match=r"shapes: \(3, 3\) and \(4, 4\)"):
             operation(b)
-
-
-def test_equality_with_something_else_is_false():
-    assert masks.causal(2) != torch.ones(2, 2).tril().bool().tolist()
-    assert masks.causal(2) != "causal"
 
 
 @pytest.mark.parametrize(

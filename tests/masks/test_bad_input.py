@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow import masks
+from attnflow import masks, order
 from tests.refused import refused
 
 
@@ -298,3 +298,23 @@ def test_a_mask_mod_of_batch_or_head_is_refused():
     second = masks.from_mask_mod(lambda b, h, q, k: documents[1, q] == documents[1, k], 3)
     assert second.dense().tolist() == [[True, False, False], [False, True, True], [False, True, True]]
     assert masks.from_mask_mod(lambda b, h, q, k: documents[:1][b, q] == documents[:1][b, k], 3).density == 5 / 9
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: order.analyze([]), ValueError, "at least one mask"),
+        (lambda: order.analyze(masks.full(2, 3)), ValueError, r"square mask.*\(2, 3\)"),
+        (lambda: order.analyze([THREE, TWO]), ValueError, r"one size, got \(3, 3\) and \(2, 2\) \(layer 2\)"),
+        (lambda: order.analyze([torch.ones(2, 2)]), TypeError, "Mask"),
+        (lambda: order.analyze([THREE] * 2).path(3, 0), ValueError, "source must be at most 2, got 3"),
+        (lambda: order.analyze([THREE] * 2).reachability(3), ValueError, "layers must be at most 2, got 3"),
+        (lambda: order.analyze(THREE).receptive_field(1.5), TypeError, "query"),
+        (lambda: order.analyze(masks.causal(0)).reaches(0, 0), ValueError, "no positions"),
+        (lambda: order.analyze(THREE).sparsify(window=0), ValueError, "window must be at least 1"),
+        (lambda: order.analyze(THREE).sparsify(anchors=[5]), ValueError, r"hold positions in \[0, 3\), got 5"),
+    ],
+)
+def test_orders_that_are_refused(make, error, match):
+    with refused(error, match):
+        make()

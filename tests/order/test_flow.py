@@ -236,36 +236,6 @@ def test_hasse_exports():
     assert "1 -> 2;" in hasse.to_dot()
 
 
-@pytest.mark.parametrize(
-    ("argument", "error", "message"),
-    [
-        ([], ValueError, "at least one mask"),
-        (masks.full(2, 3), ValueError, r"square mask.*\(2, 3\)"),
-        ([masks.causal(3), masks.causal(4)], ValueError, r"one size, got \(3, 3\) and \(4, 4\) \(layer 2\)"),
-        ([torch.ones(2, 2)], TypeError, "Mask"),
-    ],
-)
-def test_bad_masks(argument, error, message):
-    with pytest.raises(error, match=message):
-        analyze(argument)
-
-
-def test_bad_queries():
-    flow = analyze([masks.causal(3)] * 2)
-    with pytest.raises(ValueError, match="source must be at most 2, got 3"):
-        flow.path(3, 0)
-    with pytest.raises(ValueError, match="layers must be at most 2, got 3"):
-        flow.reachability(3)
-    with pytest.raises(TypeError, match="query"):
-        flow.receptive_field(1.5)
-    with pytest.raises(ValueError, match="no positions"):
-        analyze(masks.causal(0)).reaches(0, 0)
-    with pytest.raises(ValueError, match="window must be at least 1"):
-        flow.sparsify(window=0)
-    with pytest.raises(ValueError, match=r"anchors must hold positions in \[0, 3\), got 5"):
-        flow.sparsify(anchors=[5])
-
-
 def test_empty_and_single():
     empty, single = analyze(masks.causal(0)), analyze(masks.causal(1))
     assert (empty.depth, empty.classes, empty.hasse.edges, empty.is_dense) == (1, [], [], True)
