@@ -143,6 +143,26 @@ def bands_of(mask: Mask, format: str) -> Bands:
     return bands
 
 
+def bands_of_batch(masks: list[Mask], format: str) -> Bands:
+    """The documents and the window of sequences end to end; one that is not square is one document.
+
+    Raises:
+        NotExpressible: as `bands_of`, of the sequences as one.
+    """
+    whole = end_to_end(masks)
+    if len(masks) == 1 or all(mask.num_queries == mask.num_keys for mask in masks):
+        return bands_of(whole, format)
+    parts = [bands_of(mask, format) for mask in masks]
+    queries, keys = (tuple(size for part in parts for size in getattr(part, side)) for side in ("queries", "keys"))
+    left, right = (
+        max((getattr(part, side) for part in parts if getattr(part, side) is not None), default=None)
+        for side in ("left", "right")
+    )
+    bands = Bands(queries, keys, left, right)
+    _compare(whole, bands, *_one_interval(whole, whole.intervals(), format), format)
+    return bands
+
+
 def _one_interval(mask: Mask, rows: IntervalRows, format: str) -> tuple[IntArray, IntArray]:
     """(first key, last key + 1) of each query, (0, 0) for a query without keys."""
     count = np.diff(rows.indptr)

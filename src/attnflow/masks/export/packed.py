@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core.results import Result
 from attnflow.masks.batches import MaskGrid, batch, per_head
 from attnflow.masks.build import from_dense
-from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, end_to_end, sequences
+from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, bands_of_batch, sequences
 from attnflow.masks.mask import Mask
 
 _OPEN: Final = -1  # a side of the window without a limit, in flash-attn and in Transformer Engine
@@ -77,7 +77,7 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
     >>> form.cu_seqlens_q.tolist(), form.causal, form.window_size
     ([0, 2, 5], True, (-1, -1))
     """
-    bands = bands_of(end_to_end(sequences(mask, "varlen")), "varlen")
+    bands = bands_of_batch(sequences(mask, "varlen"), "varlen")
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     if bands.causal:
         right = _OPEN if bands.left is None else 0
