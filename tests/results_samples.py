@@ -36,7 +36,6 @@ TABLES = {
     "LayerMap",
     "LayerQuery",
     "MagiRanges",
-    "MaskSummary",
     "Matches",
     "MeasuredOrder",
     "OrderDifference",

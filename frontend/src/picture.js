@@ -58,27 +58,17 @@ function unpacked(bits, rows, columns) {
   return cells;
 }
 
-/** The tile after a patch of it: the same cells but for those, and where they are. */
-export function patched(tile, patch) {
-  const { rows, columns, step } = patch;
-  const top = (patch.first_query - tile.first_query) / step;
-  const left = (patch.first_key - tile.first_key) / step;
-  for (const [name, part] of Object.entries(patch.cells))
-    for (let row = 0; row < rows; row++) tile.cells[name].set(part.subarray(row * columns, (row + 1) * columns), (top + row) * tile.columns + left);
-  return { ...tile, revision: patch.revision, patch: { top, left, rows, columns } };
-}
-
-/** Keeps the image of the tile that is shown, one pixel for each of its cells; of a patched tile it draws the patch. */
+/** Keeps the image of the tile that is shown, one pixel for each of its cells. */
 export function painter() {
   let last = { cells: null, colours: null };
   let canvas = null;
   return (tile, colours) => {
     const hues = [colours.cell, colours.missing, colours.flow].join();
     const same = last.cells === tile.cells && last.hues === hues;
-    if (!same) canvas = new OffscreenCanvas(Math.max(1, tile.columns), Math.max(1, tile.rows));
+    if (same) return canvas;
+    canvas = new OffscreenCanvas(Math.max(1, tile.columns), Math.max(1, tile.rows));
     last = { cells: tile.cells, hues };
-    const area = same ? tile.patch : { top: 0, left: 0, rows: tile.rows, columns: tile.columns };
-    if (area && area.rows && area.columns) canvas.getContext("2d").putImageData(pixels(tile, area, colours), area.left, area.top);
+    if (tile.rows && tile.columns) canvas.getContext("2d").putImageData(pixels(tile, colours), 0, 0);
     return canvas;
   };
 }
@@ -86,7 +76,8 @@ export function painter() {
 /** An image of a tile that is drawn once. */
 export const image = (tile, colours) => painter()(decoded(tile), colours);
 
-function pixels(tile, { top, left, rows, columns }, colours) {
+function pixels(tile, colours) {
+  const { rows, columns } = tile;
   const data = new ImageData(columns, rows);
   const view = new Uint32Array(data.data.buffer);
   for (const [plane, colour] of [["allowed", colours.cell], ["missing", colours.missing], ["extra", colours.flow]]) {
@@ -94,11 +85,10 @@ function pixels(tile, { top, left, rows, columns }, colours) {
     if (!cells) continue;
     const [r, g, b] = rgb(colour);
     const hue = (b << 16) | (g << 8) | r;
-    for (let row = 0; row < rows; row++)
-      for (let column = 0, from = (top + row) * tile.columns + left, to = row * columns; column < columns; column++) {
-        const share = cells[from + column];
-        if (share) view[to + column] = ((share === 255 ? 255 : 70 + Math.round(0.6 * share)) << 24) | hue;
-      }
+    for (let i = 0; i < rows * columns; i++) {
+      const share = cells[i];
+      if (share) view[i] = ((share === 255 ? 255 : 70 + Math.round(0.6 * share)) << 24) | hue;
+    }
   }
   return data;
 }

@@ -1,7 +1,7 @@
 // The studio's state: what the server said last, what the reader is looking at. It computes nothing about masks.
 
 import { batch, computed, effect, signal } from "@preact/signals";
-import { decoded, patched } from "./picture.js";
+import { decoded } from "./picture.js";
 
 const QUESTIONS = ["flow", "diagram", "leaks", "cost", "difference"];
 const COARSE_CELLS = 512;
@@ -77,8 +77,7 @@ export function createStudio(place) {
   async function act(op, values = {}, start = performance.now()) {
     hurry(); // what was typed before comes first
     const size = studio.size.value;
-    const shown = studio.tile.value;
-    const window = size ? { ...windowOf(), ...(shown && isOf(shown, windowOf()) ? { base: shown.revision } : {}) } : undefined;
+    const window = size ? windowOf() : undefined;
     const reply = await ask({ op, ...values, ...(window ? { tile: window } : {}) });
     studio.waiting.value = null;
     if (!reply.ok) {
@@ -116,12 +115,9 @@ export function createStudio(place) {
     });
   }
 
-  /** Show a tile of a window, or of the tile that is shown what has changed of it. */
+  /** Show a tile of a window. */
   function show(reply, window) {
-    const tile = decoded(reply);
-    if (!reply.patch) studio.tile.value = { ...tile, window };
-    else if (isOf(studio.tile.value, window) && studio.tile.value.revision === window.base) studio.tile.value = patched(studio.tile.value, tile);
-    else return false; // another picture has come in between
+    studio.tile.value = { ...decoded(reply), window };
     return true;
   }
 
@@ -315,7 +311,6 @@ export function createStudio(place) {
 }
 
 const sameWindow = (a, b) => ["layer", "first_query", "first_key", "span", "cells"].every((name) => a?.[name] === b[name]);
-const isOf = (tile, window) => Boolean(tile) && sameWindow(tile.window, window);
 
 /** Call it when what has been drawn is on its way to the screen. */
 function afterPaint(call) {

@@ -105,8 +105,7 @@ def test_json(run: Callable) -> None:
     mask = af.masks.butterfly(5)
     flow = af.order.analyze(mask)
     assert found == {
-        "attnflow": "MaskSummary",
-        "version": 1,
+        "schema": "attnflow.mask.show/1",
         "name": "butterfly",
         "parameters": {"n": 5},
         "num_queries": 13,

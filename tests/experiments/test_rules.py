@@ -1,13 +1,16 @@
 """Verdicts follow from figures by the rules that were written before the runs; figures are paired right."""
 
+import argparse
 import json
 import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from experiments.daa_cost.recipe import judge as judge_cost
 from experiments.daa_cost.summary import costs
@@ -18,6 +21,7 @@ from experiments.evaluation import command
 from experiments.evaluation.measure import Score
 from experiments.facts import summary as facts
 from experiments.facts.world import GROUPS
+from experiments.geometry_checkpoints.checkpoints import fairseq
 from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
 from experiments.geometry_corpus.recipe import judge as judge_corpus
 from experiments.knowledge_ablation.recipe import EXPERIMENT as ABLATION
@@ -258,7 +262,7 @@ def text(objective: str, cut: str, apart: int, above: int = 50) -> dict[str, obj
         ({"order, the model's own scores": 0.9}, "refuted"),
     ],
 )
-def x_of_combinations(changes: dict[str, float], verdict: str, tmp_path: Path) -> None:
+def test_the_rule_of_combinations(changes: dict[str, float], verdict: str, tmp_path: Path) -> None:
     write(tmp_path / "results.json", {"models": [model(), model(**changes)], "texts": []})
     assert judge_corpus(tmp_path)[0].verdict == verdict
 
@@ -273,7 +277,9 @@ def x_of_combinations(changes: dict[str, float], verdict: str, tmp_path: Path) -
         (40, 70, 90, 20, "refuted"),
     ],
 )
-def x_of_counts(packed: int, above: int, beginnings: int, masked: int, verdict: str, tmp_path: Path) -> None:
+def test_the_rule_of_counts(
+    packed: int, above: int, beginnings: int, masked: int, verdict: str, tmp_path: Path
+) -> None:
     rows = [text("causal", "packed", packed, above), text("causal", "beginnings", beginnings)]
     rows += [text("causal", "shuffled", 5), text("masked", "packed", masked)]
     write(tmp_path / "results.json", {"models": [], "texts": rows})
@@ -349,3 +355,28 @@ def test_committed_results_are_those_of_the_committed_runs(tmp_path):
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_DRAWS", 20)
+
+
+class Harmful:
+    """What a pickle may hold."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (print, ("run",))
+
+
+def test_a_checkpoint_of_fairseq_is_read_and_a_pickle_refused(tmp_path: Path, capsys: Any) -> None:
+    names = [f"decoder.sentence_encoder.layers.0.self_attn.{what}_proj.weight" for what in "qk"]
+    tensors = {name: torch.randn(16, 16) for name in names}
+    held = {"args": argparse.Namespace(encoder_attention_heads=4), "model": {**tensors, "embed": torch.zeros(2)}}
+    path = tmp_path / "model.pt"
+    torch.save(held, path, _use_new_zipfile_serialization=False)
+    found, config = fairseq(path)
+    assert config == {"num_attention_heads": 4}
+    assert torch.equal(found["layers.0.self_attn.q_proj.weight"], tensors[names[0]])
+    torch.save({**held, "more": Harmful()}, path)
+    with pytest.raises(ValueError, match="no checkpoint of fairseq that holds tensors and settings alone"):
+        fairseq(path)
+    path.write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match="no checkpoint of fairseq"):
+        fairseq(path)
+    assert capsys.readouterr().out == "", "nothing of it has run"

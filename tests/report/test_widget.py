@@ -10,9 +10,12 @@ import attnflow as af
 from attnflow import masks
 from attnflow.report.live.design import MAX_POSITIONS
 from attnflow.report.live.session import Session
+from attnflow.studio.process import Limits
 from tests.refused import refused
 
 pytest.importorskip("anywidget")
+
+from attnflow.report.live.comm import MESSAGE_BYTES
 
 
 class View:
@@ -98,6 +101,19 @@ def test_views_hear_their_own_replies_and_all_hear_of_changes():
 
 
 @pytest.mark.parametrize(
+    "content",
+    [None, "state", 3, [], {}, {"view": "a"}, {"message": {"op": "invert"}}, {"view": 3, "message": {"op": "invert"}},
+     {"view": "a" * 41, "message": {"op": "invert"}}, {"view": "a", "message": "invert"},
+     {"view": "a", "message": None}],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_message_is_not_answered_and_changes_nothing(content):
+    widget = af.report.widget(masks.causal(8))
+    assert View(widget).say(content) == []
+    assert (widget.revision, widget.mask) == (0, masks.causal(8))
+
+
+@pytest.mark.parametrize(
     "message",
     [{"op": "__init__"}, {"op": "import", "text": "os"}, {"op": ["pick"]}, {"op": "pick", "name": "__class__"}, {},
      {"op": "load", "text": "__import__('os').system('true')"}, {"op": "paint", "strokes": [[0, 9, 0, 1, 1]]},
@@ -110,6 +126,12 @@ def test_it_takes_structured_operations_within_the_limits_and_nothing_else(messa
     assert [content["reply"]["ok"] for content in heard] == [False]
     assert heard[0]["reply"]["id"] == 7
     assert (widget.revision, widget.mask) == (0, masks.causal(8))
+
+
+def test_messages_are_as_long_as_those_of_a_page():
+    assert Limits().message_bytes == MESSAGE_BYTES
+    reply = View(af.report.widget(masks.causal(8))).ask("load", text="x" * MESSAGE_BYTES)
+    assert reply == {"id": 1, "ok": False, "error": "a message has at most 2,097,152 bytes"}
 
 
 def test_an_interrupted_kernel_says_so_and_goes_on(monkeypatch):

@@ -3,7 +3,7 @@
 import sys
 
 from attnflow.report.live import model
-from attnflow.studio import model_worker
+from attnflow.studio import worker
 
 
 def leaky(*arguments, **options):
@@ -14,4 +14,4 @@ def leaky(*arguments, **options):
 
 if __name__ == "__main__":
     load, model.load_model = model.load_model, leaky
-    model_worker.main(int(sys.argv[1]))
+    worker.main(sys.argv[1], int(sys.argv[2]))

@@ -68,13 +68,13 @@ def serving(design: object = WINDOW, model: object = None, **limits: float) -> I
 
 def main() -> None:
     from attnflow.studio import serve
-    from attnflow.studio.limits import Limits
+    from attnflow.studio.process import Limits
 
     design, limits, model = map(json.loads, sys.argv[1:])
     if isinstance(model, dict) and model.pop("leaks", False):
         from attnflow.studio import app
 
-        app.MODEL_WORKER = "tests.studio.leaky_worker"  # pyright: ignore[reportAttributeAccessIssue]
+        app.MODEL = ("tests.studio.leaky_worker", "model")  # pyright: ignore[reportAttributeAccessIssue]
     serve(design, 0, lambda address: print(address, flush=True), Limits(**limits), model)
 
 

@@ -87,10 +87,20 @@ def test_a_name_that_somebody_else_controls_gets_nothing(server, path, host):
     assert b"<script" not in body
 
 
+def test_both_names_of_the_loopback_are_served(server):
+    for name in ("127.0.0.1", "localhost"):
+        assert request(server, host=[f"{name}:{server.port}"])[0].status == 200
+
+
 @pytest.mark.parametrize("hosts", [[], ["127.0.0.1:{port}", "evil.example"], ["evil.example", "127.0.0.1:{port}"]])
 def test_no_host_or_two_of_them_get_nothing(server, hosts):
     response, _ = request(server, host=[host.format(port=server.port) for host in hosts])
     assert response.status in (400, 421)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_is_sent_to_it_but_questions(server, method):
+    assert request(server, "/", method)[0].status == 405
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -129,6 +139,20 @@ def test_what_is_served_holds_neither_the_token_nor_an_inline_script(server):
     assert len(server.token) >= 43  # 256 bits
 
 
+def test_tokens_are_compared_in_constant_time(monkeypatch):
+    from attnflow.studio import app
+
+    compared = []
+    monkeypatch.setattr(app.hmac, "compare_digest", lambda *pair: compared.append(pair) or False)
+    assert not app.is_token("secret", "secret")
+    assert compared == [(b"secret", b"secret")]
+
+
+def test_every_start_has_another_token(server):
+    with serving() as other:
+        assert other.token != server.token
+
+
 @pytest.mark.parametrize(
     "origin",
     [None, "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1", "http://localhost:{port}",
@@ -163,6 +187,13 @@ def test_a_socket_without_the_token_is_closed_and_learns_nothing(server, first):
 def test_who_says_nothing_is_shown_out(server):
     with server.connect() as connection:
         assert closed(connection)[0] == 4401
+
+
+@pytest.mark.parametrize("text", ["not JSON", "[]", "1", '"state"', b"\xff", "[" * 100_000])
+def test_what_is_no_message_ends_the_page(server, text):
+    with server.page() as page:
+        page.socket.send(text)
+        assert closed(page.socket)[0] == 4400
 
 
 @pytest.mark.parametrize(
@@ -246,6 +277,21 @@ def test_a_reader_stops_what_takes_too_long():
         reply = json.loads(page.socket.recv(timeout=60))
         assert (reply["id"], reply["error"]) == (2, "stopped")
         assert page.ask("state")["num_labels"] == 131_071
+
+
+def test_messages_that_wait_are_counted():
+    with serving(LONG, queued=4) as busy, busy.page() as page:
+        assert page.ask("paint", strokes=[[5, 6, 90, 91, 1]])["ok"]
+
+        def send_and_read():  # the server may close while some are still sent
+            for _ in range(8):
+                page.socket.send('{"op": "flow"}')
+            list(iter(lambda: page.socket.recv(timeout=60), None))
+
+        with pytest.raises(ConnectionClosed) as caught:
+            send_and_read()
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == 4429
 
 
 @pytest.mark.slow

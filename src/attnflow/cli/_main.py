@@ -19,10 +19,8 @@ from attnflow.cli import (
     bias,
     doctor,
     geometry,
-    knowledge_edit,
-    knowledge_trace,
+    knowledge_model,
     mask,
-    mask_formats,
     report,
     studio,
 )
@@ -66,14 +64,14 @@ GROUPS: Final = {
         mask.mask_show,
         mask.mask_check,
         mask.mask_merge,
-        mask_formats.mask_export,
-        mask_formats.mask_debug,
+        mask.mask_export,
+        mask.mask_debug,
     ),
     "bias": _group("bias", "Look at what a learned bias does.", bias.bias_show),
     "knowledge": knowledge,
 }
-knowledge.command("edit")(knowledge_edit.knowledge_edit)
-knowledge.command("trace")(knowledge_trace.knowledge_trace)
+knowledge.command("edit")(knowledge_model.knowledge_edit)
+knowledge.command("trace")(knowledge_model.knowledge_trace)
 app.add_typer(knowledge, name="knowledge")
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,11 +17,10 @@ from attnflow._core.errors import MissingExtra
 from attnflow._core.progress import Reporter
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import Console
 
     from attnflow._core.results import Result
-    from attnflow.report.svg import Svg
+    from attnflow.masks import Mask
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 
@@ -45,6 +44,14 @@ def say(screen: Console, text: str, style: str = "") -> None:
 def print_result(result: Result) -> None:
     """What `--json` prints: the result as strict JSON, which its `from_json` reads again."""
     print(result.to_json().rstrip("\n"))
+
+
+def show(result: Result, json_output: bool, text: str = "") -> None:
+    """A result as JSON, or as a text, its own if there is none."""
+    if json_output:
+        print_result(result)
+    else:
+        say(console(), text or str(result))
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
@@ -88,11 +95,18 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
     return target
 
 
-def save_picture(picture: Svg | Figure, path: Path) -> None:
-    """Write a picture in the format of the suffix, whole or not at all."""
+def write(subject: Mask | Result, path: Path, details: Mapping[str, str] | None = None, **options: Any) -> None:
+    """The file that the suffix asks for, whole or not at all; `options` are of the picture, `details` of the page."""
     from attnflow._core.files import write_atomically
+    from attnflow.report import figure, page
     from attnflow.report.svg import encode
 
-    content = encode(picture, path.suffix.lower())
+    suffix = path.suffix.lower()
+    if suffix in (".svg", ".png"):
+        content = encode(figure(subject, **options), suffix)
+    elif suffix == ".html":
+        content = page(subject, details=details).html.encode()
+    else:
+        content = (subject.to_csv() if suffix == ".csv" else subject.to_json()).encode()  # pyright: ignore[reportAttributeAccessIssue]
     with write_atomically(path) as file:
         file.write(content)

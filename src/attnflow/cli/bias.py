@@ -10,7 +10,7 @@ import typer
 
 from attnflow._core.files import write_atomically
 from attnflow.cli import _models
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
     from attnflow.models.addons import Addon
@@ -113,13 +113,9 @@ def bias_show(
                 with write_atomically(target) as file:
                     file.write(graph.to_dot().encode())
             elif is_graph:
-                graph.save(target)
-            elif target.suffix.lower() in (".svg", ".png"):
-                from attnflow.report import figure
-
-                save_picture(figure(bias_map, layer=layer, query=query, head=head), target)
+                write(graph, target)
             else:
-                bias_map.save(target)
+                write(bias_map, target, layer=layer, query=query, head=head)
     if json_output:
         print_result(graph if is_graph else view)
         return

@@ -14,13 +14,14 @@ import typer
 from attnflow._core.markup import aligned
 from attnflow.cli._arguments import OutputOption, settings_from
 from attnflow.cli._models import require
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, save_picture, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
     from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
+_WIDTH: Final = 110
 
 
 def geometry(
@@ -69,33 +70,25 @@ def geometry(
             raise BadUsage(f"--config {name}=... must be a whole number, got {text!r}") from None
     with working(f"opening {models[0]}") as spinner:
         from attnflow.geometry.score import survey
-        from attnflow.report import figure
 
         result = survey(models, gamma, mode, heads, attention, config=overrides, progress=spinner)
         if target is not None and result.models:
             spinner.stage(f"writing {output}")
-            if drawn:
-                save_picture(figure(result, picture=picture), target)
-            else:
-                result.save(target)
+            write(result, target, picture=picture)
     if json_output and result.models:
         print_result(result)
     elif result.models:
         screen = console()
-        width = screen.width if screen.is_terminal else 110  # with room for the names of models
         listed = result.models if per_head or len(result.models) == 1 else ()
-        parts = [*(_details(model, heads=per_head, width=width) for model in listed), _overview(result.models, width)]
+        parts = [*(_details(model, heads=per_head) for model in listed), _overview(result.models)]
         say(screen, "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
     for name, reason in result.unscored.items():
         print(f"attnflow: {name}: {reason}", file=sys.stderr)
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
 
 
-def _overview(models: Sequence[GeometryScores], width: int = 110) -> str:
-    """Medians and quartiles of several models, what they leave out, how they compare.
-
-    A table that is wider than the terminal becomes a list.
-    """
+def _overview(models: Sequence[GeometryScores]) -> str:
+    """Medians and quartiles of several models, what they leave out, how they compare."""
     from attnflow.geometry.table import IGNORED
 
     rows: list[list[str]] = []
@@ -104,39 +97,30 @@ def _overview(models: Sequence[GeometryScores], width: int = 110) -> str:
             quartiles = ("none" if math.isnan(q.median) else str(q) for q in (one.symmetry, one.directionality))
             rows.append(["" if index else scores.model, _matrices(scores, one), *quartiles])
     head = ["model", "matrices", "symmetry", "directionality"]
-    table = aligned([head, *rows], left=range(4))
-    if max(map(len, table.splitlines())) > width:
-        lines: list[str] = []
-        for model, matrices, symmetry, directionality in rows:
-            lines += [model] if model else []
-            lines += [f"  {matrices}", f"    symmetry        {symmetry}", f"    directionality  {directionality}"]
-        table = "\n".join(lines)
     readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
     remarks = [f"Median [quartiles]. Directionality has {', '.join(readings)}. Ignored: {IGNORED}."]
     for scores in models:
         remarks += [f"{scores.model}: {_flags(scores, one)}" for one in scores.summaries if one.flagged]
         remarks += [f"{scores.model}: {note}" for note in scores.notes]
         remarks += [str(comparison) for comparison in scores.compare()]
-    wrapped = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in remarks]
-    return "\n".join([table, "", *wrapped])
+    wrapped = [textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in remarks]
+    return "\n".join([aligned([head, *rows], left=range(4)), "", *wrapped])
 
 
-def _details(scores: GeometryScores, *, heads: bool = True, width: int = 110) -> str:
+def _details(scores: GeometryScores, *, heads: bool) -> str:
     """Every row of one model as a table; without its heads if they are not wanted."""
     from attnflow.report.geometry import has_several
 
-    counted = width >= 80  # there is room for the counts of outstanding rows and columns
     several = has_several(scores)
     head = [*(["attention"] if several else []), "layer", "head", "symmetry", "directionality", "norm"]
-    table = [[*head, *(["rows", "columns"] if counted else []), "flags"]]
+    table = [[*head, "rows", "columns", "flags"]]
     for row in scores if heads else (row for row in scores if row.head == "all"):
         where = [", ".join(filter(None, (row.tower, row.kind)))] if several else []
         numbers = (_number(row.symmetry), _number(row.directionality), f"{row.norm:.4g}")
-        counts = [str(row.outlier_rows), str(row.outlier_columns)] if counted else []
+        counts = [str(row.outlier_rows), str(row.outlier_columns)]
         table.append([*where, str(row.layer), str(row.head), *numbers, *counts, ", ".join(row.flags)])
-    words = len(table[0]) - (6 if counted else 4)
-    lines = aligned(table, left=[*range(words), len(table[0]) - 1])
-    return "\n".join([scores.model, "", lines, *(["", "rows, columns: how many have an outstanding norm"] * counted)])
+    lines = aligned(table, left=[*range(len(table[0]) - 6), len(table[0]) - 1])
+    return "\n".join([scores.model, "", lines, "", "rows, columns: how many have an outstanding norm"])
 
 
 def _matrices(scores: GeometryScores, summary: Summary) -> str:

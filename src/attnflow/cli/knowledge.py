@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from attnflow.cli._models import require
-from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, working
+from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, show, working
 
 if TYPE_CHECKING:
     from attnflow._core.progress import Progress, Reporter
-    from attnflow._core.results import Result
     from attnflow.knowledge.index import SearchMode
     from attnflow.knowledge.store import Store
 
@@ -71,7 +70,7 @@ def build(
         else:
             written = texts.build_from_model(store, str(from_model), progress=_shown(spinner, "writing"))
     _note_truncated(written.truncated, written.entries)
-    _show(written, json_output)
+    show(written, json_output)
 
 
 @app.command("search")
@@ -95,7 +94,7 @@ def search(
 
     with working(f"opening {store}"), opened(store, search=mode.value) as held:
         matches = texts.search(held, query, k, above=above, encoder=encoder)
-    _show(matches, json_output)
+    show(matches, json_output)
     if matches.other_encoders:
         print(
             f"attnflow: {matches.other_encoders:,} of {matches.total:,} entries were made by another encoder, and "
@@ -193,10 +192,7 @@ def stats(
 
             same = find(held, threshold, progress=_shown(spinner, "comparing"))
             texts = [entry.text for entry in held.get([group[0] for group in same.groups[:20]])]
-    if json_output:
-        print_result(numbers if same is None else same)
-    else:
-        say(console(), str(numbers) if same is None else f"{numbers}\n\nduplicates {same.listed(texts)}")
+    show(same or numbers, json_output, "" if same is None else f"{numbers}\n\nduplicates {same.listed(texts)}")
     raise typer.Exit(0 if same is None or same.ok else 1)
 
 
@@ -223,13 +219,6 @@ def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> 
 def _refuse_memory(uri: str) -> None:
     if uri == "memory":
         raise BadUsage("a store in memory is gone when the command ends: name a folder")
-
-
-def _show(result: Result, json_output: bool, text: str = "") -> None:
-    if json_output:
-        print_result(result)
-    else:
-        say(console(), text or str(result))
 
 
 def _shown(spinner: Reporter, what: str) -> Progress:

@@ -1,17 +1,29 @@
-"""`attnflow mask list`, `show`, `check`, `merge`: the catalogue, one mask, one task, a family of tasks."""
+"""`attnflow mask ...`: the catalogue, one mask, one task, a family of tasks, other kernels, masks that people bring."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
-from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, mask_argument, settings_from
-from attnflow.cli._output import JsonFlag, console, output_path, print_json, print_result, say, style, working
+from attnflow._core.markup import percent, plural
+from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, is_file, mask_argument, settings_from
+from attnflow.cli._output import (
+    BadUsage,
+    JsonFlag,
+    console,
+    output_path,
+    print_json,
+    print_result,
+    say,
+    style,
+    working,
+    write,
+)
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
@@ -68,20 +80,18 @@ def mask_show(
     In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
     density, classes and Hasse diagram of the order, block sparsity.
     """
-    from attnflow.report.mask import summarise
-
     if output is not None and f".{output}" in _SUFFIXES:  # a bare format names the file after the mask
         output = Path(f"{Path(name).stem}.{output}")
     target = None if output is None else output_path(output, _SUFFIXES)
     mask = mask_argument(name, n, settings or [])
     with working(f"analysing {mask.name}"):
-        summary = summarise(mask, block_size)
+        numbers = _numbers(mask, block_size)
         if target is not None:
-            _write(mask, target)
+            write(mask, target)
     if json_output:
-        print_result(summary)
+        print_json("attnflow.mask.show/1", numbers)
     else:
-        _say(mask, summary.lines(), output)
+        _say(mask, _lines(numbers), output)
 
 
 def mask_check(
@@ -142,7 +152,7 @@ def mask_merge(
         merged = derivation.merged
         mask = merged.task.mask
         if target is not None:
-            _write(mask, target)
+            write(mask, target)
     if json_output:
         facts = {name: getattr(derivation, name) for name in ("ok", "call", "closed_form", "equals_closed_form")}
         facts |= {"subtasks": len(merged.positions), "nodes": merged.num_nodes, "is_minimal": merged.is_minimal}
@@ -155,14 +165,168 @@ def mask_merge(
     raise typer.Exit(0 if derivation.ok else 1)
 
 
-def _write(mask: Mask, path: Path) -> None:
-    """The picture, or for `.html` the report, that the suffix of `path` asks for; whole or not at all."""
-    from attnflow.report import figure, page
+def mask_export(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, te."),
+    ],
+    n: MaskLength = None,
+    settings: Settings = None,
+    output: OutputOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Say a mask in the words of another kernel.
 
-    if path.suffix.lower() == ".html":
-        page(mask).save(path)
+    What the format cannot say exits with 1 and names a pair (query, key). -o writes the same JSON as --json to a
+    .json file, which every command takes in place of a mask's name.
+    """
+    from attnflow._core.parameters import find
+    from attnflow.masks.export import FORMATS, NotExpressible
+
+    make = find(to, FORMATS, "format")
+    target = None if output is None else output_path(output, (".json",))
+    mask = mask_argument(name, n, settings or [])
+    try:
+        with working(f"exporting {mask.name}"):
+            form = make(mask)
+            if target is not None:
+                form.save(target)
+    except NotExpressible as error:
+        if json_output:
+            refusal = {"format": error.format, "reason": str(error), "pair": error.pair, "allowed": error.allowed}
+            print_json("attnflow.mask.export.refused/1", refusal)
+        else:
+            say(console(), str(error), style(ok=False))
+        raise typer.Exit(1) from None
+    if json_output:
+        print_result(form)
+        return
+    screen = console()
+    say(screen, str(form), "bold")
+    for label, value in form.to_dict().items():
+        if label not in ("attnflow", "version"):
+            say(screen, f"{label:<16} {_short(value)}")
+    if output is not None:
+        say(screen, f"{'written':<16} {output}")
+
+
+def mask_debug(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help='A mask as .json, .npy, .pt or .safetensors; "-" reads JSON from stdin.'),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="MASK", help="What it should be: a name of the catalogue, or a file."),
+    ] = None,
+    settings: Settings = None,
+    masked_true: Annotated[
+        bool,
+        typer.Option("--masked-true", help="True, or 1, forbids, as in Transformer Engine; not in additive masks."),
+    ] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Say what a mask is and what looks wrong with it.
+
+    Tensors are [queries, keys], with one or two more axes before them; True or 1 allows, and of floats 0. JSON is what
+    `mask export` writes, or a mask as the guide has it. Exits with 1 if something looks wrong: queries without keys,
+    values that are no mask, a mask upside down, a few pairs that a well-known mask does not have. --set belongs to
+    --against.
+    """
+    from attnflow.masks.diagnosis import diagnose, read_mask
+
+    if settings and against is None:
+        raise BadUsage("--set belongs to the mask of --against")
+    with working(f"reading {file}"):
+        mask, findings = read_mask(file, masked_true)
+        other = None if against is None else _other(against, mask.num_queries, settings or [])
+        diagnosis = diagnose(mask, Path(file).name, findings, other)
+    if json_output:
+        print_result(diagnosis)
     else:
-        figure(mask).savefig(path)
+        screen = console()
+        verdict = "nothing looks wrong" if diagnosis.ok else _wrong(len(diagnosis.findings))
+        say(screen, verdict, style(diagnosis.ok))
+        for label, value in diagnosis.lines():
+            say(screen, f"{label:<16}{value}")
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def _other(against: str, num_queries: int, settings: list[str]) -> Mask:
+    """The mask of `--against`, as long as the one that it is compared with, where it can be any length."""
+    from attnflow.masks.spec import named_masks
+
+    entry = None if is_file(against) else named_masks().get(against)
+    sized = entry is not None and any(parameter.name == "n" for parameter in entry.parameters)
+    has_n = any(text.split("=")[0].strip() == "n" for text in settings)
+    return mask_argument(against, num_queries if sized and not has_n else None, settings)
+
+
+def _wrong(count: int) -> str:
+    return f"{plural(count, 'thing')} {'looks' if count == 1 else 'look'} wrong"
+
+
+def _short(value: object, limit: int = 100) -> str:
+    if isinstance(value, dict) and "values" in value:
+        tensor = cast("dict[str, object]", value)
+        value = f"{tensor['dtype']}{tensor['shape']} {tensor['values']}"
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
+
+
+def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
+    """Pairs, order (None where there is none; `no_order` then says why) and block sparsity, as plain data."""
+    from attnflow.masks.costs import block_sparsity
+    from attnflow.report.mask import flow_of
+    from attnflow.report.mask_picture import block_sizes
+
+    flow, no_order = flow_of(mask)
+    order = flow and {
+        "depth": flow.depth,
+        "is_dense": flow.is_dense,
+        "num_classes": len(flow.classes),
+        "largest_class": max(map(len, flow.classes), default=0),
+        "num_hasse_edges": len(flow.hasse.edges),
+        "num_levels": max(flow.hasse.levels, default=-1) + 1,
+    }
+    sizes = block_sizes(mask) if block_size is None else [block_size]
+    return {
+        "name": mask.name,
+        "parameters": dict(mask.parameters),
+        "num_queries": mask.num_queries,
+        "num_keys": mask.num_keys,
+        "allowed_pairs": mask.nnz,
+        "density": mask.density,
+        "order": order,
+        "no_order": no_order or None,
+        "blocks": [asdict(block_sparsity(mask, size)) for size in sizes],
+    }
+
+
+def _lines(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same as (label, text) pairs."""
+    total, order = numbers["num_queries"] * numbers["num_keys"], numbers["order"]
+    lines = [("allowed pairs", f"{numbers['allowed_pairs']:,} of {total:,} ({percent(numbers['density'])})")]
+    if order is None:
+        lines.append(("order", f"none: {numbers['no_order']}"))
+    else:
+        largest = order["largest_class"]
+        of = f", the largest of {largest:,} positions" if largest > 1 else ""
+        lines += [
+            ("depth", plural(order["depth"], "layer")),
+            ("dense", "yes (one layer lets everything flow)" if order["is_dense"] else "no"),
+            ("classes", f"{order['num_classes']:,}{of}"),
+            ("Hasse diagram", f"{plural(order['num_hasse_edges'], 'edge')}, {plural(order['num_levels'], 'level')}"),
+        ]
+    for block in numbers["blocks"]:
+        full, partial, empty = block["full"], block["partial"], block["empty"]
+        blocks = full + partial + empty
+        share = f" ({percent(empty / blocks)} skipped)" if blocks else ""
+        lines.append((f"blocks of {block['block']}", f"{full:,} full, {partial:,} partial, {empty:,} empty{share}"))
+    return lines
 
 
 def _say(mask: Mask, lines: Sequence[tuple[str, str]], written: Path | None) -> None:

@@ -79,7 +79,7 @@ def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     """The masks that a model declares for a short text, as a stack, with its tokens."""
     from attnflow.audit.declared import declared_order
     from attnflow.audit.inputs import text_inputs
-    from attnflow.report.live.design import Design
+    from attnflow.report.live.notebook import design_for
 
     require_model(name, with_settings)
     with working(f"reading {name}") as spinner:
@@ -89,6 +89,4 @@ def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
         flow = declared_order(loaded, inputs)
         assert loaded.tokenizer is not None
         texts = loaded.tokenizer.batch_decode([[token] for token in inputs["input_ids"][0].tolist()])
-    layers = [{"mask": mask.to_dict()} for mask in flow.masks]
-    stacked = flow.num_layers is not None
-    return Design.from_dict({"layers": layers, "stacked": stacked, "tokens": texts}, name).to_dict()
+    return design_for(flow, texts).to_dict()

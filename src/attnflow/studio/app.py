@@ -13,8 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from attnflow.studio.guard import Guard
-from attnflow.studio.limits import Limits
-from attnflow.studio.process import Worker
+from attnflow.studio.process import MODEL, Limits, Worker
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -32,7 +31,6 @@ _FILES: Final = {
     "/studio.svg": ("studio.svg", "image/svg+xml"),
 }
 _STOP: Final = "stop"
-MODEL_WORKER: Final = "attnflow.studio.model_worker"
 MODEL_OPERATIONS: Final = frozenset({"model", "audit", "geometry", "bias", "trace"})
 
 
@@ -105,7 +103,7 @@ class Studio:
         self._last_message = time.monotonic()
         worker, self._spare = self._spare or Worker(self._design, self.limits), None
         limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
-        model = None if self.model is None else Worker(self.model, limits, MODEL_WORKER)
+        model = None if self.model is None else Worker(self.model, limits, MODEL)
         try:
             await self._converse(socket, worker, model)
         finally:

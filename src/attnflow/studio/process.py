@@ -1,4 +1,4 @@
-"""`Worker`: a page's process as its server sees it: asked, stopped, started again where it was."""
+"""`Worker`: a page's process as its server sees it: asked, stopped, started again where it was; `Limits` of both."""
 
 from __future__ import annotations
 
@@ -6,14 +6,47 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
-
-from attnflow.studio.limits import Limits
 
 Heard = Callable[[str], Awaitable[None]]
 
+MASKS: Final = ("attnflow.studio.worker", "masks")
+MODEL: Final = ("attnflow.studio.worker", "model")
 _PROGRESS: Final = b'{"progress":'
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the studio allows a page, whatever it asks.
+
+    Attributes:
+        message_bytes: of a message from a page, a file that it opens included.
+        reply_bytes: of a reply.
+        seconds: for one operation; then its process is ended, and a new one goes on from the last design.
+        model_seconds: for one question about a model.
+        model_memory: bytes of address space of a model's process; 0 for no limit, since the server's own command line
+            says which model it is.
+        starting: seconds in which such a process must be ready.
+        sessions: pages that are open at once.
+        first_message: seconds in which a page must show the token.
+        idle: seconds without a message from any page, after which the server ends.
+        memory: bytes of address space of a page's process.
+        queued: messages of a page that wait for their turn, those about masks and those about a model.
+    """
+
+    message_bytes: int = 2 << 20
+    reply_bytes: int = 64 << 20
+    seconds: float = 20.0
+    model_seconds: float = 1800.0
+    model_memory: int = 0
+    starting: float = 120.0
+    sessions: int = 4
+    first_message: float = 5.0
+    idle: float = 1800.0
+    memory: int = 8 << 30
+    queued: int = 64
 
 
 class Worker:
@@ -23,16 +56,16 @@ class Worker:
         design: what it shows, as JSON: where a new process goes on.
     """
 
-    def __init__(self, design: Mapping[str, object], limits: Limits, module: str = "attnflow.studio.worker") -> None:
+    def __init__(self, design: Mapping[str, object], limits: Limits, command: Sequence[str] = MASKS) -> None:
         self.design = json.dumps(dict(design), separators=(",", ":"))
-        self._limits, self._module = limits, module
+        self._limits, self._command = limits, command
         self._process: asyncio.subprocess.Process | None = None
         self._is_ready = False
 
     async def start(self) -> None:
         """Begin to start the process, if there is none; `ask` waits until it is ready."""
         if self._process is None:
-            command = (sys.executable, "-m", self._module, str(self._limits.memory))
+            command = (sys.executable, "-m", *self._command, str(self._limits.memory))
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, limit=self._limits.reply_bytes

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from attnflow._core.errors import MissingExtra
-from attnflow.studio.limits import Limits
+from attnflow.studio.process import Limits
 
 if TYPE_CHECKING:
     import uvicorn

@@ -1,7 +1,9 @@
-"""The process of one page: reads a message a line, answers a line; ends with its standard input.
+"""The process of one page, about masks or about the model: reads a message a line, answers; ends with its input.
 
-A process of its own can be stopped at any time, whatever it computes, and cannot take the other pages' memory.
-`python -m attnflow.studio.worker BYTES` takes as its first line the plain data of the design to begin with.
+A process of its own can be stopped at any time, whatever it computes, and cannot take the other pages' memory. That of
+the model is beside that of the masks, so that these are answered while the model is at work.
+`python -m attnflow.studio.worker masks BYTES` takes as its first line the plain data of the design to begin with;
+`... model BYTES` takes `{"model": name, "bias": folder}`, from the command line of the server: a page names neither.
 """
 
 from __future__ import annotations
@@ -10,39 +12,71 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from typing import Any, Final
 
-from attnflow.report.live.actions import design_of
-from attnflow.report.live.session import Session
+_PAUSE: Final = 0.1  # seconds between two lines of progress of one kind
+
+Say = Callable[[str], None]
+Answer = Callable[[dict[str, Any]], tuple[str, str]]  # to a message: the reply, and after a change the design
 
 
-def main(memory: int) -> None:
+def main(about: str, memory: int) -> None:
     """Answer the messages on standard input.
 
     It says `{"ready": true}` first; each answer is two lines, the reply and, after it changed, the design as plain data
-    (else an empty line).
+    (else an empty line). Of the model, lines `{"progress": [done, total, what]}` come before the reply.
 
     Args:
-        memory: bytes of address space; what needs more is answered "not enough memory".
+        about: "masks" or "model".
+        memory: bytes of address space, 0 for no limit; what needs more is answered "not enough memory".
     """
-    say, design = begun(memory)
-    session = Session(design_of(json.loads(design), "the design"))
-    revision = session.revision
+    say, first = _begun(memory)
+    answer = (_about_model if about == "model" else _about_masks)(json.loads(first), say)
     say('{"ready":true}')
     for line in sys.stdin:
-        reply = session.handle(json.loads(line))
-        design = "" if session.revision == revision else session.plain
+        say("\n".join(answer(json.loads(line))))
+
+
+def _about_masks(design: Any, _: Say) -> Answer:
+    from attnflow.report.live.actions import design_of
+    from attnflow.report.live.session import Session
+
+    session = Session(design_of(design, "the design"))
+
+    def answer(message: dict[str, Any]) -> tuple[str, str]:
         revision = session.revision
-        say(f"{json.dumps(reply, separators=(',', ':'), allow_nan=False)}\n{design}")
+        reply = _plain(session.handle(message))
+        return reply, "" if session.revision == revision else session.plain
+
+    return answer
 
 
-def begun(memory: int) -> tuple[Callable[[str], None], str]:
+def _about_model(subject: Any, say: Say) -> Answer:
+    from attnflow.report.live.model import ModelSession
+
+    session = ModelSession(subject["model"], subject["bias"])
+    said = ("", 0.0)
+
+    def progress(done: int, total: int, what: str) -> None:
+        nonlocal said
+        kind, now = f"{total} {what}", time.monotonic()
+        if kind != said[0] or now - said[1] >= _PAUSE:
+            said = (kind, now)
+            say(_plain({"progress": [done, total, what]}))
+
+    return lambda message: (_plain(session.handle(message, progress)), "")
+
+
+def _plain(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def _begun(memory: int) -> tuple[Say, str]:
     """How a page's process says a line to its server, and the first one that the server says.
 
     Once the server has ended nobody reads: the process then ends, too, and says nothing of it.
-
-    Args:
-        memory: bytes of address space; 0: as many as it likes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -74,4 +108,4 @@ def _limit_memory(memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -38,12 +38,12 @@ def chosen(message: Message, size: int) -> Spec:
 
 def pick(design: Design, message: Message) -> Outcome:
     """A mask of the catalogue in place of a layer's."""
-    return design.with_layer(_layer(design, message), Layer.of(chosen(message, design.size)))
+    return design.with_layer(layer_of(design, message), Layer.of(chosen(message, design.size)))
 
 
 def combine(design: Design, message: Message) -> Outcome:
     """A layer's mask `and` or `or` one of the catalogue."""
-    number, sign = _layer(design, message), _text(message, "sign")
+    number, sign = layer_of(design, message), _text(message, "sign")
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
     here, other = design.layers[number], Layer.of(chosen(message, design.size))
@@ -58,14 +58,14 @@ def combine(design: Design, message: Message) -> Outcome:
 
 def invert(design: Design, message: Message) -> Outcome:
     """Everything that a layer's mask forbids."""
-    number = _layer(design, message)
+    number = layer_of(design, message)
     base = design.layers[number].baked()
     return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
 
 
 def paint(design: Design, message: Message) -> Outcome:
     """Rectangles of pairs, allowed or forbidden."""
-    number = _layer(design, message)
+    number = layer_of(design, message)
     strokes = as_list(message.get("strokes"), "strokes")
     drawn = [stroke_of(each, design.size, f"strokes[{i}]") for i, each in enumerate(strokes)]
     if not drawn:
@@ -75,7 +75,7 @@ def paint(design: Design, message: Message) -> Outcome:
 
 def stack(design: Design, message: Message) -> Outcome:
     """A copy of a layer's mask as a further layer after it; of one mask for all layers it makes a stack of two."""
-    number = _layer(design, message)
+    number = layer_of(design, message)
     if len(design.layers) >= MAX_LAYERS:
         raise ValueError(f"a stack has at most {MAX_LAYERS} layers")
     layers = (*design.layers[: number + 1], design.layers[number], *design.layers[number + 1 :])
@@ -84,7 +84,7 @@ def stack(design: Design, message: Message) -> Outcome:
 
 def unstack(design: Design, message: Message) -> Outcome:
     """Without a layer; the last one that is left is the mask of all layers."""
-    number = _layer(design, message)
+    number = layer_of(design, message)
     if len(design.layers) == 1:
         raise ValueError("the only mask of a design cannot be removed")
     layers = tuple(each for i, each in enumerate(design.layers) if i != number)
@@ -123,7 +123,7 @@ def tokens(design: Design, message: Message) -> Outcome:
 def against(design: Design, message: Message) -> Outcome:
     """Another mask to compare with: of the catalogue, a model's own, of a file's text, or none."""
     if message.get("model") is not None:
-        own = own_mask(_text(message, "model"), design.size, _layer(design, message))
+        own = own_mask(_text(message, "model"), design.size, layer_of(design, message))
         return replace(design, against=own), []
     if message.get("name") is None and message.get("text") is None:
         return replace(design, against=None), []
@@ -170,7 +170,8 @@ def _mask_of_text(text: str) -> Spec:
     return as_object(values.get("mask", values), "the file")
 
 
-def _layer(design: Design, message: Message) -> int:
+def layer_of(design: Design, message: Message) -> int:
+    """The number of the layer that a message names."""
     return _bounded(as_integer(message.get("layer", 0), "layer"), len(design.layers), "layer")
 
 

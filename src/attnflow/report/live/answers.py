@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from attnflow.masks.export import FORMATS, NotExpressible
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
-from attnflow.report.live.actions import Message, model_names
+from attnflow.report.live.actions import Message, layer_of, model_names
 from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer, Stroke
 from attnflow.tasks.leaks import witnesses
 
@@ -44,27 +44,8 @@ out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size},
 """
 
 
-class Area(NamedTuple):
-    """A rectangle of pairs: queries [first_query, last_query), keys [first_key, last_key)."""
-
-    first_query: int
-    last_query: int
-    first_key: int
-    last_key: int
-
-
-def tile(
-    mask: Mask,
-    other: Mask | None,
-    first_query: int,
-    first_key: int,
-    span: int,
-    cells: int,
-    changed: Area | None = None,
-) -> dict[str, object]:
+def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span: int, cells: int) -> dict[str, object]:
     """The pairs of queries [first_query, first_query + span) and keys [first_key, first_key + span).
-
-    With `changed`, only the cells that meet this area are given, as a tile of its own that has "patch".
 
     Returns:
         `step`, positions along the side of a cell; `rows` and `columns`; and base64 `planes`: "allowed", and beside
@@ -72,16 +53,13 @@ def tile(
         significant first, each row in bytes of its own; otherwise a byte for each cell: 0 where no pair is allowed,
         255 where all are, their share between.
 
-    Cost: O(intervals + cells); of a patch, O(positions + its intervals and cells).
+    Cost: O(intervals + cells).
     """
     n = mask.num_queries
     first_query, first_key = (integer("first of a window", x, 0, n - 1) for x in (first_query, first_key))
     span, cells = integer("span", span, 1), integer("cells", cells, 1, MAX_CELLS)
     last_query, last_key = (min(n, first + span) for first in (first_query, first_key))
     step = -(-min(span, n) // cells)
-    if changed is not None:
-        first_query, last_query = _within(changed.first_query, changed.last_query, first_query, last_query, step)
-        first_key, last_key = _within(changed.first_key, changed.last_key, first_key, last_key, step)
     window = (slice(first_query, last_query), slice(first_key, last_key))
     whole = (last_query - first_query, last_key - first_key) == mask.shape
     here, beside = (each if each is None or whole else each[window] for each in (mask, other))
@@ -91,7 +69,6 @@ def tile(
         masks |= {"extra": here & ~beside, "missing": beside & ~here}
     planes = {name: base64.b64encode(_cells(each, step).tobytes()).decode() for name, each in masks.items()}
     return {
-        **({} if changed is None else {"patch": True}),
         "first_query": first_query,
         "first_key": first_key,
         "step": step,
@@ -101,14 +78,6 @@ def tile(
         "num_keys": last_key - first_key,
         "planes": planes,
     }
-
-
-def _within(first: int, last: int, window: int, end: int, step: int) -> tuple[int, int]:
-    """The cells of a window [window, end) that meet [first, last), as positions; (window, window) if none does."""
-    first, last = max(first, window), min(last, end)
-    if first >= last:
-        return window, window
-    return window + (first - window) // step * step, min(end, window - (window - last) // step * step)
 
 
 def _cells(mask: Mask, step: int) -> npt.NDArray[np.uint8]:
@@ -202,7 +171,7 @@ def cost(design: Design, message: Message) -> Reply:
         as_integer(message.get(name, otherwise), name)
         for name, otherwise in (("num_heads", 1), ("head_dim", 64), ("block_size", 128))
     )
-    result = layer_of(design, message).mask.cost(num_heads=heads, head_dim=head_dim, block_size=block)
+    result = design.layers[layer_of(design, message)].mask.cost(num_heads=heads, head_dim=head_dim, block_size=block)
     blocks = {**asdict(result.blocks), "total": result.blocks.total}
     return {"blocks": blocks, "skipped": result.skipped, "backends": result.rows()}
 
@@ -217,14 +186,6 @@ def difference(design: Design) -> Reply:
         extra, missing = layer.mask & ~against.mask, against.mask & ~layer.mask
         layers.append({"extra": extra.nnz, "missing": missing.nnz, "first": layer.mask.difference(against.mask, 20)})
     return {"against": against.title, "layers": layers}
-
-
-def layer_of(design: Design, message: Message) -> Layer:
-    """The layer that a message names."""
-    number = as_integer(message.get("layer", 0), "layer")
-    if not 0 <= number < len(design.layers):
-        raise ValueError(f"layer must be below {plural(len(design.layers), 'layer')}, got {number}")
-    return design.layers[number]
 
 
 def code(design: Design) -> dict[str, object]:
@@ -309,14 +270,10 @@ def _task(design: Design, subject: str) -> list[str]:
 
 
 def _labels(design: Design) -> str:
-    pairs, n = list(design.labels), design.size
-    for text, shape in (
-        (f"[(i, i + 1) for i in range({n - 1})]", [(i, i + 1) for i in range(n - 1)]),
-        (f"[(i, i) for i in range({n})]", [(i, i) for i in range(n)]),
-    ):
-        if pairs == shape:
-            return text
-    return repr(pairs)
+    n, pairs = design.size, list(design.labels)
+    if pairs == [(i, i + 1) for i in range(n - 1)]:
+        return f"[(i, i + 1) for i in range({n - 1})]"
+    return f"[(i, i) for i in range({n})]" if pairs == [(i, i) for i in range(n)] else repr(pairs)
 
 
 QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
@@ -329,5 +286,5 @@ QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "cost": cost,
     "difference": lambda design, _: difference(design),
     "code": lambda design, _: code(design),
-    "export": lambda design, message: exported(layer_of(design, message), str(message.get("format"))),
+    "export": lambda design, message: exported(design.layers[layer_of(design, message)], str(message.get("format"))),
 }

@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import percent, plural, token_label
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
@@ -28,13 +27,13 @@ from attnflow.report.audit import strips_of
 from attnflow.report.geometry import chance_bands, head_grid, rows_of
 from attnflow.report.knowledge import active_shares, entry_name, entry_words
 from attnflow.report.live.actions import Message
+from attnflow.report.live.answers import Reply, answered
 
 MAX_CHARACTERS: Final = 4000
 MAX_TOKENS: Final = 64
 _SAMPLE: Final = 160  # characters of the text to begin with
 _RESULTS: Final = 4  # that are kept, so that another layer or token of them is shown at once
 
-Reply = dict[str, object]
 _LISTED: Final = 24  # violations and entries
 _DIGITS: Final = 4  # of numbers that are drawn
 
@@ -69,16 +68,13 @@ class ModelSession:
 
     def handle(self, message: Message, progress: Progress) -> Reply:
         """The reply to one message, with its `id`; `progress` is told how far it is."""
-        identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-        try:
-            name = message.get("op")
-            if not isinstance(name, str) or name not in self._questions:
-                raise ValueError(f"unknown operation {str(name)[:40]!r}")
-            return {**identity, "ok": True, **self._questions[name](message, progress)}
-        except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
-            return {**identity, "ok": False, "error": str(error)}
-        except MemoryError:
-            return {**identity, "ok": False, "error": "not enough memory for this"}
+        return answered(message, lambda: self._answer(message, progress))
+
+    def _answer(self, message: Message, progress: Progress) -> Reply:
+        name = message.get("op")
+        if not isinstance(name, str) or name not in self._questions:
+            raise ValueError(f"unknown operation {str(name)[:40]!r}")
+        return self._questions[name](message, progress)
 
     def _model(self, _: Message, progress: Progress) -> Reply:
         model, tokenizer = self._load(progress)

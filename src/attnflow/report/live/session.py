@@ -7,18 +7,17 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Final, cast
 
 import numpy as np
 
-from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import shorten
 from attnflow._core.plain import as_integer
 from attnflow.order.flow import Flow
-from attnflow.report.live.actions import ACTIONS, Message
-from attnflow.report.live.answers import QUESTIONS, Area, Reply, layer_of, tile
+from attnflow.report.live.actions import ACTIONS, Message, layer_of
+from attnflow.report.live.answers import QUESTIONS, Reply, answered, tile
 from attnflow.report.live.design import MAX_LAYERS, Design, Layer
 from attnflow.report.live.families import families, family
 from attnflow.tasks.task import Task
@@ -35,15 +34,6 @@ _NEVER: Final = 255
 _COARSE: Final = 128  # cells along a side of a mask that compresses badly
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What there was before an operation, and where alone that changed masks, if it did so in one place."""
-
-    name: str
-    design: Design
-    area: Area | None = None
-
-
 class Session:
     """What one page or widget works on.
 
@@ -52,7 +42,6 @@ class Session:
     - `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
       operations of `attnflow.report.live.actions` change the design; the reply tells what it is now. With a "tile"
       it holds that window of the matrix, too.
-      A page that shows the picture of revision "base" gets of it only what the operation has changed.
     - `undo`, `redo`; `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`,
       `difference`, `code`, `export`, `families` and `family` change nothing. A question with the "revision" of a design
       that is no more is answered `"stale": true`.
@@ -68,8 +57,8 @@ class Session:
         self.design = design
         self.revision = 0
         self._plain: tuple[Design, str] | None = None
-        self._past: list[_Step] = []
-        self._future: list[_Step] = []
+        self._past: list[tuple[str, Design]] = []  # what was done, and what there was before it
+        self._future: list[tuple[str, Design]] = []
         self._questions: Mapping[str, Callable[[Message], Reply]] = {
             "state": lambda _: self._state([]),
             "tile": self._tile,
@@ -79,18 +68,10 @@ class Session:
 
     def handle(self, message: Mapping[str, object]) -> Reply:
         """The reply to one message, with its `id`."""
-        identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-        try:
-            _require_small(message)
-            return {**identity, "ok": True, **self._answer(message)}
-        except (ValueError, TypeError, AttnflowError) as error:
-            return {**identity, "ok": False, "error": str(error)}
-        except MemoryError:
-            return {**identity, "ok": False, "error": "not enough memory for a mask of this size"}
-        except RecursionError:
-            return {**identity, "ok": False, "error": "the message is nested too deeply"}
+        return answered(message, lambda: self._answer(message))
 
     def _answer(self, message: Message) -> Reply:
+        _require_small(message)
         name = message.get("op")
         if not isinstance(name, str) or name not in {*ACTIONS, *QUESTIONS, *self._questions, "undo", "redo"}:
             raise ValueError(f"unknown operation {str(name)[:40]!r}")
@@ -107,21 +88,18 @@ class Session:
             back, ahead = (self._past, self._future) if name == "undo" else (self._future, self._past)
             if not back:
                 raise ValueError(f"there is nothing to {name}")
-            step = back.pop()
-            ahead.append(replace(step, design=before))
-            self.design = step.design
+            done, self.design = back.pop()
+            ahead.append((done, before))
         else:
             self.design, notices = ACTIONS[name](before, message)
-            step = _Step(name, before, _painted(message) if name == "paint" else None)
-            self._past = [*self._past[1 - _HISTORY :], step]
+            self._past = [*self._past[1 - _HISTORY :], (name, before)]
             self._future = []
         self.revision += 1
         window = message.get("tile")
         reply = self._state(notices, before)
-        if not isinstance(window, Mapping) or not self._is_inside(window):
-            return reply
-        is_shown = window.get("base") == self.revision - 1
-        return reply | {"tile": self._tile(window, self._changed(window, before, step.area) if is_shown else None)}
+        if isinstance(window, Mapping) and self._is_inside(window):
+            reply["tile"] = self._tile(window)
+        return reply
 
     @property
     def plain(self) -> str:
@@ -148,8 +126,8 @@ class Session:
             "stacked": design.stacked,
             "num_labels": len(design.labels),
             "against": None if design.against is None else design.against.title,
-            "undo": self._past[-1].name if self._past else None,
-            "redo": self._future[-1].name if self._future else None,
+            "undo": self._past[-1][0] if self._past else None,
+            "redo": self._future[-1][0] if self._future else None,
             "design": self.plain if len(self.plain) <= _MAX_LINK else None,
             "notices": notices,
         }
@@ -158,31 +136,18 @@ class Session:
                 reply |= listed()
         return reply
 
-    def _tile(self, window: Message, changed: Area | None = None) -> Reply:
-        """A window of the matrix; for a page that shows what it was before, what has `changed` of it."""
+    def _tile(self, window: Message) -> Reply:
+        """A window of the matrix."""
         against = self.design.against
         sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
         return tile(
-            layer_of(self.design, window).mask, None if against is None else against.mask, *sizes, changed=changed
+            self.design.layers[layer_of(self.design, window)].mask, None if against is None else against.mask, *sizes
         )
 
     def _is_inside(self, window: Message) -> bool:
         """Whether a window that a page showed is still one: the layer may be gone, and the mask be shorter."""
         layer, *first = (as_integer(window.get(name, 0), name) for name in ("layer", "first_query", "first_key"))
         return layer < len(self.design.layers) and max(first) < self.design.size
-
-    def _changed(self, window: Message, before: Design, area: Area | None) -> Area | None:
-        """Where alone the picture of a layer differs from that of the design before; None if that is not known."""
-        number = as_integer(window.get("layer", 0), "layer")
-        if number >= len(before.layers) or before.against is not self.design.against:
-            return None
-        return Area(0, 0, 0, 0) if before.layers[number].mask is layer_of(self.design, window).mask else area
-
-
-def _painted(message: Message) -> Area:
-    """The smallest area around the strokes of a message."""
-    first_query, last_query, first_key, last_key, _ = zip(*cast("list[list[int]]", message["strokes"]), strict=True)
-    return Area(min(first_query), max(last_query), min(first_key), max(last_key))
 
 
 def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
