@@ -37,13 +37,6 @@ def test_one_model_is_listed_by_layer(run: Callable, tiny_model: str) -> None:
     assert not any(line != line.rstrip() for line in out.splitlines())
 
 
-def test_heads_are_listed_when_asked_for(run: Callable, tiny_model: str) -> None:
-    out = run("geometry", tiny_model, "--per-head").out
-    lines = [line.split() for line in out.splitlines()]
-    assert [line[1] for line in lines if len(line) >= 7 and line[0] in "01"] == ["all", *"0123"] * 2
-    assert "8 heads" in out
-
-
 def test_several_models_are_one_table(run: Callable, tiny_model: str, t5: str) -> None:
     code, out, err = run("geometry", tiny_model, t5, tiny_model)
     assert (code, err) == (0, "")
@@ -139,13 +132,6 @@ def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_pa
     expected = af.geometry.score(tiny_model, per_head=False)
     assert [row.directionality for row in scores] == [row.directionality for row in expected]
     assert [row.norm for row in scores] == [row.norm for row in expected]
-
-
-def test_without_matplotlib_the_extra_is_named(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnflow.cli._output.find_spec", lambda name: None)
-    code, _, err = run("geometry", tiny_model, "-o", "figure.svg")
-    assert code == 2
-    assert "attnflow[report]" in err
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from attnflow.knowledge.duplication import Duplicates
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.texts import Matches
 from attnflow.knowledge.store import Store, StoreStats
-from attnflow.models.names import MODELS
 
 pytest.importorskip("lancedb")
 
@@ -163,14 +162,9 @@ def test_insert_correct_and_delete(run, encoder, store, file):
     assert code == 2
     assert "no entries with ids [77]" in err
     assert len(entries(store)) == 10
-    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--json").out)["ids"] == [12]
-
-
-def test_a_new_entry_may_be_given_its_id(run, store):
-    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--new-id", "999", "--json").out)["ids"] == [
-        999
-    ]
-    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--json").out)["ids"] == [1000]
+    again = ["knowledge", "insert", store, "--text", "rain", "--json"]
+    assert json.loads(run(*again).out)["ids"] == [12]
+    assert json.loads(run(*again, "--new-id", "999").out)["ids"] == [999]
 
 
 def test_the_advice_of_an_error_works(run, tmp_path, encoder, file, monkeypatch):
@@ -240,13 +234,8 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
     [
         (["build", "new"], "give a FILE or --from-model, one of them"),
         (["build", "memory", "FILE"], "a store in memory is gone when the command ends"),
-        (["build", "new", "nothing.txt"], "nothing.txt: No such file"),
         (["build", "FILE", "FILE", "--encoder", "ENCODER"], "the folder comes first and the file second"),
-        (["build", "new", "FILE", "--encoder", "./nothing"], "no file or folder './nothing'"),
-        (["search", "nothing", "a dog"], "there is no store at nothing"),
         (["search", "STORE", " "], "the query is empty"),
-        (["search", "STORE", "a dog", "-k", "0"], "Invalid value for '-k'"),
-        (["insert", "nothing", "--text", "a dog"], "there is no store at nothing"),
         (["insert", "STORE"], "give --text or --file, one of them"),
         (["insert", "STORE", "--text", " "], "a text is empty"),
         (["insert", "STORE", "--text", "a", "--id", "1", "--id", "2"], "one id for each text: got 2 and 1 text"),
@@ -259,8 +248,6 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
         (["insert", "STORE", "--text", "a", "--new-id", "1"], "entries [1] exist already"),
         (["insert", "STORE", "--text", "a", "--id", "1", "--new-id", "9"], "give one of them"),
         (["build", "new", "FILE", "--encoder", "DECODER"], "is a decoder that writes texts (LlamaForCausalLM)"),
-        (["delete", "nothing", "1"], "there is no store at nothing"),
-        (["delete", "STORE", "-1"], "-1"),
         (["stats", "STORE", "--duplicates", "--threshold", "2"], "a cosine in (0, 1], got 2.0"),
     ],
 )
@@ -293,13 +280,3 @@ def test_bad_files(run, tmp_path, content, message):
     assert (code, out) == (2, "")
     assert message in err
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.slow
-def test_minilm_is_the_default(run, tmp_path, file):
-    if MODELS["minilm"].find() is None:
-        pytest.skip("the package of minilm is not installed")
-    place = str(tmp_path / "store")
-    assert " by minilm@" in run("knowledge", "build", place, file).out
-    found = json.loads(run("knowledge", "search", place, "bad weather", "-k", "1", "--json").out)
-    assert found["matches"][0]["text"] == "rain and wind"

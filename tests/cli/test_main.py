@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnflow.cli import _main, mask
+from attnflow.cli import _main, doctor, mask
 
 
 def attnflow_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,23 +59,18 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
     assert "Traceback" in run("mask", "list", "--json").err
 
 
-def test_too_little_memory_is_no_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(MemoryError("728. TiB"), 2, "not enough memory: 728. TiB"), (KeyboardInterrupt(), 130, "interrupted")],
+)
+def test_what_stops_a_command_is_no_finding(
+    run: Callable, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
     def explode(*_: object) -> None:
-        raise MemoryError("Unable to allocate 728. TiB")
+        raise error
 
     monkeypatch.setattr(mask, "print_json", explode)
-    expected = (2, "", "attnflow: not enough memory: Unable to allocate 728. TiB\n")
-    assert run("mask", "list", "--json") == expected
-
-
-def test_interruption(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(mask, "print_json", interrupt)
-    code, _, err = run("mask", "list", "--json")
-    assert code == 130
-    assert "Traceback" not in err
+    assert run("mask", "list", "--json") == (code, "", f"attnflow: {said}\n")
 
 
 def test_help_is_cheap() -> None:
@@ -122,3 +117,23 @@ def test_a_closed_pipe_is_no_finding() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+def test_doctor(run: Callable) -> None:
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    assert "PyTorch version" in out
+    assert "transformers" in out
+    assert out.rstrip().endswith("everything needed is installed")
+    code, out, _ = run("doctor", "--json")
+    said = json.loads(out)
+    assert (code, said["ok"], said["schema"]) == (0, True, "attnflow.doctor/1")
+    assert any(each["name"] == "torch" and each["version"] for each in said["packages"])
+
+
+def test_a_package_that_is_missing_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_requirements", lambda: {"scipy": (None, None), "typer": (None, "1.0")})
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "scipy                 not installed  pip install scipy" in out
+    assert out.rstrip().endswith("missing: scipy")

@@ -1,4 +1,4 @@
-"""`attnflow mask list` and `mask show`: the catalogue, a mask in text, JSON and files, files in place of names."""
+"""`attnflow mask ...`: the catalogue, a mask, a task, a family of tasks; other kernels, and masks that people bring."""
 
 import io
 import json
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import attnflow as af
 from attnflow.cli._arguments import EXAMPLES, mask_argument
 from attnflow.cli._output import BadUsage
 from attnflow.masks.spec import mask_from_dict, named_masks
 from attnflow.report import mask as mask_section
+from attnflow.tasks import derivation
 
 
 def test_text(run: Callable) -> None:
@@ -52,20 +54,6 @@ def test_every_catalogue_mask_is_made_by_its_example(name: str) -> None:
     assert mask.name == name
     spec = {"name": name, "parameters": json.loads(json.dumps(dict(mask.parameters)))}
     assert mask_from_dict(spec) == mask
-
-
-def test_examples_name_catalogue_masks_only() -> None:
-    assert set(EXAMPLES) == set(named_masks())
-
-
-def test_typed_values_reach_the_mask() -> None:
-    mask = mask_argument("sliding_window", 9, ["window=3", "causal=False"])
-    assert mask == af.masks.sliding_window(9, 3, causal=False)
-    assert mask_argument("document", None, ["lengths=[2, 1]", "inner=full"]) == af.masks.document([2, 1], "full")
-    assert mask_argument("document", None, ["lengths="]) == af.masks.document([])
-    assert mask_argument("tree", None, ["parents=-1,0"]) == af.masks.tree([-1, 0])
-    assert mask_argument("causal", None, []) == af.masks.causal(16)
-    assert mask_argument("full", 3, ["num_keys=5"]).shape == (3, 5)
 
 
 def test_a_file_stands_for_its_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +126,6 @@ def test_masks_without_an_order_say_why(run: Callable, monkeypatch: pytest.Monke
     assert found["no_order"] == "the order is not computed above 8 positions"
 
 
-def test_a_file_in_place_of_the_name(run: Callable, tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"dense": ["100", "110", "101"]}))
-    code, out, _ = run("mask", "show", str(file), "--json")
-    assert code == 0
-    assert json.loads(out)["allowed_pairs"] == 5
-
-
 def test_svg_png_and_html(run: Callable, tmp_path: Path) -> None:
     svg, png, html = (tmp_path / f"mask.{kind}" for kind in ("svg", "png", "html"))
     code, out, _ = run("mask", "show", "causal", "-o", str(svg))
@@ -180,3 +160,153 @@ def test_a_bare_format_names_the_file_after_the_mask(run, tmp_path, monkeypatch)
     assert code == 0
     assert "causal.svg" in out
     assert (tmp_path / "causal.svg").read_text().startswith("<svg")
+
+
+def write_task(folder: Path, spec: object) -> str:
+    file = folder / "task.json"
+    file.write_text(json.dumps(spec))
+    return str(file)
+
+
+def next_token(mask: object, n: int = 4) -> dict[str, object]:
+    labels = [{"position": i, "target": {"id": 10 + i + 1, "position": i + 1}} for i in range(n - 1)]
+    return {"inputs": [10 + i for i in range(n)], "labels": labels, "mask": mask}
+
+
+def test_a_task_that_is_clean(run: Callable, tmp_path: Path) -> None:
+    file = write_task(tmp_path, next_token({"name": "causal", "parameters": {"n": 4}}))
+    code, out, err = run("mask", "check", file)
+    assert (code, err) == (0, "")
+    assert out.startswith("no label leaks within any number of layers\n")
+    assert "dead positions: [3]" in out
+
+
+def test_leak_with_its_path(run: Callable, tmp_path: Path) -> None:
+    # Two layers are needed: 0 reads 1 reads 2 ... but the label of 1 is token 2, one layer away.
+    file = write_task(tmp_path, next_token({"edges": [[0, 2], [2, 1]], "num_queries": 4}))
+    code, out, err = run("mask", "check", file)
+    assert (code, err) == (1, "")
+    assert "labels leak" in out or "label leaks" in out
+    assert "layer 1: 1 -> 2, layer 2: 2 -> 0" in out
+    assert "Traceback" not in err
+    found = json.loads(run("mask", "check", file, "--json").out)
+    assert found["attnflow"] == "LeakReport"
+    assert not found["ok"]
+    assert [leak["witness"] for leak in found["leaks"]] == [[1, 2, 0]]
+
+
+def test_a_leak_takes_layers(run: Callable, tmp_path: Path) -> None:
+    file = write_task(tmp_path, next_token({"edges": [[0, 2], [2, 1]], "num_queries": 4}))
+    assert run("mask", "check", file, "--layers", "1").code == 0
+    assert run("mask", "check", file, "--layers", "2").code == 1
+
+
+def test_tasks_that_the_package_writes(run: Callable, tmp_path: Path) -> None:
+    merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8]))
+    file = write_task(tmp_path, merged.task.to_dict())
+    assert run("mask", "check", file).code == 0
+    code, out, _ = run("mask", "show", file, "--json")
+    assert code == 0
+    assert json.loads(out)["allowed_pairs"] == af.masks.butterfly(4).nnz
+
+
+def test_a_task_of_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = next_token({"name": "causal", "parameters": {"n": 4}})
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(spec)))
+    assert run("mask", "check", "-").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "nodes"),
+    [
+        (["causal_lm", "--tokens", "9"], 8, 8),
+        (["multi_token_prediction", "--tokens", "9", "--set", "horizon=3"], 8, 8),
+        (["block_two_stream", "--tokens", "12", "--block", "3"], 18, 6),
+        (["block_two_stream", "--tokens", "12", "--block", "3", "--set", "predict_first=true"], 21, 7),
+        (["butterfly", "--tokens", "7"], 19, 19),
+        (["masked_lm", "--tokens", "6", "--set", "masked=1,4"], 6, 1),
+        (["permutation_lm", "--tokens", "5", "--set", "permutation=3,1,4,0,2"], 9, 9),
+        (["block_diffusion", "--tokens", "12", "--block", "3"], 21, 7),
+        (["block_diffusion", "--tokens", "12", "--block", "3", "--set", "masked=0,4,7,11"], 21, 7),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_family_merges_to_its_closed_form(run: Callable, arguments: list[str], size: int, nodes: int) -> None:
+    code, out, err = run("mask", "merge", *arguments, "--json")
+    found = json.loads(out)
+    assert (code, err, found["schema"], found["ok"]) == (0, "", "attnflow.mask.merge/1", True)
+    assert (len(found["task"]["inputs"]), found["nodes"], found["is_minimal"]) == (size, nodes, True)
+    assert (found["equals_closed_form"], found["check"]["ok"]) == (True, True)
+    code, out, err = run("mask", "merge", *arguments)
+    assert (code, err) == (0, "")
+    assert "the least possible" in out
+    assert "leaks           none: proved for any number of layers" in out
+    assert f"closed form     equal to {found['closed_form']}" in out
+
+
+def test_a_family_without_a_formula(run: Callable) -> None:
+    arguments = ["block_diffusion", "--tokens", "12", "--block", "3", "--set", "masked=0,4"]
+    code, out, _ = run("mask", "merge", *arguments, "--json")
+    found = json.loads(out)
+    assert (code, found["closed_form"], found["equals_closed_form"]) == (0, None, None)
+    assert "closed form     none is known" in run("mask", "merge", *arguments).out
+
+
+def test_a_difference_from_the_formula_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = ("butterfly as printed", af.tasks.families.butterfly_as_printed(6))
+    monkeypatch.setattr(derivation, "_closed_form", lambda *_: printed)
+    code, out, _ = run("mask", "merge", "butterfly", "--tokens", "6")
+    assert code == 1
+    assert "closed form     DIFFERENT from butterfly as printed" in out
+
+
+def test_a_merged_mask_is_written(run: Callable, tmp_path: Path) -> None:
+    target = tmp_path / "merged.svg"
+    code, out, _ = run("mask", "merge", "butterfly", "--tokens", "5", "-o", str(target))
+    assert code == 0
+    assert f"written         {target}" in out
+    assert target.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("to", sorted(af.masks.export.FORMATS))
+def test_every_format(run: Callable, to: str, tmp_path: Path) -> None:
+    mask = af.masks.causal(6)
+    code, out, err = run("mask", "export", "causal", "--n", "6", "--to", to, "--json")
+    assert (code, err) == (0, "")
+    assert af.masks.Mask.from_json(out) == mask
+    assert json.loads(out) == json.loads(af.masks.export.FORMATS[to](mask).to_json())
+    file = tmp_path / "mask.json"
+    code, shown, _ = run("mask", "export", "causal", "--n", "6", "--to", to, "-o", str(file))
+    assert code == 0
+    assert f"written          {file}" in shown
+    assert file.read_text() == out
+    assert json.loads(run("mask", "debug", str(file), "--json").out)["same_as"] == "causal(n=6)"
+
+
+def test_every_mask_in_every_format_or_refused(run: Callable) -> None:
+    for name, words in EXAMPLES.items():
+        for to in af.masks.export.FORMATS:
+            code, out, err = run("mask", "export", name, *words.split(), "--to", to)
+            assert (code in (0, 1), err) == (True, ""), (name, to)
+            assert ("cannot say" in out) == (code == 1)
+
+
+def test_a_refusal_is_a_finding(run: Callable) -> None:
+    code, out, err = run("mask", "export", "butterfly", "--n", "6", "--to", "flashmask", "--json")
+    assert (code, err) == (1, "")
+    refusal = json.loads(out)
+    query, key = refusal["pair"]
+    assert refusal["schema"] == "attnflow.mask.export.refused/1"
+    assert refusal["allowed"] == af.masks.butterfly(6).allows(query, key)
+
+
+def test_a_mask_upside_down(run: Callable, tmp_path: Path) -> None:
+    file = tmp_path / "mask.pt"
+    torch.save(~af.masks.causal(8).dense(), file)
+    code, out, err = run("mask", "debug", str(file))
+    assert (code, err) == (1, "")
+    assert "inverted        its complement is causal(n=8)" in out
+    assert run("mask", "debug", str(file), "--masked-true").code == 0
+    code, out, _ = run("mask", "debug", str(file), "--masked-true", "--against", "sliding_window", "--set", "window=7")
+    assert code == 1
+    assert "allows query 7, key 0" in out

@@ -36,13 +36,6 @@ def test_task_and_its_leak(run: Callable, tmp_path: Path) -> None:
     assert "layer 1" in target.read_text()
 
 
-def test_mask_file(run: Callable, tmp_path: Path) -> None:
-    target, file = tmp_path / "mask.html", tmp_path / "mask.json"
-    file.write_text(json.dumps({"dense": ["10", "11"]}))
-    code, out, _ = run("report", str(file), "-o", str(target), "--json")
-    assert (code, json.loads(out)["ok"]) == (0, True)
-
-
 def test_model(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "model.html"
     code, out, err = run("report", tiny_model, "--text", "the rest of my life", "-o", str(target), "--json")

@@ -76,26 +76,12 @@ def test_several_models_with_the_published_values_and_a_failure():
     assert {node.get("class").split()[0] for node in marks} >= {"af-fill-s0", "af-fill-s1", "af-fill-s2"}
 
 
-def test_heads_are_one_pixel_each():
-    report = page(scores(layers=3, heads=2))
-    heads = next(svg for svg in svgs(report) if svg.find("title").text.startswith("Scores of each head"))
-    maps = [(node.get("width"), node.get("height")) for node in heads.iter("image")]
-    assert maps.count(("2", "3")) == 2
-
-
 def test_names_are_escaped():
     report = page(scores(HOSTILE, notes=(HOSTILE,)), problems={HOSTILE: HOSTILE})
     shown = parse_page(report.html)
     assert len(shown.of("script")) == 1
     assert "alert(1)" in shown.text
     assert not any(name.startswith("on") for _, attributes in shown.tags for name in attributes)
-
-
-@pytest.mark.parametrize("mode", ["norm"])
-def test_other_readings_have_no_published_background(mode):
-    report = page(scores(mode=mode))
-    assert "published" not in parse_page(report.html).text
-    assert "mode norm" in parse_page(report.html).text
 
 
 def plain_scores(model="one", layers=3, heads=2, kinds=("self",), **reading):
@@ -188,11 +174,3 @@ def test_chance_is_what_random_weights_do():
     inside = (symmetry(forms) > low) & (symmetry(forms) < high)
     assert inside.double().mean() > 0.9
     assert (directionality(forms).abs() < 2 * 4.7 / width**0.5).double().mean() > 0.9
-
-
-def test_each_layer_of_a_single_model_is_numbered_and_coloured():
-    figure = report.figure(plain_scores(layers=4))
-    assert {text.get_text() for text in figure.axes[0].texts} == {"0", "1", "2", "3"}
-    dots = next(c for c in figure.axes[0].collections if c.get_label() == "layers, by number")
-    assert dots.get_array().tolist() == [0, 1, 2, 3]
-    assert figure.axes[0].get_title() == "one: symmetry and directionality"

@@ -64,13 +64,6 @@ def test_the_proof_says_of_each_node_what_it_stands_for_and_what_flows_into_it(n
     )
 
 
-def test_the_streams_of_the_butterfly_are_its_lanes():
-    lanes = [[] for _ in range(3)]
-    for cell in family(text="a b c d")["merged"]:
-        lanes[cell["lane"]].append(cell["short"])
-    assert lanes == [["a", "b", "c"], ["b", "c", "d"], ["b", "a+c", "b+d", "c"]]
-
-
 def test_a_pair_too_many_leaks_and_the_page_says_how():
     page = session()
     merged = derived("butterfly", 6)[1].task
@@ -102,16 +95,6 @@ def test_the_code_and_the_task_that_are_taken_away_are_what_is_shown():
         assert page.design.tokens == tuple(cell["short"] for cell in shown["merged"])
         leaks = {(leak["position"], leak["token"]) for leak in shown["leaks"]}
         assert {(leak["position"], leak["token"]) for leak in do(page, "leaks")["leaks"]} == leaks
-
-
-def test_the_list_of_families_has_what_a_form_needs():
-    listed = do(session(), "families")
-    assert [each["name"] for each in listed["families"]] == sorted(named_families())
-    for each in listed["families"]:
-        assert each["summary"]
-        assert {p["name"] for p in each["parameters"] if p["required"]} == set(each["example"])
-        assert family(each["name"], listed["text"], settings=each["example"])["ok"]
-    assert len(listed["text"].split()) <= listed["max_words"] == MAX_WORDS
 
 
 @pytest.mark.parametrize(

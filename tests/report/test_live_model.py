@@ -42,16 +42,6 @@ def ask(page, op, heard=None, **message):
     return reply
 
 
-def test_the_model_in_numbers(page, network):
-    heard = []
-    reply = ask(page, "model", heard)
-    assert (reply["model"], reply["kind"], reply["layers"], reply["heads"]) == ("tiny", "LlamaForCausalLM", 2, 4)
-    assert reply["parameters"] == sum(each.numel() for each in network.parameters())
-    assert (reply["reads"], reply["bias"]) == (False, False)
-    assert heard == [(0, 0, "reading tiny")]
-    assert ask(page, "audit", text=reply["text"])["ok"]
-
-
 def test_an_audit_that_is_clean(page, network):
     heard = []
     reply = ask(page, "audit", heard, text=TEXT)
@@ -138,18 +128,13 @@ def test_the_trace_is_that_of_knowledge(page, network):
     [
         ({"op": "model", "model": "../../etc/passwd"}, None),
         ({"op": "eval"}, "unknown operation"),
-        ({"op": None}, "unknown operation"),
         ({"op": "__init__"}, "unknown operation"),
-        ({"op": "audit"}, "text must be text"),
         ({"op": "audit", "text": ["5"]}, "text must be text"),
         ({"op": "audit", "text": "5 " * MAX_CHARACTERS}, "at most 4,000 characters"),
         ({"op": "audit", "text": "5"}, "at least 2 tokens"),
-        ({"op": "audit", "text": ""}, "at least 2 tokens"),
         ({"op": "audit", "text": "5 99"}, "token ids of this model lie in [0, 32), got 99"),
-        ({"op": "audit", "text": "the text"}, "no tokenizer"),
         ({"op": "audit", "text": "1" * 3000}, "no tokenizer"),
         ({"op": "trace", "text": TEXT, "position": "0"}, "position: expected an integer"),
-        ({"op": "bias", "text": TEXT, "layer": True}, "layer: expected an integer"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value)[:50],
 )

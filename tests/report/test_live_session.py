@@ -207,19 +207,6 @@ def test_arrivals_are_the_layers_of_receptive_fields(spec):
             assert sorted(key for key, when in first.items() if when <= layers) == expected
 
 
-def test_the_diagram_holds_every_position_in_one_box():
-    page = session({"name": "sliding_window", "parameters": {"n": 300, "window": 3}})
-    drawn = do(page, "diagram")
-    assert len(drawn["boxes"]) <= 60
-    assert len(drawn["box_of"]) == 300
-    assert set(drawn["box_of"]) == set(range(len(drawn["boxes"])))
-    assert "Summarised" in drawn["caption"]
-    rng = np.random.default_rng(0)
-    table = np.tril(rng.random((400, 400)) < 0.02)
-    irregular = session({"dense": ["".join("01"[int(x)] for x in row) for row in table]})
-    assert do(irregular, "diagram")["bands"]
-
-
 @pytest.mark.parametrize("case", [
     {"name": "causal", "parameters": {"n": 5}},
     {"and": [{"name": "causal", "parameters": {"n": 5}}, {"not": {"name": "sliding_window",

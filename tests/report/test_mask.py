@@ -4,13 +4,12 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks, testing
 from attnflow.order import analyze
-from attnflow.report.mask_picture import grid, mask_svg, mask_text, square_grid, ticks
+from attnflow.report.mask_picture import grid, mask_svg, mask_text, ticks
 from attnflow.report.order import growth
 from tests.report.reading import parse_svg, texts
 from tests.strategies import dense_masks, permuted_masks, square_masks
@@ -27,17 +26,6 @@ def test_a_grid_counts_the_pairs_of_each_cell(mask, query_step, key_step):
             part = table[r * query_step : (r + 1) * query_step, c * key_step : (c + 1) * key_step]
             assert cells.counts[r, c] == part.sum()
             assert cells.pairs[r, c] == part.size
-
-
-def test_levels_keep_nothing_and_everything_apart():
-    table = torch.ones(8, 16, dtype=torch.bool)
-    table[0, 0] = False  # almost all
-    table[:, 8:] = False
-    table[5, 9] = True  # almost nothing
-    levels = square_grid(masks.from_dense(table), 2).levels(9)
-    assert levels.tolist() == [[8, 1]]
-    assert square_grid(masks.full(8), 2).levels(9).tolist() == [[9, 9], [9, 9]]
-    assert square_grid(~masks.full(8), 2).levels(9).tolist() == [[0, 0], [0, 0]]
 
 
 @given(st.integers(0, 200_000), st.integers(2, 9))
@@ -60,13 +48,6 @@ def test_growth_is_the_size_of_each_power(mask):
     assert len(sizes) in (flow.depth, flow.depth + 1)  # depth is at least 1, also where nothing ever grows
     for layers, row in enumerate(sizes):
         assert row.tolist() == testing.power(mask.dense(), layers).sum(axis=1).tolist()
-
-
-def test_growth_of_a_stack_follows_its_layers():
-    stack = [masks.sliding_window(12, 2), masks.causal(12), masks.sliding_window(12, 3, causal=False)]
-    for layers, row in enumerate(growth(analyze(stack))[0]):
-        expected = testing.product([mask.dense() for mask in stack[:layers]]) if layers else np.eye(12, dtype=bool)
-        assert row.tolist() == expected.sum(axis=1).tolist()
 
 
 def test_growth_of_a_long_sequence_is_sampled_from_end_to_end():

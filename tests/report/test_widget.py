@@ -94,12 +94,6 @@ def test_a_task_comes_with_its_labels_and_goes_with_those_that_were_set():
     assert len(widget.task.labels) == 4
 
 
-def test_views_hear_their_own_replies_and_all_hear_of_changes():
-    widget = af.report.widget(masks.causal(8))
-    one, two = View(widget, "one"), View(widget, "two")
-    assert one.ask("invert")["revision"] == two.ask("state")["revision"] == widget.revision == 1
-
-
 @pytest.mark.parametrize(
     "content",
     [None, "state", 3, [], {}, {"view": "a"}, {"message": {"op": "invert"}}, {"view": 3, "message": {"op": "invert"}},

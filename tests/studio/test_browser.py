@@ -169,8 +169,9 @@ def test_code_to_copy(page):
     assert names["mask"] == WINDOW
     page.get_by_label("Code for", exact=True).select_option("flex")
     page.get_by_text("attend(query, key, value").wait_for()
-    page.get_by_label("Code for", exact=True).select_option("vllm")
-    page.locator("#answer .trouble", has_text="vllm cannot say").wait_for()
+    choose(page, "butterfly")
+    page.get_by_label("Code for", exact=True).select_option("flashmask")
+    page.locator("#answer .trouble", has_text="flashmask cannot say").wait_for()
     assert page.locator("#answer").get_by_role("button").last.is_disabled()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import integer
+from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
 from attnflow._core.mask_examples import EXAMPLES
 from attnflow._core.parameters import find
@@ -42,6 +43,20 @@ block_mask = {mask}.block_mask(block_size=128, device="cuda")
 attend = torch.compile(flex_attention, dynamic=False)
 out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size}, head_dim] each
 """
+
+
+def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
+    """The reply to a message, with its `id`; a mistake is answered, and never raised."""
+    identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+    try:
+        return {**identity, "ok": True, **answer()}
+    except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        said = str(error)
+    except MemoryError:
+        said = "not enough memory for this"
+    except RecursionError:
+        said = "the message is nested too deeply"
+    return {**identity, "ok": False, "error": said}
 
 
 def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span: int, cells: int) -> dict[str, object]:

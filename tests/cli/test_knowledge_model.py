@@ -1,11 +1,13 @@
-"""`attnflow knowledge trace` on a tiny model, with its own entries and with those of a store."""
+"""`attnflow knowledge trace` and `edit` on a tiny model, with its own entries and with those of a store."""
 
 import csv
-import shutil
+import json
 
 import pytest
+import torch
 
 import attnflow as af
+from attnflow.knowledge.facts import EditReport
 from attnflow.knowledge.hf.stored_layers import save_entries
 from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model
@@ -38,17 +40,6 @@ def test_json(run, tiny_model):
     effects = [one.effect for one in entries]
     assert effects == sorted(effects, key=abs, reverse=True)
     assert all(one.layer == 1 and 48 <= one.entry < 96 for one in entries)
-
-
-def test_the_command_and_the_library_name_the_same_entries(run, tiny_model):
-    loaded = load_model(tiny_model)
-    expected = af.knowledge.trace(loaded, TEXT).fired(-1, count=12)
-    everything = af.knowledge.trace(loaded, TEXT, top=96).fired(-1, count=12)
-    lines = run("knowledge", "trace", tiny_model, TEXT).out.splitlines()[6:]
-    assert [one.entry for one in expected] == [one.entry for one in everything] == [int(x.split()[3]) for x in lines]
-    few = run("knowledge", "trace", tiny_model, TEXT, "--count", "30").out.splitlines()[6:]
-    more = af.knowledge.trace(loaded, TEXT, top=96).fired(-1, count=30)
-    assert [int(line.split()[3]) for line in few] == [one.entry for one in more]
 
 
 def test_files(run, tiny_model, tmp_path):
@@ -86,16 +77,6 @@ def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
     assert float(edited.logits[-1]) != pytest.approx(float(before.logits[-1]), rel=1e-4)
 
 
-def test_an_empty_text_and_a_store_of_another_model_are_refused(run, tiny_model, tmp_path):
-    assert "the text is empty" in run("knowledge", "trace", tiny_model, "").err
-    with af.knowledge.Store.open(str(tmp_path / "store"), dim=8) as store:
-        store.insert(embeddings=[[0.0] * 8])
-    code, _, err = run("knowledge", "trace", tiny_model, TEXT, "--store", str(tmp_path / "store"))
-    assert code == 2
-    assert "8" in err
-    shutil.rmtree(tmp_path / "store")
-
-
 def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monkeypatch):
     def loaded(*_, **__):
         raise AssertionError("the model was loaded")
@@ -110,3 +91,30 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monke
         code, _, err = run("knowledge", "trace", tiny_model, TEXT, *arguments)
         assert code == 2
         assert "the model was loaded" not in err
+
+
+def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):
+    out, keep = tmp_path / "edited", tmp_path / "keep.txt"
+    keep.write_text("I that you\n\nof my\n")
+    where = ["-o", str(out), "--keep", str(keep), "--layers", "0,1"]
+    code, text, err = run(
+        "knowledge", "edit", tiny_model, "--prompt", "the thy", "--answer", "be", "--subject", "thy", *where
+    )
+    assert code in (0, 1), err
+    assert text.startswith("1 fact, ")
+    assert "2 texts that must not change" in text
+    plain, edited = af.load_model(tiny_model), af.load_model(str(out))
+    assert type(plain.model) is type(edited.model)
+    same = {n: torch.equal(v, edited.model.state_dict()[n]) for n, v in plain.model.state_dict().items()}
+    assert {name for name, value in same.items() if not value} == {
+        f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)
+    }
+    ids = edited.tokenizer("I that you", return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(edited.model(**ids).logits, plain.model(**ids).logits, rtol=1e-4, atol=1e-4)
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text('{"prompt": "the thy", "answer": "be", "subject": "thy"}\n')
+    found = run("knowledge", "edit", tiny_model, "--file", str(facts), "-o", str(out), "--json")
+    report = EditReport.from_dict(json.loads(found.out))
+    assert found.code == (0 if report.ok else 1)
+    assert report.facts[0].after > report.facts[0].before
