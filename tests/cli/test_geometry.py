@@ -134,6 +134,12 @@ def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_pa
     assert [row.norm for row in scores] == [row.norm for row in expected]
 
 
+def test_without_matplotlib_the_extra_is_named(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnflow.cli._output.find_spec", lambda name: None)
+    code, _, err = run("geometry", tiny_model, "-o", "figure.svg")
+    assert (code, "attnflow[report]" in err) == (2, True)
+
+
 @pytest.mark.slow
 def test_values_of_real_models(run: Callable) -> None:
     """As measured with float32 arithmetic, apart from this package (Q4_1 moves SmolLM2 by at most 0.004)."""

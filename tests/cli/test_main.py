@@ -61,7 +61,7 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
-    [(MemoryError("728. TiB"), 2, "not enough memory: 728. TiB"), (KeyboardInterrupt(), 130, "interrupted")],
+    [(MemoryError("728. TiB"), 2, "attnflow: not enough memory: 728. TiB\n"), (KeyboardInterrupt(), 130, "")],
 )
 def test_what_stops_a_command_is_no_finding(
     run: Callable, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
@@ -70,7 +70,7 @@ def test_what_stops_a_command_is_no_finding(
         raise error
 
     monkeypatch.setattr(mask, "print_json", explode)
-    assert run("mask", "list", "--json") == (code, "", f"attnflow: {said}\n")
+    assert run("mask", "list", "--json") == (code, "", said)
 
 
 def test_help_is_cheap() -> None:
