@@ -102,7 +102,9 @@ def check(
             if cache is not False and not any(violation.kind == "state" for violation in work.violations):
                 work.perturb_cached(cache)
             if both_sides is not False:
-                work.look_for_missing(seen, bool(both_sides))
+                violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
+                work.violations += violations if both_sides else []
+                work.notes += notes
     return work.report(relation.name, mode, time.perf_counter() - began)
 
 
@@ -191,9 +193,8 @@ class Auditor:
                 violations.append(prober.violation(hit))
                 crosstalk |= violations[-1].kind == "batch"
         if prober.rounding:
-            self.notes.append(
-                f"changes up to {prober.rounding:.2g} were rounding (they scale with the precision), not leaks"
-            )
+            change = f"{prober.rounding:.2g}"
+            self.notes.append(f"changes up to {change} were rounding (they scale with the precision), not leaks")
         if prober.noise:
             self.notes.append(
                 f"two equal runs differ by up to {prober.noise:.2g}: what leaks less than that is not seen; make the "
@@ -201,7 +202,8 @@ class Auditor:
             )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("the model does not run in another precision, so small changes may be rounding")
-        self.violations += _in_order(violations, prober.base)
+        places = list(dict.fromkeys(event.blame for event in prober.base.values()))
+        self.violations += sorted(violations, key=lambda violation: places.index(violation.module))
         self.forward_passes += runner.passes
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
@@ -223,12 +225,6 @@ class Auditor:
             elif different is not None and different.module not in {v.module for v in self.violations}:
                 self.violations.append(different)
         self.forward_passes += comparison.passes
-
-    def look_for_missing(self, seen: Survey, findings: bool) -> None:
-        """Pairs that the order allows and that no layer passes on."""
-        violations, notes = missing_pairs(self.model, seen, self.fields.relation, self.seed, thorough=findings)
-        self.violations += violations if findings else []
-        self.notes += notes
 
     def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
         """Everything seen, as a report."""
@@ -265,8 +261,7 @@ class Auditor:
         if not relation.repeat and len(relation.layers) != runner.layer_calls:
             raise ValueError(
                 f"expected one mask per layer call, {runner.layer_calls} of them "
-                f"({few(list(runner.layer_names), limit=2)}), got an "
-                f"order with {len(relation.layers)}"
+                f"({few(list(runner.layer_names), limit=2)}), got an order with {len(relation.layers)}"
             )
         watched = {key.module for key in base if key.side == "out"}
         if not watched:
@@ -295,9 +290,3 @@ class Auditor:
     def _say(self, done: int, total: int, what: str) -> None:
         if self.progress is not None:
             self.progress(done, total, what)
-
-
-def _in_order(violations: list[Violation], base: Recording) -> list[Violation]:
-    """First in the order of execution first."""
-    places = list(dict.fromkeys(event.blame for event in base.values()))
-    return sorted(violations, key=lambda violation: places.index(violation.module))

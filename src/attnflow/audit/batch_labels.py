@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
-import torch.nn.functional as F
 from scipy.special import bdtrc
 from torch import Tensor
 
@@ -58,12 +57,14 @@ class Findings:
     unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     notes: list[str] = field(default_factory=list[str])
 
-    def add(self, kind: Kind, where: Tensor, message: str) -> None:
-        """A mistake at the places of `where`, bool [batch, n]; none if there is no such place."""
+    def add(self, kind: Kind, where: Tensor, message: str, checked: str | None = None) -> None:
+        """A mistake at the places of `where`, bool [batch, n], if there are any; and what was `checked` by that."""
         places = where.nonzero()
         if len(places):
             row, column = places[0].tolist()
             self.mistakes.append(Mistake(kind, row, column, len(places), message))
+        if checked is not None:
+            self.checked.append(checked)
 
 
 @dataclass
@@ -91,23 +92,20 @@ def supervised(reading: Reading, shift: int) -> Tensor:
 def read_labels(reading: Reading, family: Family) -> Labels:
     """How the labels are taken and which of them can be read where they are predicted."""
     if family.classes:
-        return Labels(
-            words=f"{family.name}: labels are classes", unchecked=[("labels", "they are classes, not tokens")]
-        )
+        unchecked = [("labels", "they are classes, not tokens")]
+        return Labels(words=f"{family.name}: labels are classes", unchecked=unchecked)
     if reading.targets is not None:
         return _merged(reading, family)
     if reading.labels is None:
         return Labels(words=family.name or "no model given", unchecked=[("labels", "the batch has none")])
-    labels = Labels(words=family.name, shift=family.shift)
+    labels = Labels(words=family.name, shift=family.shift, count=int(supervised(reading, family.shift or 0).sum()))
     if reading.ids is None:
         labels.unchecked.append((_READ, "the batch has no ids; an encoder-decoder makes them of its labels"))
         labels.words += ": labels stand where they are predicted"
-        labels.count = int(supervised(reading, labels.shift or 0).sum())
         return labels
     if family.name and family.shift is None:
         labels.words += ": how its loss takes labels is not known"
         labels.unchecked.append((_READ, f"it is not known which position of {family.name} predicts a label"))
-        labels.count = int(supervised(reading, 0).sum())
         return labels
     shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
     best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
@@ -127,7 +125,8 @@ def read_labels(reading: Reading, family: Family) -> Labels:
 
 def _assume(labels: Labels, reading: Reading) -> None:
     """How labels are taken where nothing says it."""
-    hidden = reading.ids[..., 0][supervised(reading, 0)] if reading.ids is not None else torch.empty(0)
+    assert reading.ids is not None
+    hidden = reading.ids[..., 0][supervised(reading, 0)]
     if labels.offset == 1:
         labels.shift, words = 0, "taken where they stand, since they are the next tokens"
     elif labels.offset is not None:
@@ -151,20 +150,16 @@ def _equal(reading: Reading, offset: int) -> tuple[Tensor, Tensor]:
     """(the label is the token at `offset` from it, there is a label and such a token), bool [batch, n]."""
     assert reading.labels is not None
     assert reading.ids is not None
-    ids = reading.ids
     there = (reading.labels != IGNORED) & _moved(reading.real, offset, False)
     there &= _moved(reading.documents, offset, -1) == reading.documents
-    return (_moved(ids, offset, IGNORED) == reading.labels[..., None]).any(-1) & there, there
+    return (_moved(reading.ids, offset, IGNORED) == reading.labels[..., None]).any(-1) & there, there
 
 
 def _moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
     """`values[:, i + offset]` at i."""
-    if offset == 0:
-        return values
-    pad = (0, 0) * (values.ndim - 2)
-    if offset > 0:
-        return F.pad(values[:, offset:], (*pad, 0, offset), value=fill)
-    return F.pad(values[:, :offset], (*pad, -offset, 0), value=fill)
+    rolled = values.roll(-offset, 1)
+    rolled[:, slice(-offset, None) if offset > 0 else slice(-offset)] = fill
+    return rolled
 
 
 def _readable(labels: Labels, reading: Reading, family: Family) -> None:
@@ -179,16 +174,14 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         labels.add("shift", supervised(reading, shift) & reading.real, message)
         return
     ahead = offset + shift  # from the position that predicts to the token that it predicts
+    equal, _ = _equal(reading, offset)
     if ahead > 1:
-        message = (
-            "labels are shifted already, and the loss shifts them once more: each position learns the token after next"
-        )
-        labels.add("shift", _equal(reading, offset)[0], message)
+        message = "labels are shifted already, and the loss shifts them once more: "
+        labels.add("shift", equal, message + "each position learns the token after next")
     causal = True if not family.name and reading.allow is None else family.causal
     if causal is None and reading.allow is None:
         labels.unchecked.append((_READ, f"whether {family.name} is causal is not known"))
         return
-    equal, _ = _equal(reading, offset)
     seen = torch.zeros_like(equal)
     for row in range(len(equal)):
         places = equal[row].nonzero().flatten()
@@ -204,9 +197,8 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         why = "no model or configuration was given, so that whether it is causal is not known"
         labels.unchecked.append((_READ, why))
     else:
-        labels.checked.append(
-            f"labels: {'some' if seen.any() else 'none'} can be read by the position that predicts it"
-        )
+        some = "some" if seen.any() else "none"
+        labels.checked.append(f"labels: {some} can be read by the position that predicts it")
 
 
 def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
@@ -227,11 +219,10 @@ def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: T
 
 def _open(labels: Labels, reading: Reading) -> None:
     """Labels of a masked language model whose token was left in its place, or stands beside it."""
-    for offset in (1, -1):
-        if labels.offset == offset:
-            message = f"labels are the tokens at {offset:+d} of them, which both directions read"
-            labels.add("readable", _equal(reading, offset)[0], message)
-            return
+    if labels.offset:
+        message = f"labels are the tokens at {labels.offset:+d} of them, which both directions read"
+        labels.add("readable", _equal(reading, labels.offset)[0], message)
+        return
     equal, there = _equal(reading, 0)
     left, count = int(equal.sum()), int(there.sum())
     if left and float(bdtrc(left - 1, count, _OPEN)) < _CHANCE:
@@ -241,7 +232,8 @@ def _open(labels: Labels, reading: Reading) -> None:
         )
         labels.add("readable", equal, message)
     elif left == count:
-        labels.unchecked.append((_READ, f"all {count} stand open, too few to tell from the tenth that is left open"))
+        why = f"all {count} stand open, too few to tell from the tenth that is left open"
+        labels.unchecked.append((_READ, why))
         return
     elif left:
         labels.notes.append(f"{left} of {count} labels stand open, as a tenth of them does in BERT's recipe")
@@ -262,8 +254,7 @@ def _merged(reading: Reading, family: Family) -> Labels:
         flow = analyze(from_dense(reading.allow[row])).reachability(family.layers)
         for where, sources, missing in carriers:
             unclear += int(missing[row].sum())
-            readable = (sources[row] & flow).any(-1) & where[row]
-            seen[row] |= readable
+            seen[row] |= (sources[row] & flow).any(-1) & where[row]
     labels.add("readable", seen, "the position that predicts the label can read its token through attention_mask")
     if unclear < labels.count:
         labels.checked.append(f"labels: {labels.count - unclear} of {labels.count} traced to their tokens in the batch")

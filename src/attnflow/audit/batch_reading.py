@@ -66,17 +66,12 @@ def family_of(model_or_config: Any) -> Family:
             "model_or_config must be a model, its configuration or what af.load_model returned, got "
             f"{type(model_or_config).__name__}; leave it out if there is none"
         )
-    base = _wrapped(model_or_config) if is_module else None
-    architectures = getattr(config, "architectures", None) or [""]
-    name = type(base).__name__ if base is not None else str(architectures[0])
-    return _family(name, config)
-
-
-def _wrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers such as PEFT's, which have another class and the same configuration."""
-    getter = getattr(model, "get_base_model", None)
-    inner = getter() if callable(getter) else getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) and hasattr(inner, "config") else model
+    if not is_module:
+        return _family(str((getattr(config, "architectures", None) or [""])[0]), config)
+    getter = getattr(model_or_config, "get_base_model", None)  # wrappers, such as PEFT's, have another class
+    inner = getter() if callable(getter) else getattr(model_or_config, "module", None)
+    inner = inner if isinstance(inner, nn.Module) and hasattr(inner, "config") else model_or_config
+    return _family(type(inner).__name__, config)
 
 
 def _family(name: str, config: Any) -> Family:
@@ -88,7 +83,6 @@ def _family(name: str, config: Any) -> Family:
     if kind == "xlnet":  # its order is drawn for each call, and its targets are chosen by target_mapping
         shift = None
     ends = getattr(text, "eos_token_id", None)
-    size = getattr(text, "vocab_size", None)
     return Family(
         name=name or f"{kind} configuration",
         shift=shift,
@@ -98,7 +92,7 @@ def _family(name: str, config: Any) -> Family:
         prefix=kind == "paligemma",
         images=kind in _IMAGE_BLOCKS,
         transformers=True,
-        vocabulary=size if isinstance(size, int) else None,
+        vocabulary=_id(getattr(text, "vocab_size", None)),
         pad=_id(getattr(text, "pad_token_id", None)),
         ends=tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int)),
         layers=_id(getattr(text, "num_hidden_layers", None)) or None,
@@ -106,8 +100,10 @@ def _family(name: str, config: Any) -> Family:
 
 
 def _is_causal(config: Any, masked: bool, generates: bool) -> bool | None:
-    both = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if both or getattr(config, "is_causal", True) is False:
+    if (
+        getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", True) is False
+    ):
         return False
     is_decoder = getattr(config, "is_decoder", None)  # only families that may be either have it
     if is_decoder is not None:
@@ -156,28 +152,21 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
             f"expected {prefix}input_ids or labels among the batch's entries, got {sorted(batch)}: pass what the data "
             "loader gives to the model"
         )
-    subject = cast(Tensor, labels if ids is None else ids)
-    if subject.ndim == 1:
+    if cast(Tensor, labels if ids is None else ids).ndim == 1:
         ids, labels = (None if value is None else value[None] for value in (ids, labels))
-        subject = subject[None]
-    size = (subject.shape[0], subject.shape[1])
+    size = cast(Tensor, labels if ids is None else ids).shape[:2]
     if labels is not None and labels.shape[:2] != size:
         raise ValueError(f"labels are {list(labels.shape)} and {prefix}input_ids {list(subject.shape)}")
     if labels is not None and labels.ndim == 4 and labels.shape[2] != _ROWS:
         raise ValueError(f"expected labels [batch, n] or those of an af.tasks.Collator, got {list(labels.shape)}")
     targets = labels[:, :, 0, 1:] if labels is not None and labels.ndim == 4 else None
     plain = labels if targets is None else None
-    if ids is not None:
-        ids = ids[..., None] if ids.ndim == 2 else ids
+    ids = ids[..., None] if ids is not None and ids.ndim == 2 else ids
     mask, allow = _masks(batch.get(f"{prefix}attention_mask"), size)
     if prefix and ids is None and plain is not None:  # the model makes its decoder's inputs of the labels
         mask = (plain != IGNORED).long() if mask is None else mask
     padding = torch.zeros(size, dtype=torch.bool) if ids is None else _padding(ids, family)
-    real = torch.ones(size, dtype=torch.bool) if mask is None else mask != 0
-    if allow is not None:
-        real = real & ~_isolated(allow)
-    if mask is None and allow is None:
-        real = real & ~padding
+    real = mask != 0 if mask is not None else ~padding if allow is None else ~_isolated(allow)
     positions = _positions(batch.get(f"{prefix}position_ids"), size)
     merged = targets is not None  # several positions stand for one token then, where no document begins
     packing = read_packing(batch, real, mask, None if merged else positions, from_lowest=allow is not None)
@@ -246,30 +235,28 @@ def _positions(value: Any, size: tuple[int, int]) -> Tensor | None:
     positions = integers({"position_ids": value}, "position_ids", (1, 2, 3))
     if positions is None or positions.ndim == 3:
         return positions
-    positions = positions.reshape(-1, positions.shape[-1])
+    positions = torch.atleast_2d(positions)
     if positions.shape[1] != size[1] or len(positions) not in (1, size[0]):
         raise ValueError(f"position_ids are {list(positions.shape)}, expected {list(size)} as the ids")
     return positions.expand(size)
 
 
 def _blocks(batch: Mapping[str, Any], size: tuple[int, int], family: Family) -> Tensor:
-    blocks = torch.full(size, -1)
     types = integers(batch, "token_type_ids", (1, 2))
     if types is None or not (family.prefix or family.images):
-        return blocks
+        return torch.full(size, -1)
     types = types.reshape(size)
     if family.prefix:
-        return torch.where(types == 0, 0, blocks)
+        return torch.where(types == 0, 0, -1)
     starts = F.pad(types.diff(dim=-1) != 0, (1, 0))
-    return torch.where(types == 1, starts.cumsum(-1), blocks)
+    return torch.where(types == 1, starts.cumsum(-1), -1)
 
 
 def _answers(batch: Mapping[str, Any], size: tuple[int, int]) -> Tensor | None:
-    for name in ANSWERS:
-        value = batch.get(name)
-        if value is not None:
-            mask = as_tensor(value)
-            if mask.numel() != size[0] * size[1]:
-                raise ValueError(f"{name} is {list(mask.shape)}, expected {list(size)} as the ids")
-            return mask.reshape(size) != 0
-    return None
+    name = next((name for name in ANSWERS if batch.get(name) is not None), None)
+    if name is None:
+        return None
+    mask = as_tensor(batch[name])
+    if mask.numel() != size[0] * size[1]:
+        raise ValueError(f"{name} is {list(mask.shape)}, expected {list(size)} as the ids")
+    return mask.reshape(size) != 0

@@ -147,6 +147,7 @@ class _Lint(Findings):
                 self.notes.append("no entry says where documents begin: each sequence is taken as one")
             return
         same = reading.documents[:, 1:] == reading.documents[:, :-1]
+        checked = "documents: no label is predicted from another one"
         if labels.shift == 1 and reading.labels is not None:
             crossing = F.pad(supervised(reading, 1)[:, 1:] & ~same, (1, 0))
             crossing &= reading.real & F.pad(reading.real[:, :-1], (1, 0))
@@ -154,12 +155,11 @@ class _Lint(Findings):
                 "the first token of a document has a label, which the last one of the document before is to predict: "
                 f"set it to {IGNORED}"
             )
-            self.add("documents", crossing, message)
-            self.checked.append("documents: no label is predicted from another one")
+            self.add("documents", crossing, message, checked)
         elif labels.shift == 0 and labels.offset == 1 and reading.labels is not None:
             crossing = F.pad(supervised(reading, 0)[:, :-1] & ~same & reading.real[:, 1:], (0, 1))
-            self.add("documents", crossing, "the last token of a document is to predict the first of the next one")
-            self.checked.append("documents: no label is predicted from another one")
+            message = "the last token of a document is to predict the first of the next one"
+            self.add("documents", crossing, message, checked)
         self._mixing(names)
 
     def _mixing(self, names: list[str]) -> None:
@@ -169,33 +169,26 @@ class _Lint(Findings):
             documents, real = reading.documents, reading.real
             apart = documents[:, :, None] != documents[:, None, :]
             across = (reading.allow & apart & real[:, None]).any(-1) & real
-            self.add("mask", across, f"attention_mask lets a position read another document than {names[0]} says")
-            self.checked.append(f"mask: its pairs stay within the documents of {names[0]}")
-            return
-        if reading.mask is None:
-            return
-        if "attention_mask" in names:
+            message = f"attention_mask lets a position read another document than {names[0]} says"
+            self.add("mask", across, message, f"mask: its pairs stay within the documents of {names[0]}")
+        elif "attention_mask" in names:
             self.notes.append(
                 "attention_mask numbers documents; transformers reads every number as 1 and lets them mix, unless the "
                 "trainer patches it"
             )
-        elif self.family.transformers or not self.family.name:
+        elif reading.mask is not None and (self.family.transformers or not self.family.name):
             message = (
                 f"{names[0]} begins a document, but with a 2D attention_mask transformers does not keep them apart "
                 "(SDPA, eager, Flex): leave attention_mask out, or pass a mask of pairs"
             )
-            self.add("mask", reading.starts[names[0]], message)
-            self.checked.append("mask: none that switches packing off")
+            self.add("mask", reading.starts[names[0]], message, "mask: none that switches packing off")
 
     def _padding(self) -> None:
         reading = self.reading
         if reading.labels is not None or reading.targets is not None:
             if reading.mask is not None or reading.allow is not None or self.family.pad is not None:
-                there = supervised(reading, 0)
-                self.add(
-                    "padding", there & ~reading.real, f"a label on padding: set it to {IGNORED} where nothing is real"
-                )
-                self.checked.append("padding: has no labels")
+                message = f"a label on padding: set it to {IGNORED} where nothing is real"
+                self.add("padding", supervised(reading, 0) & ~reading.real, message, "padding: has no labels")
             else:
                 why = "there is no mask, and no configuration says which id pads"
                 self.unchecked.append(("labels on padding", why))
@@ -204,16 +197,15 @@ class _Lint(Findings):
                 self.unchecked.append(("whether attention_mask covers all padding", "the padding id is not known"))
             else:
                 message = "attention_mask is 1 on padding: the model reads it"
-                self.add("mask", reading.padding & (reading.mask != 0), message)
-                self.checked.append("mask: covers the padding")
+                self.add("mask", reading.padding & (reading.mask != 0), message, "mask: covers the padding")
         elif reading.allow is None and reading.padding.any():
             read = reading.padding
             if reading.positions is not None:  # each of them a document, as TRL pads what it packs
                 read = read & (reading.positions != 0)
             if self.family.causal is not False:  # what is behind them all is read by none
                 read = read.long().cumprod(-1) > 0
-            self.add("mask", read, "padding without an attention_mask: real positions read it")
-            self.checked.append("mask: no padding that is read")
+            message = "padding without an attention_mask: real positions read it"
+            self.add("mask", read, message, "mask: no padding that is read")
 
     def _answers(self) -> None:
         """Every sequence, document and answer has labels, up to the token that ends it."""
@@ -222,11 +214,8 @@ class _Lint(Findings):
             return
         there = supervised(reading, labels.shift or 0)
         if not there.any():
-            self.add(
-                "unsupervised",
-                torch.arange(there.numel()).view_as(there) == 0,
-                "no label in the whole batch: there is nothing to learn",
-            )
+            first = torch.arange(there.numel()).view_as(there) == 0
+            self.add("unsupervised", first, "no label in the whole batch: there is nothing to learn")
             return
         if labels.masked:
             self.checked.append("answers: the batch has labels")
@@ -240,8 +229,8 @@ class _Lint(Findings):
                 for document in ((has == 0) & (size > 1)).nonzero().flatten().tolist():
                     silent[row, int(((documents == document) & real).nonzero()[0])] = True
             what = "document" if reading.starts else "sequence"
-            self.add("unsupervised", silent, f"a {what} without any label: was its answer cut off, or not recognised?")
-            self.checked.append(f"answers: every {what} has labels")
+            message = f"a {what} without any label: was its answer cut off, or not recognised?"
+            self.add("unsupervised", silent, message, f"answers: every {what} has labels")
         if reading.labels is None or self.family.decoder:
             return
         follows = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
@@ -249,8 +238,8 @@ class _Lint(Findings):
             inside = reading.answers & reading.real & (follows if labels.shift == 1 else reading.answers)
             there = reading.labels != IGNORED
             self.add("unsupervised", inside & ~there, "a token of an answer without a label")
-            self.add("prompt", there & ~reading.answers, "a label outside of the answers")
-            self.checked.append("answers: labels are where the batch's mask of answers is")
+            checked = "answers: labels are where the batch's mask of answers is"
+            self.add("prompt", there & ~reading.answers, "a label outside of the answers", checked)
         if not self.family.ends:
             self.unchecked.append(("the token that ends an answer", "no configuration says which id that is"))
         elif reading.ids is not None and labels.shift == 1 and labels.offset == 0:
@@ -258,8 +247,7 @@ class _Lint(Findings):
             ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real
             silent = ends & before & follows & (reading.labels == IGNORED)
             message = "an answer is supervised, but not the token that ends it: the model will not learn to stop"
-            self.add("unsupervised", silent, message)
-            self.checked.append("answers: the token that ends one has its label")
+            self.add("unsupervised", silent, message, "answers: the token that ends one has its label")
 
     def _positions(self) -> None:
         reading = self.reading

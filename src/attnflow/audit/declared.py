@@ -20,13 +20,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import (
-    DOCUMENT_ARGUMENTS,
-    allowed_pairs,
-    documents,
-    masks_by_layer,
-    real_positions,
-)
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, masks_by_layer, real_positions
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
@@ -87,9 +81,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
     for mask in masks:
         if (mask.num_queries, mask.num_keys) != (inputs.size, inputs.size):
             parts = " + ".join(f"{slot.length} of {slot.title}" for slot in inputs.slots)
-            raise ValueError(
-                f"expected an order over {inputs.size} positions ({parts}), got a mask of shape {mask.shape}"
-            )
+            raise ValueError(f"expected an order over {inputs.size} positions ({parts}), got a mask {mask.shape}")
         if isinstance(mask, MaskGrid) and mask.shape[0] not in (1, inputs.batch):
             raise ValueError(f"expected an order for {inputs.batch} sequences, got {mask!r}")
     dense = {id(mask): mask.dense().any(1) if isinstance(mask, MaskGrid) else mask.dense()[None] for mask in masks}
@@ -102,6 +94,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
 
 
 def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
+    """(whether there is one for all layers, the masks)."""
     if isinstance(order, Mask | MaskGrid):
         return True, (order,)
     if isinstance(order, Flow):
@@ -185,7 +178,9 @@ class _Stack:
         from attnflow.models.mask_request import asks_causal, pairs_asked
 
         asked = pairs_asked(request)
-        real = _real(request, self.length)
+        real = torch.ones(1, self.length, dtype=torch.bool)  # no padding, by the request itself
+        if request.padding is not None and request.padding.shape[-1] == self.length:
+            real = request.padding.bool().cpu()
         within = asked & self.base
         if (self.base & real[:, None, :] & real[:, :, None] & ~within).any():
             allow, label = within, self._narrowed(kind, within, real)
@@ -209,8 +204,16 @@ class _Stack:
                 return self.base, ""
             return self.base & (self.distance < self.window), f"window {self.window}"
         if kind == "chunked_attention":
-            return self.base & _same_chunk(self.chunk, self.length, self.inputs), f"chunks of {self.chunk}"
+            return self.base & self._same_chunk(), f"chunks of {self.chunk}"
         raise _unknown(self.model, f"its layer type {kind!r} is not known")
+
+    def _same_chunk(self) -> Tensor:
+        mask = self.inputs.kwargs.get("attention_mask")
+        left = torch.zeros(1, dtype=torch.int64)
+        if isinstance(mask, Tensor) and mask.ndim == 2:  # chunks are counted from the first real token
+            left = (mask.cpu().cumsum(-1) == 0).sum(-1)
+        index = (torch.arange(self.length) - left[:, None]) // (self.chunk or self.length)
+        return index[:, :, None] == index[:, None, :]
 
     def _narrowed(self, kind: str | None, within: Tensor, real: Tensor) -> str:
         if kind == "chunked_attention":
@@ -277,22 +280,6 @@ def _kinds(config: Any) -> tuple[str, ...] | None:
         if isinstance(value, list | tuple) and value:
             return tuple(str(kind) for kind in cast(Sequence[object], value))
     return None
-
-
-def _real(request: MaskRequest, n: int) -> Tensor:
-    """Which positions are no padding, by the request itself: bool [1 or batch, n]."""
-    if request.padding is None or request.padding.shape[-1] != n:
-        return torch.ones(1, n, dtype=torch.bool)
-    return request.padding.bool().cpu()
-
-
-def _same_chunk(chunk: int | None, n: int, inputs: Inputs) -> Tensor:
-    mask = inputs.kwargs.get("attention_mask")
-    left = torch.zeros(1, dtype=torch.int64)
-    if isinstance(mask, Tensor) and mask.ndim == 2:  # chunks are counted from the first real token
-        left = (mask.cpu().cumsum(-1) == 0).sum(-1)
-    index = torch.div(torch.arange(n)[None] - left[:, None], chunk or n, rounding_mode="floor")
-    return index[:, :, None] == index[:, None, :]
 
 
 def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:

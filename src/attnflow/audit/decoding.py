@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -106,7 +105,11 @@ class SteppedRunner(Runner):
                     f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
                 )
             if encoder:
-                state["encoder_outputs"] = _encoder_output(_entry(output, "encoder_last_hidden_state"))
+                state["encoder_outputs"] = (_entry(output, "encoder_last_hidden_state"),)
+                if "transformers" in sys.modules:
+                    from attnflow.audit.hf.decoding import encoder_output
+
+                    state["encoder_outputs"] = encoder_output(*state["encoder_outputs"])
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
@@ -150,14 +153,6 @@ def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> d
     return part
 
 
-def _encoder_output(hidden: Any) -> Any:
-    if "transformers" not in sys.modules:
-        return (hidden,)
-    from attnflow.audit.hf.decoding import encoder_output
-
-    return encoder_output(hidden)
-
-
 def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
@@ -170,12 +165,9 @@ class Comparison:
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
-        self.model, self.inputs, self.seed = model, inputs, seed
-        self.watch: Watched = watch
         self.passes = 0  # so far
-        self._full: dict[torch.dtype, Recording] = {}
         self._runner = Runner(model, inputs, watch, seed)
-        self.dtype = self._runner.dtype
+        self._full: dict[torch.dtype, Recording] = {}
 
     def of(self, path: DecodingPath) -> Violation | str | None:
         """The first module that differs from the full forward; the reason, of a path that this model does not have.
@@ -183,9 +175,10 @@ class Comparison:
         What differs inside, and neither where a layer nor where the model puts it out, is no mistake: rotations by
         position under padding, of models that take no positions.
         """
-        other = other_precision(self.dtype)
+        model, dtype = self._runner.model, self._runner.dtype
+        other = other_precision(dtype)
         try:
-            own, stepped = self._run(None), self._run(path)
+            own, stepped = self._run(None, dtype), self._run(path, dtype)
         except (*REFUSALS, UnsupportedArchitecture) as error:  # not every model has every path
             if path.name == "cached":  # it was asked for
                 raise
@@ -194,8 +187,8 @@ class Comparison:
             exact, exactly = self._run(None, other), self._run(path, other)
         except (*REFUSALS, UnsupportedArchitecture) as error:
             raise UnsupportedArchitecture(
-                f"{type(self.model).__name__} does not run in {other}, so rounding cannot be told from a mistake of "
-                f"its cache ({error}); audit it with cache=False"
+                f"{type(model).__name__} does not run in {other}, so rounding cannot be told from a mistake of its "
+                f"cache ({error}); audit it with cache=False"
             ) from error
         ends = {key for key in stepped if key.side == "out" and self._runner.is_end(key)}
         violation: Violation | None = None
@@ -206,7 +199,7 @@ class Comparison:
             whole, reference, again = own.get(first), exact.get(first), exactly.get(key)
             if whole is None or reference is None or again is None or _of_pairs(whole):
                 continue
-            beyond = _beyond(event, whole, reference, again, path.pads, self.dtype, other)
+            beyond = _beyond(event, whole, reference, again, path.pads, dtype, other)
             if beyond is None:
                 continue
             row, target, change = beyond
@@ -216,21 +209,18 @@ class Comparison:
                 return violation
         return None
 
-    def _run(self, path: DecodingPath | None, dtype: torch.dtype | None = None) -> Recording:
-        if path is None and (dtype or self.dtype) in self._full:
-            return self._full[dtype or self.dtype]
-        inputs = self.inputs if path is None else _padded(self.model, self.inputs, path.pads)
-        with precision(self.model, dtype) if dtype is not None else nullcontext():
-            call = inputs.in_precision(dtype)
-            runner = (
-                Runner(self.model, call, self.watch, self.seed)
-                if path is None
-                else SteppedRunner(self.model, call, self.watch, self.seed, path)
-            )
+    def _run(self, path: DecodingPath | None, dtype: torch.dtype) -> Recording:
+        if path is None and dtype in self._full:
+            return self._full[dtype]
+        runner, own = self._runner, dtype == self._runner.dtype
+        inputs = runner.inputs if path is None else _padded(runner.model, runner.inputs, path.pads)
+        with precision(runner.model, None if own else dtype):
+            call = runner.model, inputs if own else inputs.in_precision(dtype), runner.watch, runner.seed
+            runner = Runner(*call) if path is None else SteppedRunner(*call, path)
             recording = runner.record(runner.inputs.base)
         self.passes += runner.passes
         if path is None:
-            self._full[dtype or self.dtype] = recording
+            self._full[dtype] = recording
         return recording
 
 

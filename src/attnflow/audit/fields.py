@@ -85,12 +85,8 @@ def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
     Changing the set S tests all pairs (i, j) with j in S and F[i] disjoint from S. Sets are taken greedily from
     complements of receptive fields (cuts, for a causal order), dyadic blocks and single positions; for a causal order
     of n positions, n - 1 cuts test every pair. Where fields grow from layer to layer (sliding windows), pairs are
-    tested and counted at up to six depths.
-
-    Args:
-        fields: the declared receptive fields.
-        seen: {depth: bool [n]}, the positions that some module shows at that depth (a decoder's start late).
-        passes: how many sets.
+    tested and counted at up to six depths. `seen` is {depth: bool [n]}, the positions that some module shows at that
+    depth (a decoder's start late).
     """
     depths = _stages(fields, seen)
     rows = fields.at(depths[-1]).shape[0]
@@ -111,12 +107,8 @@ def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
 
 def batch_sets(batch: int, size: int) -> list[Tensor]:
     """2 ceil(log2 batch) sets of whole sequences; for any two sequences, some set holds the first and not the other."""
-    rows, sets = torch.arange(batch), []
-    for bit in range((batch - 1).bit_length()):
-        for value in (0, 1):
-            side = (rows >> bit & 1) == value
-            sets.append(side[:, None].expand(-1, size).clone())
-    return sets
+    bits = [torch.arange(batch) >> bit & 1 for bit in range((batch - 1).bit_length())]
+    return [(side == value)[:, None].repeat(1, size) for side in bits for value in (0, 1)]
 
 
 def _stages(fields: Fields, seen: Mapping[int, Tensor]) -> list[int]:
@@ -157,14 +149,9 @@ def _candidates(stages: Sequence[Tensor], limit: int) -> Bool[Tensor, "sets n"]:
     size = stages[0].shape[0]
     cuts = [~row for field in reversed(stages) for row in field]
     singles = list(torch.eye(size, dtype=torch.bool))
-    blocks: list[Tensor] = []
-    width = 2
-    while width < size:
-        for start in range(0, size, width):
-            block = torch.zeros(size, dtype=torch.bool)
-            block[start : start + width] = True
-            blocks.append(block)
-        width *= 2
+    widths = [1 << bit for bit in range(1, (size - 1).bit_length())]
+    place = torch.arange(size)
+    blocks = [place // width == start for width in widths for start in range(-(-size // width))]
     pool = {tuple(candidate.tolist()): candidate for candidate in (*cuts, *singles, *blocks) if candidate.any()}
     sets = list(pool.values())
     if len(sets) > limit:

@@ -38,22 +38,14 @@ class Guard(Handle):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        every: int | None,
-        on_leak: str,
-        order: Order,
-        passes: int,
-        sequences: int,
+        self, model: nn.Module, every: int | None, on_leak: str, order: Order, passes: int, sequences: int
     ) -> None:
         super().__init__(model)
         self.reports: list[AuditReport] = []
         self.refusals: dict[int, str] = {}
-        self._every, self._on_leak = every, on_leak
+        self._every, self._on_leak, self._passes, self._sequences = every, on_leak, passes, sequences
         self._order: Order = order
-        self._passes, self._sequences = passes, sequences
-        self._calls = 0
-        self._busy = False
+        self._calls, self._busy = 0, False
         self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     @property
@@ -84,14 +76,13 @@ class Guard(Handle):
         finally:
             self._busy = False
         self.reports.append(report)
+        if self._on_leak == "raise":
+            report.raise_if_leaks()
         cost = f"{report.forward_passes} passes in {report.seconds:.1f} s"
-        if not report.violations:
-            verdict = "no leak" if report.ok else report.verdict
-            _LOG.info("call %d: %s (%s; %s)", call, verdict, report.order, cost)
-        elif self._on_leak == "log":
+        if report.violations:
             _LOG.warning("call %d leaks (%s): %s", call, cost, report.violations[0])
         else:
-            report.raise_if_leaks()
+            _LOG.info("call %d: %s (%s; %s)", call, report.verdict, report.order, cost)
 
     def _audit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AuditReport:
         call = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
@@ -110,17 +101,16 @@ class Guard(Handle):
         name = type(self.model).__name__
         if not self._calls:
             return f"guard of {name}: no call yet"
-        leaks = [report for report in self.reports if report.violations]
-        refused = f"{plural(len(self.refusals), 'call')} could not be audited"
-        clean = [report for report in self.reports if report.ok]
-        idle = "NOTHING TESTED" if self.reports else "NOTHING AUDITED"
-        parts = [f"LEAK: {leaks[0].violations[0]}" if leaks else "no leak" if clean else idle]
+        leaks = [f"LEAK: {report.violations[0]}" for report in self.reports if report.violations]
+        clean = ["no leak" for report in self.reports if report.ok]
+        parts = [*leaks, *clean, "NOTHING TESTED" if self.reports else "NOTHING AUDITED"][:1]
         if self.reports:
             passes = sum(report.forward_passes for report in self.reports)
             audits = f"{len(self.reports)} of {plural(self._calls, 'call')} audited"
             parts.append(f"{audits} in {passes} forward passes, {self.seconds:.1f} s")
             parts.append(self.reports[-1].order)
         if self.refusals:
+            refused = f"{plural(len(self.refusals), 'call')} could not be audited"
             parts.append(f"{refused}: {next(iter(self.refusals.values()))}")
         return f"guard of {name}: {'; '.join(parts)}"
 
@@ -169,27 +159,19 @@ def guard(
 
 
 def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | None = None) -> dict[str, Any]:
-    """The call of a batch without what is there for the loss alone, on its first sequences.
-
-    Args:
-        model: an encoder-decoder makes its decoder's inputs of the labels.
-        batch: keyword arguments of the model.
-        sequences: how many; None for all.
-    """
+    """The call of a batch without what is there for the loss alone, on its first sequences or on all (None)."""
     call = dict(batch)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
-    if callable(shifted) and call.get("labels") is not None and not decoder:
+    if callable(shifted) and call.get("labels") is not None and not decoder:  # made of the labels
         call["decoder_input_ids"] = shifted(labels=call["labels"])
     if call.get("fused_lm_head"):  # TRL's loss without logits: its forward needs labels, and runs without a cache
         call["use_cache"] = False
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor) and value.ndim > 1}
-    batch_size = next((len(value) for name, value in tensors.items() if name != "position_ids"), 0)
+    size = next((len(value) for name, value in tensors.items() if name != "position_ids"), 0)
     if sequences is None or any("pixel" in name or "image" in name for name in tensors):
-        sequences = batch_size  # images belong to the batch, not to its rows
-    return {
-        name: _rows(name, value, batch_size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS
-    }
+        sequences = size  # images belong to the batch, not to its rows
+    return {name: _rows(name, value, size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS}
 
 
 def _of_first(order: Order, sequences: int) -> Order:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from attnflow.models.loaded import Loaded, special_ids
+from attnflow.models.loaded import Loaded, special_ids, tokenized
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -133,11 +134,8 @@ class Inputs:
         """The same call with floating-point tensors in `dtype`."""
         if dtype is None:
             return self
-        cast_kwargs = {
-            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-            for name, value in self.kwargs.items()
-        }
-        return replace(self, kwargs=cast_kwargs)
+        floating = {n: v for n, v in self.kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+        return replace(self, kwargs=self.kwargs | {name: value.to(dtype) for name, value in floating.items()})
 
     def without_cache(self, model: nn.Module) -> Inputs:
         """The same call that makes no cache, unless it says so itself."""
@@ -152,23 +150,17 @@ def read(
     """`inputs` as keyword arguments, with a slot for each argument that holds a value per position."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has parameters on the meta device: load its weights before an audit")
-    if isinstance(inputs, str):
-        if tokenizer is None:
-            raise ValueError(
-                "a text needs a tokenizer: pass what af.load_model returned in place of the model, or token ids in "
-                "place of the text"
-            )
-        inputs = cast(Mapping[str, Any], tokenizer(inputs, return_tensors="pt"))
-    elif isinstance(inputs, Sequence):
-        inputs = _ids(inputs)
-    if isinstance(inputs, Tensor):
-        kwargs: dict[str, Any] = {_first_name(model, inputs): inputs}
-    elif isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        kwargs = dict(inputs)
+    given = tokenized(inputs, tokenizer)
+    if isinstance(given, Sequence):
+        given = _ids(cast(Sequence[Any], given))
+    if isinstance(given, Tensor):
+        kwargs: dict[str, Any] = {_first_name(model, given): given}
+    elif isinstance(given, Mapping):
+        kwargs = dict(cast(Mapping[str, Any], given))
     else:
         raise TypeError(
             "expected a text, token ids or a dict of keyword arguments for the model's forward, got "
-            f"{type(inputs).__name__}"
+            f"{type(given).__name__}"
         )
     tensors = {name: _checked(model, name, kwargs[name]) for name in _slot_names(model, kwargs)}
     batched = all(tensor.ndim - int(tensor.is_floating_point()) > 1 for tensor in list(tensors.values())[:1])
@@ -179,9 +171,7 @@ def read(
     for name, tensor in tensors.items():
         length = tensor.shape[int(batched)]
         if length == 0 or sizes[name] == 0:
-            raise ValueError(
-                f"{name} is empty: expected at least one sequence of one position, got {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{name} is empty, {tuple(tensor.shape)}: expected at least one sequence of one position")
         slots.append(Slot(name, length, sum(slot.length for slot in slots)))
     ids = [tensor for tensor in tensors.values() if not tensor.is_floating_point()]
     pool = _pool(model, ids) if ids else torch.arange(0)
@@ -192,25 +182,15 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
     """Arguments of the model's forward: the tokens, and the same tokens reversed as a second sequence of the batch.
 
     With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides. At most
-    `limit` tokens are read.
-
-    Raises:
-        ValueError: fewer than two tokens, token ids outside of the vocabulary, or a text without a tokenizer.
+    `limit` tokens are read. A `ValueError` if they are fewer than two.
     """
-    model: Any = loaded.model
     if isinstance(inputs, str):
-        if loaded.tokenizer is None:
-            raise ValueError("a text needs the model's tokenizer, and none is loaded: give token ids")
-        inputs = loaded.tokenizer(inputs, truncation=limit is not None, max_length=limit)["input_ids"]
+        inputs = cast(Any, loaded.tokenizer)(inputs, truncation=limit is not None, max_length=limit)["input_ids"]
     ids = [int(token) for token in inputs][:limit]
     if len(ids) < 2:
         raise ValueError(f"expected at least 2 tokens, got {len(ids)}: nothing can flow")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
-    if beyond is not None:
-        raise ValueError(f"token ids of this model lie in [0, {vocabulary}), got {beyond}")
     tokens = torch.tensor([ids, ids[::-1]])
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(loaded.model.config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-1]}  # an audit tells them by their lengths
     return {"input_ids": tokens}
 
@@ -249,9 +229,7 @@ def _ids(inputs: Sequence[Any]) -> Tensor:
 def _first_name(model: nn.Module, tensor: Tensor) -> str:
     parameters = _parameters(model)
     usual = "inputs_embeds" if tensor.is_floating_point() else "input_ids"
-    if usual in parameters or not parameters:
-        return usual
-    return parameters[0]
+    return usual if usual in parameters or not parameters else parameters[0]
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -263,10 +241,9 @@ def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     encoder = [name for name in _ENCODER if kwargs.get(name) is not None]
     decoder = [name for name in _DECODER if kwargs.get(name) is not None]
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False) and hasattr(model, "decoder") | hasattr(model, "get_decoder"):
-        needs = accepts(model.forward, "decoder_input_ids")
-        if needs and not decoder:
-            raise ValueError("an encoder-decoder needs decoder_input_ids beside input_ids: the audit covers both")
+    both = getattr(config, "is_encoder_decoder", False) and hasattr(model, "decoder") | hasattr(model, "get_decoder")
+    if both and not decoder and accepts(model.forward, "decoder_input_ids"):
+        raise ValueError("an encoder-decoder needs decoder_input_ids beside input_ids: the audit covers both")
     if len(encoder) > 1 or len(decoder) > 1:
         raise ValueError(f"pass either ids or embeddings, got {encoder + decoder}")
     if encoder or decoder:
@@ -314,19 +291,16 @@ def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
     special = special_ids((getattr(model, "config", None), config), ("_token_id", "_token_index"))
     pool = torch.tensor([token for token in range(size) if token not in special], dtype=torch.int64)
     if len(pool) < 2:
-        raise ValueError(
-            f"expected at least two ordinary token ids to swap, got a vocabulary of {size}; pass embeddings"
-        )
+        raise ValueError(f"expected two ordinary token ids to swap, got a vocabulary of {size}; pass embeddings")
     return pool
 
 
 def embedding_table(model: nn.Module) -> nn.Embedding | None:
     """The table of token embeddings."""
     getter = getattr(model, "get_input_embeddings", None)
-    if callable(getter):
-        try:
-            module = getter()
-        except (NotImplementedError, AttributeError):  # what getters of classes without a table raise
-            module = None
+    if not callable(getter):
+        return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    with suppress(NotImplementedError, AttributeError):  # what getters of classes without a table raise
+        module = getter()
         return module if isinstance(module, nn.Embedding) else None
-    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    return None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow._core.plain import as_list, read_json
+from attnflow._core.plain import as_list
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.inputs import Inputs, read
@@ -125,8 +125,7 @@ class MeasuredOrder(Result):
     def to_dict(self) -> dict[str, object]:
         """All fields; flows as their own `to_dict` writes them."""
         head: dict[str, object] = {"attnflow": type(self).__name__, "version": self.version}
-        fields = {name: value for name, value in vars(self).items() if name != "flows"}
-        return {**head, **fields, "flows": [flow.to_dict() for flow in self.flows]}
+        return {**head, **vars(self), "flows": [flow.to_dict() for flow in self.flows]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> MeasuredOrder:
@@ -137,10 +136,6 @@ class MeasuredOrder(Result):
             raise ValueError(f"a saved MeasuredOrder is damaged: it has no {missing[0]}")
         flows = as_list(content.pop("flows"), "flows")
         return cls(**cast(dict[str, Any], content), flows=tuple(Flow.from_dict(cast(Any, flow)) for flow in flows))
-
-    def rows(self) -> list[dict[str, object]]:
-        """One row for each sequence: its positions, layers and depth."""
-        return [{"positions": flow.size, "layers": flow.num_layers, "depth": flow.depth} for flow in self.flows]
 
     def __repr__(self) -> str:
         return f"<MeasuredOrder of {self.model}, {self.flows[0].size} positions>"
@@ -184,48 +179,24 @@ def record(
         else:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{name} is {kind}: a golden file holds integers exactly; pass token ids")
-    measured: object = measure(model, call, by=by, seed=seed, progress=progress)
-    flows = cast(Sequence[Flow], measured if isinstance(measured, list) else [measured])
+    measured = measure(model, call, by=by, seed=seed, progress=progress)
+    versions: dict[str, str] = {}
+    for name in ("attnflow", "torch", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return MeasuredOrder(
         model=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         inputs=saved,
         by=by,
-        flows=tuple(flows),
+        flows=(measured,) if isinstance(measured, Flow) else tuple(measured),
         backend=str(getattr(getattr(module, "config", None), "_attn_implementation", None) or ""),
-        versions=_versions(),
+        versions=versions,
     )
 
 
-def load_order(path: Path) -> MeasuredOrder:
-    """A golden file.
-
-    Raises:
-        ValueError: it cannot be read, or holds something else.
-    """
-    values = read_json(path)
-    try:
-        return MeasuredOrder.from_dict(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; make one with attnflow audit MODEL --save {path}") from error
-
-
-def _versions() -> dict[str, str]:
-    versions: dict[str, str] = {}
-    for name in ("attnflow", "torch", "transformers"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 def _measured(model: nn.Module, inputs: Inputs, by: By, seed: int, progress: Progress | None) -> Flow | list[Flow]:
-    def say(done: int) -> None:
-        if progress is not None:
-            progress(done, inputs.size, "measure")
-
-    end_to_end = _of_samples(_by_change(_Whole(model, inputs, seed), inputs, say), inputs)
+    end_to_end = _of_samples(_by_change(_Whole(model, inputs, seed), inputs, progress), inputs)
     if by == "output":
         flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
         return flows if len(flows) > 1 else flows[0]
@@ -303,7 +274,7 @@ class _Whole:
         return outputs
 
 
-def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, say: Callable[[int], None] | None = None) -> Tensor:
+def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progress | None = None) -> Tensor:
     """bool [batch, n, n]: the output at i moves when the input at j changes.
 
     Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
@@ -313,8 +284,8 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, say: Callable[[i
     doubtful: dict[tuple[int, int], dict[int, Tensor]] = {}
     small = math.sqrt(torch.finfo(subject.dtype).eps)
     for column in subject.columns:
-        if say is not None:
-            say(column)
+        if progress is not None:
+            progress(column, inputs.size, "measure")
         for sample in range(SAMPLES):
             after = subject.outputs(None, column, sample)
             for offset, values in base.items():

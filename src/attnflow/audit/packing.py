@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
@@ -25,7 +24,6 @@ DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
 class Packing:
     """Where documents begin."""
 
-    real: Tensor  # bool [batch, n], no padding
     # {argument: bool [batch, n], where it begins a document of a sequence, but for the first one}, the most explicit
     # argument first; only of arguments that speak of documents
     starts: Mapping[str, Tensor]
@@ -43,15 +41,9 @@ def read_packing(
     """Boundaries of a flattened batch, numbers of documents, a 2D mask that counts, and position ids that go back.
 
     A document is a run of positions, with or without padding inside: a number that comes again is another document, as
-    it is for a recurrent state.
-
-    Args:
-        arguments: what a model is called with.
-        real: bool [batch, n], no padding.
-        mask: the 2D attention mask [batch, n].
-        positions: [batch, n], or [axes, batch, n]; the first axis is time.
-        from_lowest: whether a document has the lowest position of its sequence at its start: layouts under a mask of
-            pairs go back anywhere.
+    it is for a recurrent state. `mask` is the 2D attention mask; of `positions` [axes, batch, n] the first is time.
+    With `from_lowest` a document has the lowest position of its sequence at its start: layouts under a mask of pairs go
+    back anywhere.
     """
     starts: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -79,7 +71,7 @@ def read_packing(
     back = None if positions is None else _back(positions, real, from_lowest)
     if back is not None and back.any():
         starts["position_ids"] = back
-    return Packing(real, starts, tuple(problems))
+    return Packing(starts, tuple(problems))
 
 
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
@@ -115,11 +107,8 @@ def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
 def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     """bool [batch or 1, n, n], the pairs that a mask allows in any head and layer; None of a mask of positions.
 
-    Args:
-        mask: a `BlockMask`, a tensor of 0 and 1 or bool, an additive one with 0 for allowed, or the row intervals of
-            `af.masks.batch`; or one of these for each layer, as an `af.tasks.Collator` gives them.
-        batch: number of sequences.
-        n: number of positions.
+    A mask is a `BlockMask`, a tensor of 0 and 1 or bool, an additive one with 0 for allowed, or the row intervals of
+    `af.masks.batch`; or one of these for each layer, as an `af.tasks.Collator` gives them.
     """
     if isinstance(mask, BlockMask):
         mask = computed_pairs(mask)
@@ -151,24 +140,19 @@ def computed_pairs(blocks: BlockMask) -> Tensor:
 
     Cost: the dense mask in memory.
     """
-    num_queries, num_keys = blocks.seq_lengths
-    batch, heads = blocks.shape[:2]
-    tall, wide = blocks.BLOCK_SIZE
-    device = blocks.kv_indices.device
-    q, k = torch.arange(num_queries, device=device)[:, None], torch.arange(num_keys, device=device)[None, :]
-    allow = torch.zeros(batch, heads, num_queries, num_keys, dtype=torch.bool)
-    for b, h in product(range(batch), range(heads)):
-        place = torch.tensor(b, device=device), torch.tensor(h, device=device)
-        inside = blocks.mask_mod(*place, q, k).cpu().expand(num_queries, num_keys)
-        lists = [(blocks.kv_num_blocks, blocks.kv_indices, inside)]
-        if blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None:
-            lists.append((blocks.full_kv_num_blocks, blocks.full_kv_indices, torch.ones_like(inside)))
-        for counts, indices, pairs in lists:
-            for row, count in enumerate(counts[b, h].tolist()):
-                for column in indices[b, h, row, :count].tolist():
-                    part = slice(row * tall, (row + 1) * tall), slice(column * wide, (column + 1) * wide)
-                    allow[b, h][part] |= pairs[part]
-    return allow
+    (queries, keys), (tall, wide), device = blocks.seq_lengths, blocks.BLOCK_SIZE, blocks.kv_indices.device
+
+    def listed(counts: Tensor, indices: Tensor) -> Tensor:
+        columns = indices.new_full((*counts.shape, -(-keys // wide) + 1), 0)  # the last one takes what is not listed
+        valid = torch.arange(indices.shape[-1], device=device) < counts[..., None]
+        columns.scatter_(-1, indices.long().where(valid, columns.shape[-1] - 1), 1)
+        return columns.repeat_interleave(tall, 2).repeat_interleave(wide, 3)[..., :queries, :keys] > 0
+
+    allow = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    allow &= create_mask(blocks.mask_mod, *blocks.shape[:2], queries, keys, str(device))
+    if blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None:
+        allow |= listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    return allow.cpu()
 
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:

@@ -47,8 +47,7 @@ class Prober:
     """Perturbs the inputs of one runner and compares every event with the unperturbed pass.
 
     Comparison is exact where two runs on the same inputs agree exactly. A change that the order forbids is looked at
-    in a second floating-point precision (see `is_leak`): a mixture of experts batches its tokens differently, so that
-    rounding moves rows that nothing leaks into.
+    in a second floating-point precision (see `is_leak`): the rounding of a mixture of experts moves rows, too.
     """
 
     def __init__(self, runner: Runner, fields: Fields, seed: int, base: Recording | None = None) -> None:
@@ -86,9 +85,8 @@ class Prober:
             for moved in (*first, *again):
                 key = moved.event.key
                 self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
-        everything = torch.ones(inputs.batch, inputs.size, dtype=torch.bool)
         with torch.no_grad():
-            self.runner.run(inputs.changed(everything, inputs.draw(self.generator)), lambda event: None)
+            self.runner.run(inputs.changed(self._every(True), inputs.draw(self.generator)), lambda event: None)
         after = self._differences(inputs.base)
         self.stateful = after[0] if after else None
 
@@ -132,9 +130,11 @@ class Prober:
         change = float(self.stateful.change.max())
         return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.path)
 
+    def _every(self, value: bool) -> Tensor:
+        return torch.full((self.runner.inputs.batch, self.runner.inputs.size), value)
+
     def _differences(self, call: Call) -> list[Moved]:
-        everything = torch.ones(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
-        moves: list[Moved] = []
+        everything, moves = self._every(True), list[Moved]()
         with torch.no_grad():
             self.runner.run(call, lambda event: self._compare(event, everything, moves))
         return moves
@@ -176,7 +176,7 @@ class Prober:
         ends = {key for key in self.base if self.runner.is_end(key)}
         if not ends:
             return moves
-        reached = torch.zeros(self.runner.inputs.batch, self.runner.inputs.size, dtype=torch.bool)
+        reached = self._every(False)
         for moved in moves:
             if moved.event.key in ends:
                 reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]] |= moved.change > 0

@@ -105,10 +105,8 @@ def missing_pairs(
     """Pairs (target, source) of attention layers that are allowed, and whose source moves the target in no sample.
 
     Each layer call is replayed alone, from its own input, in float64; a change counts from one unit in the last place
-    of its row. All positions and three samples if `thorough`, else a few positions and one.
-
-    Returns:
-        One violation for each layer, and notes: why layers were not asked, and unless `thorough` the first violation.
+    of its row. All positions and three samples if `thorough`, else a few positions and one. One violation for each
+    layer, and notes: why layers were not asked, and unless `thorough` the first violation.
     """
     violations: list[Violation] = []
     notes: list[str] = []

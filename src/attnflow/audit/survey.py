@@ -28,7 +28,7 @@ class LayerCall:
     name: str  # its path
     index: int  # its number in its list
     shape: tuple[int, ...]  # of the first tensor that it is called with
-    spread: float  # standard deviation of that tensor, of the first call of a stack
+    spread: float = 0.0  # standard deviation of that tensor, of the first call of a stack
     # what the model asked transformers for when it made the mask that reaches the layer; None if it made none that way
     asked: MaskRequest | None = None
     masked: bool = False  # whether any mask reaches it
@@ -36,7 +36,7 @@ class LayerCall:
     @property
     def stack(self) -> str:
         """The path of the module that holds its list of layers: lists side by side are one stack."""
-        return _stack(self.name)
+        return self.name.rpartition(".")[0].rpartition(".")[0]
 
 
 @dataclass
@@ -55,8 +55,13 @@ class Survey:
 def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = None) -> Survey:
     """Run the model once, or let `run` do it, and read off what it does with its inputs."""
     layers = layer_names(model)
+    listening: AbstractContextManager[Asked | None] = nullcontext()
+    if "transformers" in sys.modules:  # else the model is not one of its own
+        from attnflow.models.mask_request import asking
+
+        listening = asking()
     seed_all(0)
-    with _asking() as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
+    with listening as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
         _ = model(**inputs.kwargs) if run is None else run()
     inputs = _positions(model, inputs, calls)
     ours = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
@@ -87,11 +92,6 @@ def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, Runne
     return seen, runner, events
 
 
-def _stack(name: str) -> str:
-    """The path of the module that holds a layer's list of layers."""
-    return name.rpartition(".")[0].rpartition(".")[0]
-
-
 class _Arrival(NamedTuple):
     """A tensor that may be a mask, at a module inside of a layer call (number of the call, or -1)."""
 
@@ -109,12 +109,12 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
 
     def enter(call: Call) -> None:
         if call.name in layers:
-            first, stack = entering(call.args, call.kwargs), _stack(call.name)
-            again = bool(calls) and calls[-1].stack == stack
-            shape = () if first is None else tuple(first.shape)
-            spread = 0.0 if first is None or again else float(first.double().std())
+            first = entering(call.args, call.kwargs)
+            layer = LayerCall(call.name, layers[call.name], () if first is None else tuple(first.shape))
+            if first is not None and not (calls and calls[-1].stack == layer.stack):
+                layer.spread = float(first.double().std())
             inside.append(len(calls))
-            calls.append(LayerCall(call.name, layers[call.name], shape, spread))
+            calls.append(layer)
         masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
         masks += [value for value in (*call.args, *call.kwargs.values()) if type(value).__name__ == "BlockMask"]
         seen.extend(_Arrival(inside[-1] if inside else -1, call.name.count("."), mask) for mask in masks)
@@ -126,14 +126,6 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
     names = [n for n, _ in model.named_modules() if n in layers or any(n.startswith(f"{each}.") for each in layers)]
     with Watch({name: model.get_submodule(name) for name in names}, enter, leave):
         yield calls, seen
-
-
-def _asking() -> AbstractContextManager[Asked | None]:
-    if "transformers" not in sys.modules:  # then the model is not one of its own
-        return nullcontext()
-    from attnflow.models.mask_request import asking
-
-    return asking()
 
 
 def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
