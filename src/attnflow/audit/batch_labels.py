@@ -95,7 +95,8 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         unchecked = [("labels", "they are classes, not tokens")]
         return Labels(words=f"{family.name}: labels are classes", unchecked=unchecked)
     if reading.targets is not None:
-        return _merged(reading, family)
+        words, why = "labels of af.tasks.Collator, where they are predicted", "af.tasks.check proves them from the task"
+        return Labels(words=words, shift=0, count=int((reading.targets != IGNORED).sum()), unchecked=[(_READ, why)])
     if reading.labels is None:
         return Labels(words=family.name or "no model given", unchecked=[("labels", "the batch has none")])
     labels = Labels(words=family.name, shift=family.shift, count=int(supervised(reading, family.shift or 0).sum()))
@@ -238,45 +239,3 @@ def _open(labels: Labels, reading: Reading) -> None:
     elif left:
         labels.notes.append(f"{left} of {count} labels stand open, as a tenth of them does in BERT's recipe")
     labels.checked.append("labels: their tokens are hidden, but for a tenth")
-
-
-def _merged(reading: Reading, family: Family) -> Labels:
-    """Labels of `af.tasks.Collator`: which data token each means is told by its place, position id and token."""
-    assert reading.targets is not None
-    labels = Labels(words="labels of af.tasks.Collator, where they are predicted", shift=0)
-    labels.count = int((reading.targets != IGNORED).sum())
-    if reading.ids is None or reading.allow is None or reading.positions is None:
-        labels.unchecked.append((_READ, "merged tasks need input_ids, position_ids and a mask of pairs"))
-        return labels
-    seen, unclear = torch.zeros_like(reading.real), 0
-    carriers = [_carriers(reading, slot) for slot in range(reading.targets.shape[-1])]
-    for row in range(len(seen)):
-        flow = analyze(from_dense(reading.allow[row])).reachability(family.layers)
-        for where, sources, missing in carriers:
-            unclear += int(missing[row].sum())
-            seen[row] |= (sources[row] & flow).any(-1) & where[row]
-    labels.add("readable", seen, "the position that predicts the label can read its token through attention_mask")
-    if unclear < labels.count:
-        labels.checked.append(f"labels: {labels.count - unclear} of {labels.count} traced to their tokens in the batch")
-    if unclear:
-        labels.unchecked.append((f"{unclear} labels", "their tokens are not inputs of the batch, or nowhere near"))
-    return labels
-
-
-def _carriers(reading: Reading, slot: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the labels of one slot: bool [batch, n] there is one; bool [batch, n, n] who carries its token; none does."""
-    assert reading.targets is not None
-    assert reading.ids is not None
-    assert reading.positions is not None
-    target, positions = reading.targets[..., slot], reading.positions
-    where = target != IGNORED
-    alone = (reading.ids[..., 1:] == IGNORED).all(-1)  # tokens that are not averages of several
-    same = (reading.ids[:, None] == target[:, :, None, None]).any(-1) & where[..., None]
-    away = positions[:, None, :] - positions[:, :, None]
-    single = same & alone[:, None, :] & reading.real[:, None, :]
-    best, most = torch.zeros_like(single), -1
-    for offset in range(slot + 2):
-        here = single & (away == offset)
-        if int(here.any(-1).sum()) > most:
-            best, most = here, int(here.any(-1).sum())
-    return where, best, where & ~best.any(-1)

@@ -69,7 +69,8 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
     if asked is not None:
         _assign(result, calls, asked, seen)
     passed = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
-    result.unused = [n for n, mask in passed.items() if not any(_shares(mask, a.mask) for a in seen)]
+    reached = {tuple(arrival.mask.shape[-2:]) for arrival in seen if isinstance(arrival.mask, Tensor)}
+    result.unused = [n for n, mask in passed.items() if tuple(mask.shape[-2:]) not in reached]
     return result
 
 
@@ -137,9 +138,7 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and target is not None:
         above = [call for call in calls if "decoder" in call.stack.split(".")]
         if not above:
-            raise UnsupportedArchitecture(
-                f"cannot tell which order {type(model).__name__} declares: no stack of layers is named decoder"
-            )
+            raise UnsupportedArchitecture(f"no stack of layers of {type(model).__name__} is named decoder: pass order=")
         parts = [(source, [call for call in calls if call not in above]), (target, above)]
     slots: list[Slot] = []
     for slot, own in parts:
@@ -184,6 +183,7 @@ class _Axes(NamedTuple):
 
 
 def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> _Axes | None:
+    """The last two neighbouring axes [batch, n] of a named slot, else those of [batch, positions, width]."""
     if named is not None:
         size = inputs.batch, named.length
         places = [p for p in range(len(shape) - 2) if shape[p : p + 2] == size]
@@ -214,11 +214,3 @@ def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence
             unmasked = [r for r in asked.without_mask() if (r.num_queries, r.num_keys) == (length, length)]
             if not call.masked and unmasked:
                 call.asked = unmasked[-1]
-
-
-def _shares(mask: object, other: object) -> bool:
-    if mask is other:
-        return True
-    if not isinstance(mask, Tensor) or not isinstance(other, Tensor):
-        return False
-    return mask.shape[-2:] == other.shape[-2:]
