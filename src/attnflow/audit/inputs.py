@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.models.loaded import Loaded, special_ids, tokenized
+from attnflow.models.loaded import special_ids, tokenized
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -176,23 +176,6 @@ def read(
     ids = [tensor for tensor in tensors.values() if not tensor.is_floating_point()]
     pool = _pool(model, ids) if ids else torch.arange(0)
     return Inputs(kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
-
-
-def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None = None) -> dict[str, Tensor]:
-    """Arguments of the model's forward: the tokens, and the same tokens reversed as a second sequence of the batch.
-
-    With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides. At most
-    `limit` tokens are read. A `ValueError` if they are fewer than two.
-    """
-    if isinstance(inputs, str):
-        inputs = cast(Any, loaded.tokenizer)(inputs, truncation=limit is not None, max_length=limit)["input_ids"]
-    ids = [int(token) for token in inputs][:limit]
-    if len(ids) < 2:
-        raise ValueError(f"expected at least 2 tokens, got {len(ids)}: nothing can flow")
-    tokens = torch.tensor([ids, ids[::-1]])
-    if getattr(loaded.model.config, "is_encoder_decoder", False):
-        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-1]}  # an audit tells them by their lengths
-    return {"input_ids": tokens}
 
 
 def config_of(model: nn.Module) -> Any:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
+from attnflow.masks.build import computed_pairs
 from attnflow.masks.rows import allowed_of_rows, is_row_intervals, num_layers_of, rows_of_layer
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
@@ -133,26 +134,6 @@ def masks_by_layer(mask: object) -> list[object]:
     if layers is None or not isinstance(mask, Tensor):
         return [mask]
     return [rows_of_layer(mask, layer) for layer in range(layers)]
-
-
-def computed_pairs(blocks: BlockMask) -> Tensor:
-    """bool [batch, heads, queries, keys]: full blocks whole, partial ones under `mask_mod`, the others not at all.
-
-    Cost: the dense mask in memory.
-    """
-    (queries, keys), (tall, wide), device = blocks.seq_lengths, blocks.BLOCK_SIZE, blocks.kv_indices.device
-
-    def listed(counts: Tensor, indices: Tensor) -> Tensor:
-        columns = indices.new_full((*counts.shape, -(-keys // wide) + 1), 0)  # the last one takes what is not listed
-        valid = torch.arange(indices.shape[-1], device=device) < counts[..., None]
-        columns.scatter_(-1, indices.long().where(valid, columns.shape[-1] - 1), 1)
-        return columns.repeat_interleave(tall, 2).repeat_interleave(wide, 3)[..., :queries, :keys] > 0
-
-    allow = listed(blocks.kv_num_blocks, blocks.kv_indices)
-    allow &= create_mask(blocks.mask_mod, *blocks.shape[:2], queries, keys, str(device))
-    if blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None:
-        allow |= listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    return allow.cpu()
 
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:

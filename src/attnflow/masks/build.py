@@ -194,6 +194,26 @@ def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
     return MaskGrid(tuple(rows), *masks[0].shape)
 
 
+def computed_pairs(block_mask: BlockMask) -> Tensor:
+    """bool [batch, heads, queries, keys] that FlexAttention computes: full blocks, partial ones under `mask_mod`.
+
+    Cost: the dense mask in memory.
+    """
+    from torch.nn.attention.flex_attention import create_mask
+
+    (queries, keys), (tall, wide), device = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.kv_indices.device
+
+    def listed(counts: Tensor, indices: Tensor) -> Tensor:
+        blocks = torch.as_tensor(_listed(counts, indices, block_mask.kv_indices.shape[-1]) > 0, device=device)
+        return blocks.repeat_interleave(tall, 2).repeat_interleave(wide, 3)[..., :queries, :keys]
+
+    allow = create_mask(block_mask.mask_mod, *block_mask.shape[:2], queries, keys, str(device))
+    allow = allow & listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        allow = allow | listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return allow.cpu()
+
+
 def _states(block_mask: BlockMask) -> npt.NDArray[np.int64]:
     """Whether each block is skipped, partial or full, int64[sequences, heads, query blocks, key blocks]."""
     columns = block_mask.kv_indices.shape[-1]

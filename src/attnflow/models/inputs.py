@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from attnflow.models.loaded import special_ids, tokenized
+from attnflow.models.loaded import Loaded, special_ids, tokenized
 
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 
@@ -41,6 +41,23 @@ def model_inputs(
         raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in named.items()}
+
+
+def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None = None) -> dict[str, Tensor]:
+    """Arguments of the model's forward: the tokens, and the same tokens reversed as a second sequence of the batch.
+
+    With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides. At most
+    `limit` tokens are read. A `ValueError` if they are fewer than two.
+    """
+    if isinstance(inputs, str):
+        inputs = cast(Any, loaded.tokenizer)(inputs, truncation=limit is not None, max_length=limit)["input_ids"]
+    ids = [int(token) for token in inputs][:limit]
+    if len(ids) < 2:
+        raise ValueError(f"expected at least 2 tokens, got {len(ids)}: nothing can flow")
+    tokens = torch.tensor([ids, ids[::-1]])
+    if getattr(loaded.model.config, "is_encoder_decoder", False):
+        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-1]}  # an audit tells them by their lengths
+    return {"input_ids": tokens}
 
 
 def sparing(model: nn.Module) -> dict[str, object]:

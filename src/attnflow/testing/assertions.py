@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
 from attnflow.audit.guards import without_loss
-from attnflow.audit.packing import computed_pairs
+from attnflow.masks.build import computed_pairs
 from attnflow.masks.mask import Mask
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow

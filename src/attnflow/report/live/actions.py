@@ -208,8 +208,9 @@ def own_mask(name: str, size: int, layer: int) -> Layer:
             "of another one run `attnflow studio MODEL`"
         )
     from attnflow.audit.declared import declared_order
-    from attnflow.audit.inputs import config_of, text_inputs
+    from attnflow.audit.inputs import config_of
     from attnflow.models import load_model, sample_text
+    from attnflow.models.inputs import text_inputs
 
     loaded = load_model(name)
     most = min(_MOST, getattr(config_of(loaded.model), "max_position_embeddings", _MOST))

@@ -14,7 +14,6 @@ from attnflow._core.markup import percent, plural, token_label
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
 from attnflow.audit.audit import check
-from attnflow.audit.inputs import text_inputs
 from attnflow.audit.report import AuditReport
 from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
@@ -22,6 +21,7 @@ from attnflow.geometry.score import score
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model, sample_text
+from attnflow.models.inputs import text_inputs
 from attnflow.models.loaded import Loaded
 from attnflow.report.audit import strips_of
 from attnflow.report.geometry import chance_bands, head_grid, rows_of
