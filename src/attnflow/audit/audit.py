@@ -172,8 +172,7 @@ class Auditor:
         prober = Prober(runner, self.fields, self.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
-        sets = batch_sets(self.call.batch, self.call.size)
-        order = self._plan().passes
+        sets, order = batch_sets(self.call.batch, self.call.size), self._plan().passes
         total = len(sets) + len(order)
         violations: list[Violation] = []
         prober.settle()
@@ -228,15 +227,13 @@ class Auditor:
 
     def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
         """Everything seen, as a report."""
-        assert self.base is not None
-        breaks = {violation.module for violation in self.violations}
+        breaks, plan = {violation.module for violation in self.violations}, self._plan()
         modules: dict[str, ModuleResult] = {}
-        for key, event in self.base.items():
+        for key, event in (self.base or {}).items():
             if key.side == "out":
                 name = key.module or type(self.model).__name__
                 status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
-        plan = self._plan()
         return AuditReport(
             violations=tuple(self.violations),
             order=order,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import torch
 from scipy.special import bdtrc
@@ -95,8 +95,7 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         unchecked = [("labels", "they are classes, not tokens")]
         return Labels(words=f"{family.name}: labels are classes", unchecked=unchecked)
     if reading.targets is not None:
-        words, why = "labels of af.tasks.Collator, where they are predicted", "af.tasks.check proves them from the task"
-        return Labels(words=words, shift=0, count=int((reading.targets != IGNORED).sum()), unchecked=[(_READ, why)])
+        return _merged(reading, family)
     if reading.labels is None:
         return Labels(words=family.name or "no model given", unchecked=[("labels", "the batch has none")])
     labels = Labels(words=family.name, shift=family.shift, count=int(supervised(reading, family.shift or 0).sum()))
@@ -239,3 +238,30 @@ def _open(labels: Labels, reading: Reading) -> None:
     elif left:
         labels.notes.append(f"{left} of {count} labels stand open, as a tenth of them does in BERT's recipe")
     labels.checked.append("labels: their tokens are hidden, but for a tenth")
+
+
+def _merged(reading: Reading, family: Family) -> Labels:
+    """Labels of `af.tasks.Collator`: which data token each means is told by its place, position id and token."""
+    labels = Labels(words="labels of af.tasks.Collator, where they are predicted", shift=0)
+    ids, positions, targets = reading.ids, reading.positions, cast(Tensor, reading.targets)
+    labels.count = int((targets != IGNORED).sum())
+    if ids is None or reading.allow is None or positions is None:
+        labels.unchecked.append((_READ, "merged tasks need input_ids, position_ids and a mask of pairs"))
+        return labels
+    flow = torch.stack([analyze(from_dense(allow)).reachability(family.layers) for allow in reading.allow])
+    alone = (ids[..., 1:] == IGNORED).all(-1) & reading.real  # tokens that are not averages of several
+    away = positions[:, None, :] - positions[:, :, None]
+    seen, unclear = torch.zeros_like(reading.real), 0
+    for slot, target in enumerate(targets.unbind(-1)):
+        there = target != IGNORED
+        same = (ids[:, None] == target[:, :, None, None]).any(-1) & there[..., None] & alone[:, None]
+        nearby = [same & (away == offset) for offset in range(slot + 2)]
+        carriers = max(nearby, key=lambda pairs: int(pairs.any(-1).sum()))
+        unclear += int((there & ~carriers.any(-1)).sum())
+        seen |= (carriers & flow).any(-1)
+    labels.add("readable", seen, "the position that predicts the label can read its token through attention_mask")
+    if unclear < labels.count:
+        labels.checked.append(f"labels: {labels.count - unclear} of {labels.count} traced to their tokens in the batch")
+    if unclear:
+        labels.unchecked.append((f"{unclear} labels", "their tokens are not inputs of the batch, or nowhere near"))
+    return labels

@@ -48,20 +48,16 @@ class Family:
 
 
 def family_of(model_or_config: Any) -> Family:
-    """What is read of a model, of what `af.load_model` returned, or of a configuration; None says nothing.
-
-    Raises:
-        TypeError: something else.
-    """
+    """What is read of a model, of what `af.load_model` returned, or of a configuration; None says nothing."""
     if model_or_config is None:
         return Family()
     if isinstance(model_or_config, Loaded):
         model_or_config = model_or_config.model
     is_module = isinstance(model_or_config, nn.Module)
     config = getattr(model_or_config, "config", None) if is_module else model_or_config
+    if is_module and not hasattr(config, "model_type"):
+        return Family(name=type(model_or_config).__name__)
     if not hasattr(config, "model_type"):
-        if is_module:
-            return Family(name=type(model_or_config).__name__)
         raise TypeError(
             "model_or_config must be a model, its configuration or what af.load_model returned, got "
             f"{type(model_or_config).__name__}; leave it out if there is none"
@@ -80,12 +76,10 @@ def _family(name: str, config: Any) -> Family:
     decoder = bool(getattr(config, "is_encoder_decoder", False)) and "CausalLM" not in name
     masked, generates = _MASKED.search(name) is not None, _CAUSAL.search(name) is not None
     shift = 0 if decoder or masked or kind in _UNSHIFTED else 1 if generates else None
-    if kind == "xlnet":  # its order is drawn for each call, and its targets are chosen by target_mapping
-        shift = None
     ends = getattr(text, "eos_token_id", None)
     return Family(
         name=name or f"{kind} configuration",
-        shift=shift,
+        shift=None if kind == "xlnet" else shift,  # its targets are chosen by target_mapping
         causal=True if decoder or kind == "paligemma" else _is_causal(text, masked, generates),
         decoder=decoder,
         classes=_CLASSES.search(name) is not None,
@@ -157,10 +151,11 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
     size = cast(Tensor, labels if ids is None else ids).shape[:2]
     if labels is not None and labels.shape[:2] != size:
         raise ValueError(f"labels are {list(labels.shape)} and {prefix}input_ids {list(subject.shape)}")
-    if labels is not None and labels.ndim == 4 and labels.shape[2] != _ROWS:
-        raise ValueError(f"expected labels [batch, n] or those of an af.tasks.Collator, got {list(labels.shape)}")
-    targets = labels[:, :, 0, 1:] if labels is not None and labels.ndim == 4 else None
-    plain = labels if targets is None else None
+    targets, plain = None, labels
+    if labels is not None and labels.ndim == 4:
+        if labels.shape[2] != _ROWS:
+            raise ValueError(f"expected labels [batch, n] or those of an af.tasks.Collator, got {list(labels.shape)}")
+        targets, plain = labels[:, :, 0, 1:], None
     ids = ids[..., None] if ids is not None and ids.ndim == 2 else ids
     mask, allow = _masks(batch.get(f"{prefix}attention_mask"), size)
     if prefix and ids is None and plain is not None:  # the model makes its decoder's inputs of the labels
@@ -168,8 +163,10 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
     padding = torch.zeros(size, dtype=torch.bool) if ids is None else _padding(ids, family)
     real = mask != 0 if mask is not None else ~padding if allow is None else ~_isolated(allow)
     positions = _positions(batch.get(f"{prefix}position_ids"), size)
-    merged = targets is not None  # several positions stand for one token then, where no document begins
-    packing = read_packing(batch, real, mask, None if merged else positions, from_lowest=allow is not None)
+    counted = (
+        positions if targets is None else None
+    )  # there several positions stand for one token, where no document begins
+    packing = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
     unread: list[tuple[str, str]] = []
     if positions is not None and positions.ndim == 3:
         unread.append(("position_ids", f"they have {len(positions)} axes: all but where time goes back"))
@@ -198,8 +195,10 @@ def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | N
         return None, None
     parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
     pairs = [each for part in parts if part is not None and (each := allowed_pairs(part, *size)) is not None]
-    if pairs or isinstance(value, Mapping):
-        return None, torch.stack([each.expand(size[0], -1, -1) for each in pairs]).any(0) if pairs else None
+    if pairs:
+        return None, torch.stack([each.expand(size[0], -1, -1) for each in pairs]).any(0)
+    if isinstance(value, Mapping):
+        return None, None
     mask = as_tensor(value)
     mask = mask.reshape(-1, mask.shape[-1])
     if mask.shape != size:

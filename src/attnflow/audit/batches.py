@@ -254,8 +254,7 @@ class _Lint(Findings):
         if reading.positions is None or reading.allow is not None:
             return
         if reading.mask is not None:
-            leading = ~reading.real & (reading.real.long().cumsum(-1) == 0)
-            counted = (reading.positions == torch.arange(reading.shape[1])).all(-1) & leading.any(-1)
+            counted = (reading.positions == torch.arange(reading.shape[1])).all(-1) & ~reading.real[:, 0]
             first = reading.real & (reading.real.long().cumsum(-1) == 1) & counted[:, None]
             if first.any():
                 at = int(first.nonzero()[0, 1])
@@ -280,9 +279,9 @@ class _Lint(Findings):
             if size is not None:
                 self.add("vocabulary", reading.labels >= size, f"a label that the vocabulary of {size} does not have")
         if reading.ids is not None:
-            first = reading.ids[..., 0]
-            beyond = reading.ids.amax(-1) >= size if size is not None else torch.zeros_like(reading.real)
-            self.add("vocabulary", (first < 0) | beyond, "a token id that no vocabulary of this size has")
+            strange = reading.ids[..., 0] < 0
+            strange |= reading.ids.amax(-1) >= size if size is not None else False
+            self.add("vocabulary", strange, "a token id that no vocabulary of this size has")
         if size is not None:
             self.checked.append("vocabulary: ids and labels are in it")
 
@@ -290,7 +289,7 @@ class _Lint(Findings):
         reading, causal = self.reading, self.family.causal
         if reading.allow is not None:
             return "the pairs of attention_mask"
-        words = "order not known" if causal is None else "causal" if causal else "bidirectional"
+        words = {None: "order not known", True: "causal", False: "bidirectional"}[causal]
         if (reading.blocks >= 0).any():
             words += " with blocks of token_type_ids"
         return words + (f" within the documents of {next(iter(reading.starts))}" if reading.starts else "")

@@ -77,7 +77,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
         layers = masks_by_layer(inputs.kwargs["attention_mask"])
         pairs = [each for mask in layers if (each := allowed_pairs(mask, inputs.batch, slot.length)) is not None]
         return Relation(tuple(pairs), len(layers) == 1, "the pairs that attention_mask allows")
-    repeat, masks = _masks_of(cast(object, order))
+    repeat, masks = _masks_of(order)
     for mask in masks:
         if (mask.num_queries, mask.num_keys) != (inputs.size, inputs.size):
             parts = " + ".join(f"{slot.length} of {slot.title}" for slot in inputs.slots)
@@ -222,8 +222,7 @@ class _Stack:
             return f"window {self.window}"
         reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
         pairs = real[:, None, :] & real[:, :, None]
-        band = self.base & (self.distance <= reach) & pairs
-        if (band == within & real[:, :, None]).all():
+        if (self.base & (self.distance <= reach) & pairs == within & real[:, :, None]).all():
             return f"window {reach + 1}"
         position = torch.arange(self.length)
         causal = position[:, None] >= position
@@ -252,8 +251,7 @@ def _causal(model: nn.Module, config: Any) -> bool:
     if getattr(config, "is_decoder", None) is True:
         return True
     flags = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
-    flags &= {True, False}
-    if flags:
+    if flags & {True, False}:
         return True in flags
     if getattr(config, "is_decoder", None) is False or getattr(config, "attn_type", None) == "bi":
         return False

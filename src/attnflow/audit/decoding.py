@@ -79,9 +79,7 @@ class SteppedRunner(Runner):
         """Prefill, then the steps, each with the cache of the one before."""
         name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
         if name is None or not takes_use_cache(self.model):
-            raise UnsupportedArchitecture(
-                f"{type(self.model).__name__}.forward takes no cache: audit it with cache=False"
-            )
+            raise UnsupportedArchitecture(f"{type(self.model).__name__} takes no cache: audit it with cache=False")
         *encoder, decoder = self.inputs.slots
         state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
         start = encoded = 0
@@ -101,9 +99,7 @@ class SteppedRunner(Runner):
             self.passes += 1
             state = {name: _entry(output, name)}
             if state[name] is None:
-                raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} returned no {name}: audit it with cache=False"
-                )
+                raise UnsupportedArchitecture(f"{type(self.model).__name__} returned no {name}: use cache=False")
             if encoder:
                 state["encoder_outputs"] = (_entry(output, "encoder_last_hidden_state"),)
                 if "transformers" in sys.modules:
@@ -274,8 +270,7 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
     real[:, :pads] = 0
     kwargs: dict[str, Any] = {**inputs.kwargs, slot.name: torch.cat([front, values], 1), "attention_mask": real}
     if accepts(model.forward, "position_ids"):
-        counted = torch.arange(slot.length, device=values.device).expand(inputs.batch, -1)
-        positions = inputs.kwargs.get("position_ids", counted)
+        positions = inputs.kwargs.get("position_ids", torch.arange(slot.length, device=values.device))
         positions = positions.expand(inputs.batch, -1)
         kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)
     return replace(inputs, kwargs=kwargs, slots=(replace(slot, length=slot.length + pads),))

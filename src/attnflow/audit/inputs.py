@@ -40,9 +40,7 @@ class Entry:
 class Slot:
     """A run of positions: those of an input, or those that enter a stack of layers."""
 
-    # the argument that holds token ids [B, n] or vectors [B, n, d] of these positions; None where none does (pixels,
-    # audio)
-    name: str | None
+    name: str | None  # the argument that holds their token ids [B, n] or vectors [B, n, d]; None of pixels, audio
     length: int  # number of positions n
     offset: int  # number of its first position when all slots are counted through (encoder, then decoder)
     entry: Entry | None = None  # where these positions enter a stack of layers; None of a model without one
@@ -82,6 +80,11 @@ class Inputs:
         """The call as it is."""
         return Call(self.kwargs, {})
 
+    @property
+    def layers(self) -> frozenset[str]:
+        """Paths of the layers of all stacks that are audited."""
+        return frozenset[str]().union(*(slot.layers for slot in self.slots))
+
     def values(self, slot: Slot) -> Tensor:
         """The slot's argument with a batch axis."""
         tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
@@ -107,10 +110,9 @@ class Inputs:
                 scale = float(values.detach().double().std(correction=0)) or 1.0
                 drawn[slot.name] = values + (moved * scale).to(values)
                 continue
-            index = torch.randint(len(self.pool), values.shape, generator=generator)
             pool = self.pool.to(values)
-            fresh, following = pool[index.to(values.device)], pool[(index.to(values.device) + 1) % len(pool)]
-            fresh = torch.where(fresh == values, following, fresh)
+            index = torch.randint(len(pool), values.shape, generator=generator).to(values.device)
+            fresh = torch.where(pool[index] == values, pool[(index + 1) % len(pool)], pool[index])
             drawn[slot.name] = fresh if slot.entry is None else torch.where(torch.isin(values, pool), fresh, values)
         return Call(drawn, noise)
 
@@ -269,8 +271,7 @@ def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
     table, config = embedding_table(model), config_of(model)
     sizes = [None if table is None else table.num_embeddings, getattr(config, "vocab_size", None)]
     size = min([size for size in sizes if isinstance(size, int) and size] or [0])
-    if size == 0:
-        size = max(int(tensor.max()) for tensor in ids if tensor.numel()) + 1
+    size = size or max(int(tensor.max()) for tensor in ids if tensor.numel()) + 1
     special = special_ids((getattr(model, "config", None), config), ("_token_id", "_token_index"))
     pool = torch.tensor([token for token in range(size) if token not in special], dtype=torch.int64)
     if len(pool) < 2:

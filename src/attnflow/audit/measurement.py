@@ -208,12 +208,12 @@ def _measured(model: nn.Module, inputs: Inputs, by: By, seed: int, progress: Pro
     for number, call in enumerate(calls):
         if progress is not None:
             progress(number, len(calls), "measure layers")
-        layers.append(_diagonal(inputs))
-        for part in replayed(inputs, call, generator):
-            layers[-1] |= _by_change(part, inputs)
-    named = [(number, _of_samples(layer, inputs)) for number, layer in enumerate(layers)]
+        parts = [_by_change(part, inputs) for part in replayed(inputs, call, generator)]
+        layers.append(_of_samples(torch.stack(parts).any(0), inputs))
+    names = [f"measured layer {number}" for number in range(len(calls))]
     flows = [
-        analyze([from_dense(layer[row], f"measured layer {i}") for i, layer in named]) for row in range(len(end_to_end))
+        analyze([from_dense(layer[row], name) for layer, name in zip(layers, names, strict=True)])
+        for row in range(len(end_to_end))
     ]
     for row, flow in enumerate(flows):
         outside = end_to_end[row] & ~flow.reachability()
@@ -235,10 +235,6 @@ def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
     marks += [torch.isin(each, inputs.pool.to(each)) for each in ids if not each.is_floating_point()]
     alike = all(bool((mark == mark[:1]).all()) for mark in marks)
     return relation.any(0, keepdim=True) if alike else relation
-
-
-def _diagonal(inputs: Inputs) -> Tensor:
-    return torch.eye(inputs.size, dtype=torch.bool).repeat(inputs.batch, 1, 1)
 
 
 class _Whole:
@@ -279,7 +275,7 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
 
     Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
     """
-    relation = _diagonal(inputs)
+    relation = torch.eye(inputs.size, dtype=torch.bool).repeat(inputs.batch, 1, 1)
     base = subject.outputs(None)
     doubtful: dict[tuple[int, int], dict[int, Tensor]] = {}
     small = math.sqrt(torch.finfo(subject.dtype).eps)

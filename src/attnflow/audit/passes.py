@@ -38,9 +38,7 @@ class Event:
     """A tensor with a sequence axis that enters or leaves a module."""
 
     key: Key  # its name
-    # the module to blame if this is the first tensor that moves: the module itself for its output, the caller for its
-    # input (the caller computed it)
-    blame: str
+    blame: str  # the module that made it: the module itself for its output, the caller for its input
     layer: int | None  # index of the surrounding layer, None outside of layers
     depth: int  # number of layers begun so far
     offset: int  # joint position of its first row
@@ -53,15 +51,12 @@ Recording = dict[Key, Event]  # of one pass, in order of execution
 
 @dataclass(frozen=True)
 class Frame:
-    """What sequence axes look like: number of sequences, and {length: joint position of the first one}.
+    """What sequence axes look like."""
 
-    `streams`: whether the layers are called with several streams, [streams, batch, positions, width].
-    """
-
-    batch: int
+    batch: int  # number of sequences
     batched: bool
-    segments: Mapping[int, int]
-    streams: bool = False
+    segments: Mapping[int, int]  # {length: joint position of the first one}
+    streams: bool = False  # whether the layers are called with several streams, [streams, batch, positions, width]
 
 
 def layer_names(model: nn.Module) -> dict[str, int]:
@@ -73,10 +68,9 @@ def layer_names(model: nn.Module) -> dict[str, int]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
             continue
-        blocks = list(module)
-        alike = isinstance(module, nn.ModuleList) or (len(blocks) > 1 and len({type(block) for block in blocks}) == 1)
-        if blocks and alike and all(any(True for _ in block.children()) for block in blocks):
-            layers |= {f"{name}.{index}": index for index in range(len(blocks))}
+        alike = isinstance(module, nn.ModuleList) or (len(module) > 1 and len({type(block) for block in module}) == 1)
+        if alike and all(next(block.children(), None) is not None for block in module):
+            layers |= {f"{name}.{index}": index for index in range(len(module))}
     return layers
 
 
@@ -105,12 +99,11 @@ def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tens
         return None
     if not axes:
         return None
-    sizes = list(tensor.shape)
-    scores = len(sizes) > 3 and axes == [len(sizes) - 2, len(sizes) - 1]  # [batch, heads, queries, keys]: of queries
-    if len(axes) > 1 and not scores and not (layered and len(sizes) == 3):
+    scores = tensor.ndim > 3 and axes == [tensor.ndim - 2, tensor.ndim - 1]  # [batch, heads, queries, keys]: of queries
+    if len(axes) > 1 and not scores and not (layered and tensor.ndim == 3):
         return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
     values = tensor.movedim(axes[0], 1)
-    return values.reshape(values.shape[0], values.shape[1], -1), frame.segments[sizes[axes[0]]]
+    return values.reshape(*values.shape[:2], -1), frame.segments[values.shape[1]]
 
 
 class Tracer:
@@ -192,8 +185,7 @@ class Runner:
         self.passes = 0  # so far; a cached run counts each step
         self.layer_calls = 0  # of the last pass
         self.skipped: dict[str, str] = {}
-        every, ours = layer_names(model), frozenset[str]().union(*(slot.layers for slot in inputs.slots))
-        self.layer_names = {name: index for name, index in every.items() if name in ours}
+        self.layer_names = {name: index for name, index in layer_names(model).items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
@@ -250,10 +242,7 @@ def frame_of(inputs: Inputs) -> Frame:
 def moved(
     model: nn.Module, inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Mapping[int, int]]
 ) -> Generator[None]:
-    """Add noise [batch, n, width], by the offset of the slot, to what enters each stack, once in every step.
-
-    `segments` gives {length: joint position of the first one} of the step that runs.
-    """
+    """Add noise [batch, n, width], by the offset of the slot, to what enters each stack, once in every step."""
     entered: dict[int, int] = {}
 
     def enter(slot: Slot, call: ModuleCall) -> Arguments | None:
@@ -289,8 +278,7 @@ def moved(
                 continue
             layer, real = model.get_submodule(slot.entry.layer), real_positions(inputs, slot)
             watches.enter_context(Watch({slot.entry.layer: layer}, partial(enter, slot)))
-            if table is not None and not real.all():
-                # padding keeps its token, but what embeds it may mix positions before the first layer
+            if table is not None and not real.all():  # padding keeps its token, but what embeds it may mix positions
                 watches.enter_context(Watch({"table": table}, leave=partial(embedded, slot, real)))
         yield
 
@@ -302,10 +290,7 @@ def entering(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None:
-    """Refuse NaN, which hides every change, in one output [batch or 1, positions, features] from position `offset` on.
-
-    Padding may be NaN (a query with no key to attend to); real positions may not.
-    """
+    """Refuse NaN, which hides every change, in an output from position `offset` on; padding may be NaN."""
     if not values.is_floating_point() or not values.isnan().any():
         return
     bad = values.isnan().any(-1).cpu()

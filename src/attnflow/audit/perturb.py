@@ -62,7 +62,6 @@ class Prober:
             if event.key.side == "out":
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
-        self.index = {key: number for number, key in enumerate(self.base)}
         self._noise: dict[Key, float] = {}
         self._other: Recording | None = None
         self._other_fails = False
@@ -87,8 +86,7 @@ class Prober:
                 self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
         with torch.no_grad():
             self.runner.run(inputs.changed(self._every(True), inputs.draw(self.generator)), lambda event: None)
-        after = self._differences(inputs.base)
-        self.stateful = after[0] if after else None
+        self.stateful = next(iter(self._differences(inputs.base)), None)
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
         """Change the `selected` positions; the first event that moves against the order, in any or these `rows`."""
@@ -184,10 +182,8 @@ class Prober:
         for moved in moves:
             rows = reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]]
             rows = rows.any(0, keepdim=True) if len(moved.change) < len(rows) else rows
-            change = torch.where(rows, moved.change, 0.0)
-            if change.any():
-                there.append(Moved(moved.event, change))
-        return there
+            there.append(Moved(moved.event, torch.where(rows, moved.change, 0.0)))
+        return [moved for moved in there if moved.change.any()]
 
     def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Call) -> tuple[list[Moved], bool | None]:
         """What of `moves` is no rounding, and whether that could be told."""

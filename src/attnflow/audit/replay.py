@@ -31,8 +31,7 @@ _SAMPLES: Final = 3
 
 def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
     """The layer calls of one forward, in order of execution."""
-    names = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
-    return calls_of({name: model.get_submodule(name) for name in names}, lambda: model(**inputs.kwargs))
+    return calls_of({name: model.get_submodule(name) for name in inputs.layers}, lambda: model(**inputs.kwargs))
 
 
 class ReplayedLayer:
@@ -152,10 +151,9 @@ def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
             for sample in range(_SAMPLES if thorough else 1):
                 for offset, values in part.outputs(torch.float64, column, sample).items():
                     unit = torch.finfo(torch.float64).eps * base[offset].abs().amax(-1).cpu()
-                    moved[:, offset : offset + values.shape[1]] |= row_change(values, base[offset]) > unit
-                    seen = torch.zeros(allow.shape[1], dtype=torch.bool)
-                    seen[offset : offset + values.shape[1]] = True
-                    lacking[:, :, column] |= seen
+                    rows = slice(offset, offset + values.shape[1])
+                    moved[:, rows] |= row_change(values, base[offset]) > unit
+                    lacking[:, rows, column] = True
             lacking[:, :, column] &= allow[:, :, column] & ~moved
     return lacking & ~torch.eye(allow.shape[1], dtype=torch.bool)
 

@@ -169,23 +169,14 @@ class AuditReport(Result):
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, columns: Sequence[str], limit: int) -> list[str]:
-        rows = [_cells(violation, limit) for violation in self.violations]
-        return aligned([columns, *([row[name] for name in columns] for row in rows)], range(len(columns))).splitlines()
-
-
-def _cells(violation: Violation, limit: int) -> dict[str, str]:
-    """What a table shows of a violation, by column."""
-    v = violation
-    return {
-        "kind": v.kind,
-        "layer": "" if v.layer is None else str(v.layer),
-        "module": _cut(v.module, limit),
-        "sequence": str(v.target_row) if v.source_row in (None, v.target_row) else f"{v.source_row}->{v.target_row}",
-        "source": "" if v.source is None else str(v.source),
-        "target": str(v.target),
-        "change": f"{v.change:.3g}",
-        "path": v.path,
-    }
+        rows: list[Sequence[str]] = [columns]
+        for v in self.violations:
+            cells: dict[str, object] = {name: "" if value is None else value for name, value in vars(v).items()}
+            cells |= {"module": _cut(v.module, limit), "change": f"{v.change:.3g}", "sequence": v.target_row}
+            if v.source_row not in (None, v.target_row):
+                cells["sequence"] = f"{v.source_row}->{v.target_row}"
+            rows.append([str(cells[name]) for name in columns])
+        return aligned(rows, range(len(columns))).splitlines()
 
 
 def _cut(text: str, limit: int) -> str:

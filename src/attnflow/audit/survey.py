@@ -64,8 +64,7 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
     with listening as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
         _ = model(**inputs.kwargs) if run is None else run()
     inputs = _positions(model, inputs, calls)
-    ours = frozenset[str]().union(*(slot.layers for slot in inputs.slots))
-    result = Survey(inputs, [call for call in calls if call.name in ours])
+    result = Survey(inputs, [call for call in calls if call.name in inputs.layers])
     if asked is not None:
         _assign(result, calls, asked, seen)
     passed = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
@@ -86,8 +85,7 @@ def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, Runne
     seen = survey(model, inputs, lambda: passes.append(first.distinct(inputs.base)))
     ((events, intact),) = passes
     runner = Runner(model, seen.inputs, "layers", seed)
-    watched = frozenset[str]().union(*(slot.layers for slot in seen.inputs.slots))
-    if not intact or watched != every or frame_of(seen.inputs) != frame_of(whole):
+    if not intact or seen.inputs.layers != every or frame_of(seen.inputs) != frame_of(whole):
         return seen, runner, None
     runner.layer_calls, runner.skipped = first.layer_calls, first.skipped
     return seen, runner, events
@@ -208,9 +206,8 @@ def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence
             requests = [asked.request(arrival.mask) for arrival in arrivals if arrival.depth == depth]
             own = {id(r): r for r in requests if r is not None and (r.num_queries, r.num_keys) == (length, length)}
             if len(own) == 1:
-                call.asked = next(iter(own.values()))
+                (call.asked,) = own.values()
                 break
         else:
             unmasked = [r for r in asked.without_mask() if (r.num_queries, r.num_keys) == (length, length)]
-            if not call.masked and unmasked:
-                call.asked = unmasked[-1]
+            call.asked = unmasked[-1] if unmasked and not call.masked else None
