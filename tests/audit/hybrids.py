@@ -56,10 +56,7 @@ _MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "chunk_size": 4,
         },
     ),
-    "GraniteHybrid": (
-        "GraniteMoeHybridForCausalLM",
-        {**GROUPED, **MAMBA2, **_LINEAR, **_TWO_EXPERTS},
-    ),
+    "GraniteHybrid": ("GraniteMoeHybridForCausalLM", {**GROUPED, **MAMBA2, **_LINEAR, **_TWO_EXPERTS}),
 }
 HYBRIDS = tuple(_MODELS)
 

@@ -42,11 +42,7 @@ _MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "Gemma3": (
         "Gemma3ForConditionalGeneration",
         {
-            "text_config": {
-                **TEXT,
-                "sliding_window": WINDOW,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
+            "text_config": {**TEXT, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
             "vision_config": _SIGLIP,
             "image_token_index": IMAGE,
             "mm_tokens_per_image": 4,

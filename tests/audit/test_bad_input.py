@@ -86,11 +86,7 @@ ROWS = {
         r"input_ids must hold integers, got torch.float32; pass .*long",
         llama({"input_ids": IDS}),
     ),
-    "vectors of another width": (
-        llama(torch.ones(2, 13)),
-        ValueError,
-        r"vectors of width 32, got shape \(2, 13\)",
-    ),
+    "vectors of another width": (llama(torch.ones(2, 13)), ValueError, r"vectors of width 32, got shape \(2, 13\)"),
     "an id too large": (llama(torch.tensor([[5, 61]])), ValueError, r"in \[0, 61\), the vocabulary; got 5 to 61"),
     "a negative id": (llama(torch.tensor([[-1, 5]])), ValueError, "got -1 to 5"),
     "a list for a tensor": (
@@ -104,11 +100,7 @@ ROWS = {
     "no sequence": (llama(IDS[:0]), ValueError, "empty"),
     "too many axes": (llama(IDS[None, None]), ValueError, "must have shape"),
     "booleans": (llama(IDS.bool()), TypeError, "token ids or floating-point"),
-    "ids and vectors": (
-        llama({"input_ids": IDS, "inputs_embeds": torch.ones(1, 5, 32)}),
-        ValueError,
-        "either ids",
-    ),
+    "ids and vectors": (llama({"input_ids": IDS, "inputs_embeds": torch.ones(1, 5, 32)}), ValueError, "either ids"),
     "no decoder's ids": (t5(decoder_input_ids=None), ValueError, "an encoder-decoder needs decoder_input_ids", t5()),
     "two stacks of one length": (t5(decoder_input_ids=tokens()), ValueError, "pass different lengths", t5()),
     "two batch sizes": (t5(decoder_input_ids=tokens(1, 9)), ValueError, "one batch size", t5()),
@@ -145,11 +137,7 @@ ROWS = {
     ),
     "a word": (llama(order="causal"), TypeError, "order must be"),
     "no pairs": (llama(order="mask"), ValueError, "needs an attention_mask of pairs"),
-    "a grid of three": (
-        llama(tokens(2, 7), order=GRID),
-        ValueError,
-        "for 2 sequences, got <masks of 3 sequences",
-    ),
+    "a grid of three": (llama(tokens(2, 7), order=GRID), ValueError, "for 2 sequences, got <masks of 3 sequences"),
     "a grid of seven": (llama(tokens(3, 5), order=GRID), ValueError, "over 5 positions"),
     "nothing declared": (
         lambda: check(Scores(), SIX),
@@ -185,11 +173,7 @@ ROWS = {
     # batches
     "a list": (lambda: check_batch([1, 2]), TypeError, "expected a batch as a mapping"),
     "an empty batch": (lambda: check_batch({}), ValueError, "expected input_ids or labels"),
-    "float ids": (
-        batch(input_ids=torch.rand(1, 4)),
-        TypeError,
-        "input_ids must hold integers, got torch.float32",
-    ),
+    "float ids": (batch(input_ids=torch.rand(1, 4)), TypeError, "input_ids must hold integers, got torch.float32"),
     "labels of another length": (batch(labels=IDS[:, :4]), ValueError, "labels are"),
     "a mask of another length": (batch(attention_mask=IDS[:, :4]), ValueError, "as the ids"),
     "ragged ids": (batch(input_ids=[[1, 2], [3]]), TypeError, "input_ids must be a tensor"),

@@ -278,10 +278,7 @@ def test_large_models_take_three_forwards(monkeypatch, batch):
 
 
 RELEASED = [5, 4, 3]
-PACKED = {
-    "input_ids": tokens(batch=1, length=12),
-    "position_ids": torch.cat([torch.arange(n) for n in RELEASED])[None],
-}
+PACKED = {"input_ids": tokens(batch=1, length=12), "position_ids": torch.cat([torch.arange(n) for n in RELEASED])[None]}
 MIXES = {
     "use_cache=True": {"use_cache": True},
     "use_cache by default": {},

@@ -20,16 +20,7 @@ from attnflow.audit.report import AuditReport
 if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback
 
-__all__ = [
-    "AuditReport",
-    "BatchReport",
-    "GuardCallback",
-    "check",
-    "check_batch",
-    "declared_order",
-    "guard",
-    "measure",
-]
+__all__ = ["AuditReport", "BatchReport", "GuardCallback", "check", "check_batch", "declared_order", "guard", "measure"]
 
 
 def _home(_: str) -> object:
