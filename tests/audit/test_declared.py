@@ -109,25 +109,6 @@ def test_a_causal_head_that_asks_for_everything_is_not_believed():
     assert order == "causal"
 
 
-@pytest.mark.parametrize(
-    "packing",
-    [
-        {"seq_idx": torch.tensor([[0] * 5 + [1] * 7])},
-        {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "cu_seq_lens_k": torch.tensor([0, 5, 12])},
-        {"attention_mask": torch.tensor([[1] * 5 + [2] * 7])},
-        {"position_ids": RESTARTS},
-        {"position_ids": RESTARTS[:, None].expand(1, 3, 12).transpose(0, 1)},
-    ],
-)
-def test_everything_that_speaks_of_documents_is_read(packing):
-    model = tiny("Llama") if packing.get("position_ids", RESTARTS).ndim == 2 else None
-    if model is None:
-        pytest.importorskip("transformers")
-        model, packing = tiny("Qwen2VLText", initializer_range=0.2), {**packing}
-    order = declared_order(model, {"input_ids": tokens(1, 12), **packing})
-    assert order.masks[0] == af.masks.document(PACKED)
-
-
 def test_positions_of_padding_and_of_images_are_no_documents():
     left = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
     positions = (left.cumsum(-1) - 1).clamp(min=0)

@@ -47,16 +47,9 @@ def fields(masks):
     return grown
 
 
-def relation(pairs):
-    allow = torch.zeros(N, N, dtype=torch.bool)
-    for query, key in pairs:
-        allow[query, key] = True
-    return allow
-
-
 position = st.integers(0, N - 1)
 relations = st.one_of(
-    st.sets(st.tuples(position, position), max_size=6).map(relation),
+    st.sets(st.tuples(position, position), max_size=6).map(lambda pairs: af.masks.from_edges(pairs, N).dense()),
     st.lists(st.booleans(), min_size=N * N, max_size=N * N).map(lambda b: torch.tensor(b).reshape(N, N)),
 )
 stacks = st.lists(relations, min_size=1, max_size=3)

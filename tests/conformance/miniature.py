@@ -34,17 +34,8 @@ KINDS = {
 }
 
 _DEPTHS = [
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_decoder_layers",
-    "num_encoder_layers",
-    "depth",
-    "decoder_num_hidden_layers",
-    "num_lstm_layers",
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    *("num_decoder_layers", "num_encoder_layers", "depth", "decoder_num_hidden_layers", "num_lstm_layers"),
 ]
 _SIZES: dict[str, int] = {
     **dict.fromkeys(
