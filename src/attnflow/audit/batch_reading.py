@@ -148,9 +148,10 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         )
     if cast(Tensor, labels if ids is None else ids).ndim == 1:
         ids, labels = (None if value is None else value[None] for value in (ids, labels))
-    size = cast(Tensor, labels if ids is None else ids).shape[:2]
+    rows, columns, *_ = cast(Tensor, labels if ids is None else ids).shape
+    size = rows, columns
     if labels is not None and labels.shape[:2] != size:
-        raise ValueError(f"labels are {list(labels.shape)} and {prefix}input_ids {list(subject.shape)}")
+        raise ValueError(f"labels are {list(labels.shape)} and {prefix}input_ids {list(cast(Tensor, ids).shape)}")
     targets, plain = None, labels
     if labels is not None and labels.ndim == 4:
         if labels.shape[2] != _ROWS:
