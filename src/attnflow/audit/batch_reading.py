@@ -162,11 +162,10 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
     if prefix and ids is None and plain is not None:  # the model makes its decoder's inputs of the labels
         mask = (plain != IGNORED).long() if mask is None else mask
     padding = torch.zeros(size, dtype=torch.bool) if ids is None else _padding(ids, family)
-    real = mask != 0 if mask is not None else ~padding if allow is None else ~_isolated(allow)
+    real = mask != 0 if mask is not None else ~padding if allow is None else torch.ones_like(padding)
+    real = real if allow is None else real & ~_isolated(allow)
     positions = _positions(batch.get(f"{prefix}position_ids"), size)
-    counted = (
-        positions if targets is None else None
-    )  # there several positions stand for one token, where no document begins
+    counted = positions if targets is None else None  # else several stand for one token, where no document begins
     packing = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
     unread: list[tuple[str, str]] = []
     if positions is not None and positions.ndim == 3:
