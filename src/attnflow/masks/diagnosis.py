@@ -77,14 +77,13 @@ class Diagnosis(Result):
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, text) pairs for a terminal."""
-        pairs = f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"
-        lines = [
+        return [
             ("queries x keys", f"{self.num_queries:,} x {self.num_keys:,}"),
-            ("allowed pairs", pairs),
+            ("allowed pairs", f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"),
             ("is", self.same_as or "no mask of the catalogue"),
             ("can be said by", ", ".join(self.formats) or "none"),
+            *((each.kind, each.message) for each in self.findings),
         ]
-        return lines + [(each.kind, each.message) for each in self.findings]
 
     def __str__(self) -> str:
         head = f"{self.source}: {plural(len(self.findings), 'finding')}"
@@ -138,18 +137,16 @@ def diagnose(
     Cost: a few passes over the intervals; some formats take one byte per pair.
     """
     everything = (*(findings or ()), *_findings(mask, against))
-    formats: list[str] = []
     refusals: dict[str, str] = {}
     for name, make in export.FORMATS.items():
         try:
             make(mask)
-            formats.append(name)
         except ValueError as error:
             refusals[name] = str(error)
+    formats = tuple(name for name in export.FORMATS if name not in refusals)
     equal = equal_to(mask)
-    return Diagnosis(
-        source, *mask.shape, mask.nnz, None if equal is None else repr(equal), everything, tuple(formats), refusals
-    )
+    same_as = None if equal is None else repr(equal)
+    return Diagnosis(source, *mask.shape, mask.nnz, same_as, everything, formats, refusals)
 
 
 def equal_to(mask: Mask) -> Mask | None:
@@ -277,10 +274,9 @@ def _allowed(tensor: Tensor, masked_true: bool) -> tuple[Tensor, list[Finding]]:
 
 def _strange(tensor: Tensor, strange: Tensor, what: str) -> Finding:
     place = strange.nonzero()[0].tolist()
-    query, key = place[-2:]
-    value = tensor[tuple(place)].item()
-    count = int(strange.sum())
-    return Finding("values", f"{count:,} values are {what}: {value} at query {query}, key {key}", ((query, key),))
+    (query, key), value = place[-2:], tensor[tuple(place)].item()
+    message = f"{int(strange.sum()):,} values are {what}: {value} at query {query}, key {key}"
+    return Finding("values", message, ((query, key),))
 
 
 def _some(queries: list[int]) -> str:
