@@ -4,61 +4,29 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    BartConfig,
-    BartModel,
-    BertConfig,
-    BertModel,
-    DeepseekV3Config,
-    DeepseekV3Model,
-    FalconConfig,
-    FalconModel,
-    GPT2Config,
-    GPT2Model,
-    GPTNeoXConfig,
-    GPTNeoXModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    T5Config,
-    T5Model,
-)
 
 import attnflow as af
 from attnflow.models.attention import attention_layers
-
-SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 32, "vocab_size": 50}
-
-
-def llama(kv_heads, **others):
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=kv_heads, **others))
-
+from tests.models import WIDTH, ZOO, tiny
 
 MODELS = {
-    "separate": lambda: BertModel(BertConfig(**SIZE)),
-    "shared": lambda: AlbertModel(AlbertConfig(**SIZE, embedding_size=16)),
-    "conv1d": lambda: GPT2Model(GPT2Config(n_embd=64, n_layer=2, n_head=8, vocab_size=50)),
-    "interleaved": lambda: GPTNeoXModel(GPTNeoXConfig(**SIZE)),
-    "gqa": lambda: llama(2),
-    "mqa, wide heads": lambda: llama(1, head_dim=12),
-    "fused": lambda: Phi3ForCausalLM(Phi3Config(**SIZE, num_key_value_heads=4, pad_token_id=0)),
-    "fused groups": lambda: FalconModel(
-        FalconConfig(
-            vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_kv_heads=2,
-            new_decoder_architecture=True,
-        )
-    ),
-    "uneven scales": lambda: T5Model(T5Config(d_model=64, num_layers=2, num_heads=8, d_kv=7, d_ff=32, vocab_size=50)),
-    "encoder and decoder": lambda: BartModel(
-        BartConfig(
-            vocab_size=50, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        )
-    ),
-}  # fmt: skip
+    "separate": "Bert",
+    "shared": "Albert",
+    "conv1d": "GPT2",
+    "interleaved": "GPTNeoX",
+    "gqa": "Llama",
+    "mqa": "Gemma",
+    "fused": "Phi3",
+    "fused groups": "FalconGrouped",
+    "uneven scales": "T5",
+    "encoder and decoder": "Bart",
+}
+
+
+def made(name):
+    return ZOO[MODELS[name]].build()
+
+
 BOTH = pytest.mark.parametrize(
     ("initialise", "sign"), [(af.geometry.init_symmetric_, 1), (af.geometry.init_skew_, -1)], ids=["symmetric", "skew"]
 )
@@ -89,7 +57,7 @@ def root_mean_square(weight):
 @pytest.mark.parametrize("scale", ["matched", "paper"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_head_and_their_sum_are_exact(name, scale, initialise, sign):
-    model = MODELS[name]()
+    model = made(name)
     assert deviation(forms(own(model)[0]), sign) > 0.5
     initialise(model, scale=scale)
     for live in own(model):
@@ -102,7 +70,7 @@ def test_every_head_and_their_sum_are_exact(name, scale, initialise, sign):
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_matched_scale_keeps_the_size_of_both_projections(name, per_head, initialise, sign):
-    model = MODELS[name]()
+    model = made(name)
     before = [(root_mean_square(w.query().detach()), root_mean_square(w.key().detach())) for w in own(model)]
     initialise(model, per_head=per_head)
     after = [(root_mean_square(w.query().detach()), root_mean_square(w.key().detach())) for w in own(model)]
@@ -112,26 +80,26 @@ def test_matched_scale_keeps_the_size_of_both_projections(name, per_head, initia
 @BOTH
 @pytest.mark.parametrize("name", ["separate", "gqa"])
 def test_paper_scale_is_that_of_linear_layers(name, initialise, sign):
-    model = MODELS[name]()
+    model = made(name)
     initialise(model, scale="paper")
     for live in own(model):
         for weight in (live.query().detach(), live.key().detach()):
-            assert root_mean_square(weight) == pytest.approx(1 / math.sqrt(3 * 64), rel=0.1)
+            assert root_mean_square(weight) == pytest.approx(1 / math.sqrt(3 * WIDTH), rel=0.1)
 
 
 def test_symmetric_init_of_the_paper_copies_the_query():
-    model = MODELS["separate"]()
+    model = made("separate")
     af.geometry.init_symmetric_(model, scale="paper")
     for live in own(model):
         torch.testing.assert_close(live.key().detach(), live.query().detach(), rtol=1e-6, atol=0)
-        assert live.query().detach().abs().max() <= 1 / 8
-        assert live.query().detach().abs().max() > 0.99 / 8
+        assert live.query().detach().abs().max() <= WIDTH**-0.5
+        assert live.query().detach().abs().max() > 0.99 * WIDTH**-0.5
 
 
 @BOTH
 @pytest.mark.parametrize("name", ["separate", "conv1d", "interleaved"])
 def test_all_but_the_key_stays(name, initialise, sign):
-    model = MODELS[name]()
+    model = made(name)
     before = [live.query().detach().clone() for live in own(model)]
     others = {n: p.detach().clone() for n, p in model.named_parameters()}
     queries_and_keys = {n for live in own(model) for n in live.parameters}
@@ -149,7 +117,7 @@ def test_all_but_the_key_stays(name, initialise, sign):
 
 @BOTH
 def test_cross_attention_stays(initialise, sign):
-    model = MODELS["encoder and decoder"]()
+    model = made("encoder and decoder")
     before = [live.key().detach().clone() for live in own(model, "cross")]
     initialise(model)
     assert before
@@ -159,16 +127,16 @@ def test_cross_attention_stays(initialise, sign):
 
 @BOTH
 def test_heads_of_a_group_differ(initialise, sign):
-    model = MODELS["gqa"]()
+    model = made("gqa")
     initialise(model)
     m = forms(own(model)[0]).flatten(1)
-    cosines = torch.corrcoef(m)[:4, :4].abs()
+    cosines = torch.corrcoef(m)[:2, :2].abs()
     assert cosines.fill_diagonal_(0).max() < 0.9
 
 
 @BOTH
 def test_full_form_alone_leaves_the_queries_of_a_group_independent(initialise, sign):
-    model = llama(2)
+    model = made("gqa")
     before = [live.query().detach().clone() for live in own(model)]
     initialise(model, per_head=False)
     for live, query in zip(own(model), before, strict=True):
@@ -176,13 +144,13 @@ def test_full_form_alone_leaves_the_queries_of_a_group_independent(initialise, s
         assert torch.equal(live.query().detach(), query)
         assert deviation(m.sum(0), sign) < 1e-6
         scores = af.geometry.symmetry(m)
-        assert (scores * sign).mean() == pytest.approx(1 / 4, abs=0.15)
+        assert (scores * sign).mean() == pytest.approx(1 / 2, abs=0.2)
         assert (scores * sign).max() < 0.7
 
 
 def test_symmetric_forms_are_positive_semi_definite():
     for name in ("separate", "gqa"):
-        model = MODELS[name]()
+        model = made(name)
         af.geometry.init_symmetric_(model)
         for live in own(model):
             eigenvalues = torch.linalg.eigvalsh(forms(live))
@@ -203,7 +171,7 @@ def test_under_gqa_heads_with_queries_of_their_own_are_never_all_symmetric():
 def test_bfloat16_is_exact_up_to_its_rounding(initialise, sign):
     for name in ("separate", "gqa", "interleaved"):
         for scale in ("matched", "paper"):
-            model = MODELS[name]().bfloat16()
+            model = made(name).bfloat16()
             initialise(model, scale=scale)
             for live in own(model):
                 assert live.query().detach().dtype == torch.bfloat16
@@ -216,7 +184,7 @@ def test_bfloat16_is_exact_up_to_its_rounding(initialise, sign):
 def test_generator_fixes_the_draw_and_nothing_else_moves(initialise, sign):
     drawn = []
     for seed in (1, 1, 2):
-        model = MODELS["gqa"]()
+        model = made("gqa")
         state = torch.random.get_rng_state()
         initialise(model, scale="paper", generator=torch.Generator().manual_seed(seed))
         assert torch.equal(torch.random.get_rng_state(), state)
@@ -227,14 +195,14 @@ def test_generator_fixes_the_draw_and_nothing_else_moves(initialise, sign):
 
 @BOTH
 def test_frozen_weights_are_written_and_stay_frozen(initialise, sign):
-    model = MODELS["separate"]().requires_grad_(False)
+    model = made("separate").requires_grad_(False)
     initialise(model)
     assert deviation(forms(own(model)[0]), sign) < 1e-6
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_heads_of_width_one_have_no_skew_form():
-    model = llama(8, head_dim=1)
+    model = tiny("Llama", head_dim=1, num_key_value_heads=4)
     before = forms(own(model)[0])
     with pytest.raises(af.UnsupportedArchitecture, match="heads of width 1"):
         af.geometry.init_skew_(model)
@@ -244,11 +212,7 @@ def test_heads_of_width_one_have_no_skew_form():
 @BOTH
 @pytest.mark.parametrize("scale", ["matched", "paper"])
 def test_latent_attention_is_refused_before_anything_is_written(initialise, sign, scale):
-    config = DeepseekV3Config(
-        **SIZE, num_key_value_heads=8, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-        v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-    )  # fmt: skip
-    model = DeepseekV3Model(config)
+    model = ZOO["DeepseekV3FullQuery"].build()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(af.UnsupportedArchitecture, match="latent attention"):
         initialise(model, scale=scale)

@@ -73,20 +73,6 @@ def test_values_are_the_scores_of_the_model_at_that_step(model, tmp_path):
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
-def test_scores_of_the_last_record_are_there_without_a_file(model):
-    monitor = af.geometry.monitor(model, every=2)
-    assert monitor.scores is None
-    monitor.start()
-    first = monitor.scores
-    assert len(first) == 2
-    disturb(model)
-    monitor.step()
-    assert monitor.scores is first
-    monitor.step()
-    assert monitor.scores.model == "step 2"
-    assert monitor.scores.matrices != first.matrices
-
-
 def test_a_record_cut_off_by_a_crash_is_made_again(model, tmp_path):
     path = tmp_path / "geometry.csv"
     monitor = af.geometry.monitor(model, path, every=2)
@@ -207,11 +193,6 @@ def test_logs_to_a_summary_writer_or_a_run(model):
     assert writer.flushed == len(writer.scalars)
     assert names == list(run.logged[1][0])
     assert names[:3] == ["geometry/symmetry", "geometry/symmetry/layer_0", "geometry/symmetry/layer_1"]
-
-
-def test_step_before_start(model):
-    with pytest.raises(RuntimeError, match=r"call start\(\) before the first step"):
-        af.geometry.monitor(model).step()
 
 
 def test_a_block_starts_records_its_end_and_leaves_the_model_alone(model, tmp_path):
@@ -340,7 +321,7 @@ def test_trainer_with_the_real_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "out" / "runs" / "geometry")).Reload()
     found = events.Scalars("geometry/symmetry")
     assert [event.step for event in found] == [0, 4, 7]
-    assert found[-1].value == pytest.approx(monitor.scores.summary().symmetry.median)
+    assert found[-1].value == pytest.approx(monitor.scores.summaries[0].symmetry.median)
 
 
 def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The cache of unpacked models: the same bits, made again where it is damaged, safe under several processes."""
 
-import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models import loader
 from attnflow.models import unpacked as cache
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.names import MODELS
@@ -64,16 +62,6 @@ def test_a_gguf_file_is_unpacked_once(gguf, monkeypatch):
     model.train()(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()  # weights that are read from the entry do not write to it
     assert torch.equal(logits(gguf), first)
-
-
-def test_an_outline_of_a_gguf_file_unpacks_nothing(gguf, monkeypatch):
-    expected = {name: p.shape for name, p in af.load_model(gguf, tokenizer=False).model.named_parameters()}
-    monkeypatch.setattr(cache, "_unpack", lambda _: pytest.fail("unpacked"))
-    cached = loader.outline(gguf, tokenizer=False).model
-    shutil.rmtree(cache.folder())
-    for found in (cached, loader.outline(gguf, tokenizer=False).model):
-        assert {name: p.shape for name, p in found.named_parameters()} == expected
-        assert all(parameter.is_meta for parameter in found.parameters())
 
 
 def test_other_content_is_another_entry(gguf, tmp_path):

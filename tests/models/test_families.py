@@ -10,8 +10,7 @@ import torch
 
 from attnflow.geometry.score import score
 from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.families.heads import Heads
-from attnflow.models.families.table import KNOWN, contiguous, grouped
+from attnflow.models.families.table import KNOWN, Heads, contiguous, grouped
 from tests.geometry.usage import bypass_norms, used_form
 from tests.models import ZOO
 

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnflow as af
-from attnflow.models import loader, names, unpacked
+from attnflow.models import names, unpacked
 from attnflow.models.names import MissingPackage, Packaged
 from tests.models import modular, outputs, tiny, tokens
 
@@ -44,20 +44,6 @@ def test_a_folder_gives_the_class_that_the_checkpoint_names(folder, tmp_path_fac
 
 def tiny_like(folder):
     return LlamaForCausalLM.from_pretrained(folder)
-
-
-def test_an_outline_is_the_model_without_weights(folder):
-    (folder / "model.safetensors").unlink()
-    found, tokenizer = loader.outline(folder, tokenizer=False)
-    assert type(found) is LlamaForCausalLM
-    assert tokenizer is None
-    expected = tiny("Llama", torch.float32)
-    assert {name: p.shape for name, p in found.named_parameters()} == {
-        name: p.shape for name, p in expected.named_parameters()
-    }
-    assert all(parameter.is_meta for parameter in found.parameters())
-    with pytest.raises(ValueError, match="has no tokenizer"):
-        loader.outline(folder)
 
 
 @pytest.mark.parametrize(

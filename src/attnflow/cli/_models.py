@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from attnflow.cli._arguments import EXAMPLES
@@ -58,20 +57,9 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
     """
     from attnflow.models import load_model
 
-    return _asked(load_model, name, tokenizer, without)
-
-
-def outline(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
-    """As `load`, without weights: to refuse what cannot be before they are read."""
-    from attnflow.models.loader import outline
-
-    return _asked(outline, name, tokenizer, without)
-
-
-def _asked(maker: Callable[..., Loaded], name: str, tokenizer: bool, without: str) -> Loaded:
     require(name)
     try:
-        return maker(name, tokenizer=tokenizer)
+        return load_model(name, tokenizer=tokenizer)
     except FileNotFoundError as error:
         raise BadUsage(str(error)) from error
     except ValueError as error:

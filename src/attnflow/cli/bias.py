@@ -82,15 +82,15 @@ def bias_show(
         name = saved.base_name if bias is None else model
         if not name:
             raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
-        if query is not None:  # of the model no weights are read before it is known to fit
-            tokens = cast(Any, _models.outline(name).tokenizer)(prompt)["input_ids"]
+        spinner.stage(f"loading {name}")
+        loaded = _models.load(name)
+        if query is not None:
+            tokens = cast(Any, loaded.tokenizer)(prompt)["input_ids"]
             size = len(tokens) + (generate or 1) - 1  # the last token is no query
             if not -size <= query < size:
                 raise BadUsage(
                     f"--query must be one of the positions of {size} tokens, {-size} to {size - 1}, got {query}"
                 )
-        spinner.stage(f"loading {name}")
-        loaded = _models.load(name)
         try:
             biases.load(loaded, folder)
             spinner.stage("running it with and without its bias")

@@ -122,31 +122,6 @@ class GeometryScores(Result):
             for group, rows in groups.items()
         )
 
-    def summary(
-        self,
-        matrix: Matrix = "all",
-        *,
-        tower: str | None = None,
-        kind: Kind | None = None,
-    ) -> Summary:
-        """The one summary that fits.
-
-        Args:
-            matrix: of the full matrices, or of the heads.
-            tower: needed where the model has several.
-            kind: needed where it has self- and cross-attention.
-
-        Raises:
-            ValueError: none fits, or several do; the message lists what there is.
-        """
-        fitting = [
-            s for s in self.summaries if s.matrix == matrix and tower in (None, s.tower) and kind in (None, s.kind)
-        ]
-        if len(fitting) == 1:
-            return fitting[0]
-        there = "; ".join(f"matrix={s.matrix!r}, tower={s.tower!r}, kind={s.kind!r}" for s in self.summaries)
-        raise ValueError(f"{len(fitting)} summaries of {self.model} fit, expected one; there are: {there}")
-
     def compare(self) -> tuple[Comparison, ...]:
         """Each published median of the same model beside ours, with the reason where they must differ.
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.layered import LayerEntries
 from attnflow.knowledge.retrieval import chosen, straight_through
-from attnflow.models.experts import PackedExperts, by_expert
+from attnflow.models.feed_forward import PackedExperts, by_expert
 
 
 @dataclass(frozen=True, eq=False)

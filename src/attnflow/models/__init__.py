@@ -1,7 +1,7 @@
 """What a model is: how it is loaded, where it attends, which tensors it has.
 
 Read `sites` first: where a model attends. `attention` says what the queries and keys there are made of, by the `probe`,
-or by the tables in `families` for files. `feed_forward` and `experts` do so for the other layers. `interception` stands
+or by the tables in `families` for files. `feed_forward` does so for the other layers. `interception` stands
 around attention while the model runs, `watching` around any module, and a `trial` leaves the model as it was.
 `loader`, `names` and `hub` get a model; `checkpoints` reads tensors from files without building one.
 """

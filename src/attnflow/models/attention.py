@@ -7,7 +7,7 @@ and for modules that compute attention by themselves, past transformers' interfa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, cast
 
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints.weights import Weights, config_of, stated_by
+from attnflow.models.checkpoints.weights import Weights, config_of
 from attnflow.models.families.find import (
     Config,
     Place,
-    Said,
     Shapes,
     Stem,
     find,
@@ -29,15 +28,15 @@ from attnflow.models.families.find import (
     ordered,
     registered,
 )
-from attnflow.models.families.heads import UnknownHeads
 from attnflow.models.families.rows import Composed, Read, Selected
-from attnflow.models.families.table import is_query_or_key
+from attnflow.models.families.table import UnknownHeads, is_query_or_key
 
 if TYPE_CHECKING:
     from attnflow.models.probe import Projections
     from attnflow.models.sites import Site
 
 _ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
+_HEADS: Final = ("num_attention_heads", "num_heads", "num_key_value_heads")
 _Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 
 
@@ -153,7 +152,7 @@ def _registered_projections(model: nn.Module, sites: Sequence[Site]) -> dict[str
     for name, parameter in model.named_parameters():
         if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
             shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
-    found = {stem.path: place for stem, place in registered(shapes, config_of(model), _said_by(model))}
+    found = {stem.path: place for stem, place in registered(shapes, config_of(model))}
     result: dict[str, Projections | str] = {}
     for site in sites:
         place = found.get(site.name, "its weights are not here, and no table says what its queries and keys are")
@@ -219,8 +218,13 @@ def _can_run(model: nn.Module) -> bool:
 
 def _places(model: nn.Module, shapes: Shapes, config: Config, sites: Sequence[Site] | None = None) -> tuple[Place, ...]:
     """A place for each attention module of a model in memory: what its names suggest, and what the probe has seen."""
-    root = {**config_of(model), **config}
-    pairs = registered(shapes, root, _said_by(model))
+    root = {**config_of(next((part for part in model.modules() if hasattr(part, "config")), model)), **config}
+
+    def stated(path: str) -> Config:  # by torch's own attention
+        module = model.get_submodule(path)
+        return {word: getattr(module, word) for word in _HEADS if isinstance(getattr(module, word, None), int)}
+
+    pairs = registered(shapes, root, stated)
     if _can_run(model):
         try:
             from attnflow.models.sites import find_sites, moves_between_positions
@@ -277,25 +281,6 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: _Pairs) -> _Pairs:
         result = [pair for pair in result if pair not in named]
         result.append((stems[site.name], place))
     return result
-
-
-def _said_by(model: nn.Module) -> Callable[[str], Said]:
-    """What a model in memory says of its module at a path: the heads there, and the config of the part around it."""
-    owners = [
-        (f"{name}.", part, part.config) for name, part in model.named_modules() if name and hasattr(part, "config")
-    ]
-    configs: dict[int, Config] = {}  # by the identity of the config, which many modules share
-
-    def said(path: str) -> Said:
-        for name, part, own in reversed(owners):
-            if f"{path}.".startswith(name):
-                if id(own) not in configs:
-                    configs[id(own)] = config_of(part)
-                if "model_type" in (config := configs[id(own)]):
-                    return Said(stated_by(model, path), config)
-        return Said(stated_by(model, path), {})
-
-    return said
 
 
 def _inside(path: str, name: str) -> bool:

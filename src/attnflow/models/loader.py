@@ -24,8 +24,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, check_sizes, first_line, shards
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
-from attnflow.models.unpacked import folder as cache_folder
-from attnflow.models.unpacked import gguf_key, gguf_tokenizer, load_gguf, require_gguf
+from attnflow.models.unpacked import load_gguf
 
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 _INDEX: Final = "model.safetensors.index.json"
@@ -76,32 +75,6 @@ def load_model(
             model, tokens = load_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
     nn.Module.to(model.eval(), device)  # the method of transformers is typed for its own decorator alone
     return Loaded(model, tokens)
-
-
-def outline(name_or_path: str | os.PathLike[str], *, tokenizer: bool = True) -> Loaded:
-    """What `load_model` would load, before any weights are read: the model's modules on the meta device.
-
-    Raises:
-        As `load_model`, but for what is wrong with weights.
-
-    Cost: of a GGUF file that is not in the cache, some 10 s to read its head, and as much for the tokenizer.
-    """
-    tokenizer = boolean("tokenizer", tokenizer)
-    folder, gguf = _locate(os.fspath(name_or_path))
-    with quiet():
-        if gguf is None:
-            config = _config(folder)
-            make = _class_of(config, folder)
-            tokens = _tokenizer(folder) if tokenizer else None
-        else:
-            require_gguf()
-            file, make = Path(folder) / gguf, cast(Any, AutoModelForCausalLM)
-            unpacked = cache_folder() / f"{gguf_key(file)}-model"
-            source = (unpacked, {}) if unpacked.is_dir() else (folder, {"gguf_file": gguf})
-            config = cast(Config, AutoConfig.from_pretrained(source[0], **source[1]))
-            tokens = gguf_tokenizer(file) if tokenizer else None
-        with torch.device("meta"):
-            return Loaded(getattr(make, "from_config", make)(config), tokens)
 
 
 def _dtype(dtype: object) -> torch.dtype | str:

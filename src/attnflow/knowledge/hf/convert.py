@@ -24,9 +24,7 @@ from attnflow.knowledge.hf.layer_forms import LayerForm, form_of
 from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import LayerReader
 from attnflow.models.evaluation import evaluating, seed_all
-from attnflow.models.experts import PackedExperts
-from attnflow.models.families.table import FeedForward
-from attnflow.models.feed_forward import find_feed_forward, uncovered
+from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, uncovered
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.watching import Arguments, Call, Watch
 

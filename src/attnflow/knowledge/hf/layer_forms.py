@@ -13,9 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.layered import EntryScores, EntryValues
-from attnflow.models.experts import PackedExperts
-from attnflow.models.families.table import FeedForward
-from attnflow.models.feed_forward import stored
+from attnflow.models.feed_forward import FeedForward, PackedExperts, stored
 
 
 @dataclass(frozen=True)

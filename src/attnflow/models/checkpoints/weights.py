@@ -15,10 +15,6 @@ from torch import Tensor, nn
 from attnflow.models.checkpoints.files import BadCheckpoint, Folder
 from attnflow.models.families.rows import Read
 
-_STATED: Final = (
-    *("num_attention_heads", "num_heads", "n_heads", "n_head", "num_attn_heads"),
-    *("num_key_value_heads", "num_kv_heads", "attention_head_size"),
-)
 _INSIDE: Final = ("state_dict", "model", "module", "model_state_dict")
 
 
@@ -74,12 +70,6 @@ def config_of(model: nn.Module) -> Mapping[str, object]:
     if callable(as_dict):
         return cast(Mapping[str, object], as_dict())
     return cast(Mapping[str, object], config) if isinstance(config, Mapping) else {}
-
-
-def stated_by(model: nn.Module, path: str) -> Mapping[str, object]:
-    """What the attention module at a path says of its heads."""
-    module = model.get_submodule(path)
-    return {word: getattr(module, word) for word in _STATED if isinstance(getattr(module, word, None), int)}
 
 
 def torch_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:

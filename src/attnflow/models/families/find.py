@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final, Literal, NamedTuple, cast
+from typing import Final, Literal, cast
 
 import torch
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.families.heads import Heads, Stated
 from attnflow.models.families.rows import Composed, Selected, blocks, latent
 from attnflow.models.families.table import (
     BESIDE,
@@ -23,6 +22,8 @@ from attnflow.models.families.table import (
     LATENT,
     SEPARATE,
     UNIVERSAL,
+    Heads,
+    Stated,
     is_query_or_key,
     with_heads,
 )
@@ -106,13 +107,6 @@ class Stem:
         return next((words[part] for part in self.path.split(".") if part in words), "")
 
 
-class Said(NamedTuple):
-    """What a model in memory says of one of its attention modules; it wins over the config of the whole."""
-
-    heads: Config  # attributes of the module
-    config: Config  # of the innermost model around it
-
-
 def find(shapes: Shapes, config: Config) -> tuple[Place, ...]:
     """Where the queries and keys of a model are stored: a place for each attention module, in the order of its layers.
 
@@ -137,14 +131,14 @@ def find(shapes: Shapes, config: Config) -> tuple[Place, ...]:
 
 
 def registered(
-    shapes: Shapes, config: Config, said: Callable[[str], Said] | None = None
+    shapes: Shapes, config: Config, stated: Callable[[str], Config] = lambda _: {}
 ) -> list[tuple[Stem, Place | UnsupportedArchitecture]]:
     """What the registry says of everything that is named like attention: its place, or why it is not known.
 
     Args:
         shapes: name and shape of every tensor.
         config: what config.json says.
-        said: what a model in memory says of the module at a path.
+        stated: what the module at a path says of its heads, where there is no config.
 
     Raises:
         UnsupportedArchitecture: queries or keys have adapters.
@@ -156,7 +150,7 @@ def registered(
     result: list[tuple[Stem, Place | UnsupportedArchitecture]] = []
     for stem in [stem for stem in stems if stem.numbers] or stems:
         try:
-            place = _place(stem, shapes, config, said)
+            place = _place(stem, shapes, config or stated(stem.path))
         except UnsupportedArchitecture as error:
             place = error
         if place is not None:
@@ -175,15 +169,13 @@ def _stems(shapes: Shapes) -> Iterator[Stem]:
             yield Stem(stem, word, suffix)
 
 
-def _place(stem: Stem, shapes: Shapes, root: Config, said: Callable[[str], Said] | None) -> Place | None:
-    own = said(stem.path) if said else Said({}, {})
-    root = own.config or root
+def _place(stem: Stem, shapes: Shapes, root: Config) -> Place | None:
     config = _config_of(root, stem)
     model_type = str(config.get("model_type") or root.get("model_type") or "")
     if config.get("num_kv_shared_layers"):
         raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
     stage = next(iter(stem.numbers), 0)
-    stated = Stated([own.heads, with_heads(config, model_type)], stem.side)
+    stated = Stated(with_heads(config, model_type), stem.side)
     layout = _layout(stem, shapes, model_type, stated, stage)
     if layout is None:
         return None
@@ -293,7 +285,7 @@ def _config_of(root: Config, stem: Stem) -> Config:
         if isinstance(part, Mapping):
             return cast(Config, part)
     part = root.get("text_config")
-    stated = Stated([root], stem.side)
+    stated = Stated(root, stem.side)
     if isinstance(part, Mapping) and not stated.values(stated.query_words, 0):
         return cast(Config, part)
     return root
