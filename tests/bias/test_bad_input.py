@@ -1,16 +1,19 @@
 """Bad arguments of every public function of the room: the error says what was expected and what came."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache, Gemma3nForCausalLM, Gemma3nTextConfig
 
 import attnflow as af
 from attnflow.bias.hf.saving import config_from_dict
 from attnflow.bias.terms import Additive
-from tests.bias.hf.common import biased, family
+from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, same_state, tokens
 from tests.bias.test_map import make
+from tests.models import WITHOUT_INTERFACE
 
 B = af.bias
 CHECKED = "Type-check error"  # which comes first while the tests run under the type checker
@@ -63,6 +66,7 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (attention(Q[:1]), r"query .*key .*value .* do not fit"),
     (attention(Q, K[:, :, 1:]), r"query .*key .*value .* do not fit"),
     (attention(Q[..., 1:]), r"query .*key .*value .* do not fit"),
+    (attention(Q[:, :3]), "query heads a multiple of theirs"),
     (attention(terms=[Additive(torch.zeros(2, 3, 7))]), "Additive has 3 maps, which 4 heads cannot share evenly"),
     (attention(terms=[Additive(META)]), "must be on one device, got cpu, meta"),
     (attention(sinks=torch.zeros(4, device="meta")), "sinks and all terms must be on one device, got cpu, meta"),
@@ -97,9 +101,7 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (capture(torch.ones(2, 4, dtype=torch.long)), "pass a batch as a mapping"),
     (capture({"attention_mask": torch.ones(1, 3)}), "inputs must hold input_ids, got attention_mask"),
     (capture([5, 6], generate=0), "generate must be at least 1"),
-    (capture(lambda: None), "no forward pass"),
-    (capture(lambda: None, generate=1), "leave generate= out, and generate there"),
-    (capture(lambda: None, queries=[-1]), r"must be positions from 0 on, or 'all', got \[-1\]"),
+    (lambda: B.capture(biased("Bert"), [5, 6], generate=1), "does not generate"),
     # maps and graphs
     (lambda: make().values("bias", 1), r"layer must be one of \[0, 2\], got 1"),
     (lambda: make(heads=(1, 3)).values("bias", 0, 2), r"head 2 was not captured: those captured are \[1, 3\]"),
@@ -125,9 +127,123 @@ def test_a_module_of_the_users_that_returns_another_shape():
         wrong(torch.tensor([[5, 6, 7]]))
 
 
-def test_a_model_that_is_captured_already():
-    watched = model()
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn is being captured already"):
-        B.capture(watched, lambda: B.capture(watched, [5, 6]))
-    with pytest.raises(ValueError, match="does not generate"):
-        B.capture(biased("Bert"), [5, 6], generate=1)
+def refused(model, error, match, *arguments, **options):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    with pytest.raises(error, match=match):
+        af.bias.attach(model, *arguments, **options)
+    assert same_state(model, before)
+    assert model.config._attn_implementation is implementation
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="has no bias attached"):
+        handle_of(model).remove()
+
+
+def test_attaching_twice_and_detaching_twice():
+    model = biased("Llama")
+    with pytest.raises(ValueError, match=r"has a bias attached already; remove it by its handle first"):
+        af.bias.attach(model, GUIDANCE)
+    with pytest.raises(ValueError, match="has a bias attached already"):
+        af.bias.attach(model.model, GUIDANCE)
+    with pytest.raises(ValueError, match="a part of the model that the bias was attached to"):
+        handle_of(model.model).remove()
+    handle_of(model).remove()
+    for use in (lambda model: af.bias.save(model, "folder"), lambda model: af.bias.capture(model, [5, 6])):
+        with pytest.raises(ValueError, match="has no bias attached"):
+            use(model)
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_models_without_the_interface_or_without_attention(name):
+    refused(family(name), af.UnsupportedArchitecture, "does not take the attention interface", GUIDANCE)
+
+
+def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3nTextConfig(
+        **dict.fromkeys(("altup_num_inputs", "num_kv_shared_layers", "num_key_value_heads", "eos_token_id"), 2),
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 50),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "laurel_rank", "sliding_window"), 4),
+        **dict.fromkeys(("head_dim", "hidden_size_per_layer_input"), 8),
+        hidden_size=32,
+        intermediate_size=48,
+        layer_types=kinds,
+        activation_sparsity_pattern=[0.0] * 4,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
+    model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
+    shared = af.bias.GuidanceConfig(layers=[0, 2], hidden_dim=4)
+    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", shared)
+    shared = af.bias.GuidanceConfig(layers=[2], hidden_dim=4, reference="hidden")
+    refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", shared)
+    for placement, count in (("every", 2), ("every_other", 1)):
+        with af.bias.attach(model, af.bias.GuidanceConfig(layers=placement, hidden_dim=4)) as handle:
+            assert len(handle.layers) == count
+            assert f"bias on {count} of 4 attention layers" in str(handle)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids)
+        af.bias.attach(model, af.bias.GuidanceConfig(layers=[0, 1], hidden_dim=4, reference="hidden"))
+        assert torch.equal(outputs(model, input_ids=ids), plain)
+        disturb(model)
+        whole, cache = outputs(model, input_ids=ids, use_cache=False), DynamicCache(config=config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+    assert (whole - plain).abs().max() > 1e-3
+
+
+def test_kinds_that_a_layer_cannot_have():
+    refused(family("Bert"), ValueError, "CumulativeConfig.*is not causal", af.bias.CumulativeConfig())
+    for name in ("GPT2", "Bert", "OPT"):
+        config = af.bias.AlibiConfig(layers="every_other", gain=0.0)
+        refused(family(name), af.UnsupportedArchitecture, "takes no rotary embedding from outside", config)
+
+
+def test_a_layer_on_several_devices():
+    model = family("Llama")
+    model.model.layers[0].self_attn.q_proj.to("meta")
+    with pytest.raises(ValueError, match=r"self_attn lies on several devices \(cpu, meta\); move it to one"):
+        af.bias.attach(model, GUIDANCE)
+    assert "score_terms" not in str(model)
+
+
+def test_changing_the_attention_implementation_under_a_bias_is_noticed():
+    """Otherwise the bias would be out of force without a word."""
+    model, ids = biased("Llama"), tokens(1, 5)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="ran without it: the model's attention implementation was set to 'eager'"):
+        outputs(model, input_ids=ids)
+    with disabled(model):
+        outputs(model, input_ids=ids)
+    handle_of(model).remove()
+    assert model.config._attn_implementation == "eager"  # what the user has chosen last
+    af.bias.attach(model, GUIDANCE)
+    outputs(model, input_ids=ids)
+
+
+def test_implementations_that_take_no_bias():
+    model = family("Llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2', which takes no bias; choose one of sdpa, eager"):
+        af.bias.attach(model)
+
+
+def test_replicas_of_data_parallel():
+    replica = model().model.layers[1].self_attn._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel.*accelerate launch"):
+        replica(torch.zeros(1, 2, 32), (torch.ones(1, 2, 8), torch.zeros(1, 2, 8)), None)
+
+
+def test_a_second_thread_is_refused_rather_than_mixed_up():
+    shared, inside, go_on, results = model(), threading.Event(), threading.Event(), []
+    expected = shared(tokens(1, 4)).logits
+    handle = shared.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *_: inside.set() or go_on.wait(20))
+    other = threading.Thread(target=lambda: results.append(shared(tokens(1, 4)).logits))
+    other.start()
+    assert inside.wait(20)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="two threads run one model with a bias"):
+        shared(tokens(1, 4))
+    go_on.set()
+    other.join(20)
+    assert torch.equal(results[0], expected)  # the one that came first is unharmed

@@ -241,11 +241,6 @@ def test_every_kind_begins_as_the_identity_and_learns(kind, reference, share):
     assert not module.is_zero()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kaiming_begins_away_from_zero(kind):
-    assert not config_of(kind, start=True).module(SHAPE).is_zero()
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "fan_in"),
     [

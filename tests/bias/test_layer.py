@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from attnflow.bias import AlibiConfig, CumulativeConfig, CustomConfig, DenseConfig, GuidanceConfig, attention
+from attnflow.bias import AlibiConfig, CumulativeConfig, CustomConfig, GuidanceConfig, attention
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Additive, Dense
 from tests.bias.test_kinds import SHAPE, TOKENS, module_of, tile_of, vectors
@@ -31,14 +31,6 @@ def test_kinds_are_summed():
     for term, module in zip(terms_of(bias), modules, strict=True):
         torch.testing.assert_close(term.tile(*EVERY), tile_of(module).expand_as(term.tile(*EVERY)))
     assert {p for m in modules for p in m.parameters()} == set(bias.parameters())
-
-
-def test_it_is_zero_until_it_is_not():
-    bias = layer_of(GuidanceConfig().module(SHAPE), DenseConfig().module(SHAPE))
-    assert bias.is_zero()
-    with torch.no_grad():
-        bias.kinds[1].values[0, 0, 1, 0] = 1.0
-    assert not bias.is_zero()
 
 
 class Distance(nn.Module):

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, cast, no_type_check
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnflow.bias.call import Allow, Call
 from attnflow.bias.terms import Additive, Offset, Term, wide
+from attnflow.masks.flex import block_mask_of_counts, mask_mod_of_bits, packed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -50,16 +52,18 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values."""
-    blocks = blocks_of(call.allow, call.query.device)
-    output: Tensor = _compiled(call.query.device.type)(
+    device = call.query.device
+    # Kept with the relation for the layers to come.
+    form = call.allow.derived(("flex", str(device)), lambda: _form(call.allow, device))
+    blocks, empty = cast("tuple[BlockMask | None, Tensor | None]", form)
+    output: Tensor = _compiled(device.type)(
         *(call.query, call.key, call.value),
         score_mod=score_mod(call),
         block_mask=blocks,
         scale=call.scale,
         enable_gqa=call.heads_per_kv > 1,
     )
-    if (allowed := call.allow.dense()) is not None:  # a query that may attend to nothing has the output 0
-        output = output.masked_fill(~allowed.to(output.device).any(dim=-1, keepdim=True), 0.0)
+    output = output if empty is None else output.masked_fill(empty, 0.0)
     return output.to(call.value.dtype)
 
 
@@ -77,14 +81,6 @@ def score_mod(call: Call) -> ScoreMod:
         return score
 
     return modify
-
-
-def blocks_of(allow: Allow, device: torch.device) -> BlockMask | None:
-    """The block mask of a relation, None for every pair; kept with the relation for the layers to come.
-
-    Memory: a byte for each pair.
-    """
-    return cast("BlockMask | None", allow.derived(("flex", str(device)), lambda: _blocks(allow, device)))
 
 
 def _lookup(term: Term, call: Call) -> Lookup:
@@ -121,23 +117,25 @@ def _lookup(term: Term, call: Call) -> Lookup:
 
 
 @no_type_check
-def _element(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """The index along a dimension that may be shared; always a tensor, which torch can trace."""
-    return index * 0 if tensor.shape[dim] == 1 else index
+def _element(tensor: Tensor, index: Tensor) -> Tensor:
+    """The index along the first dimension, which may be shared; always a tensor, which torch can trace."""
+    return index * 0 if tensor.shape[0] == 1 else index
 
 
-def _blocks(allow: Allow, device: torch.device) -> BlockMask | None:
-    from torch.nn.attention.flex_attention import create_block_mask  # takes 0.3 s: not paid by `import attnflow`
-
-    if (dense := allow.dense()) is None:
-        return None
-    table = dense.to(device)
-
-    @no_type_check
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return table[_element(table, b), _element(table, h, 1), q, k]
-
-    return create_block_mask(mask_mod, *table.shape, device=str(device), BLOCK_SIZE=_BLOCK)
+def _form(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
+    """(the block mask of a relation, queries that may attend to nothing); a bit a pair, made by rows of blocks."""
+    counts, bits, empty = list[Tensor](), list[Tensor](), list[Tensor]()
+    for start in range(0, allow.num_queries, _BLOCK):
+        rows = allow.rows(slice(start, min(start + _BLOCK, allow.num_queries)))
+        if rows is None:
+            return None, None
+        rows = functional.pad(rows.to(device), (0, -allow.num_keys % _BLOCK))
+        counts.append(rows.unflatten(-1, (-1, _BLOCK)).sum(dim=(2, 4)))
+        bits.append(packed(rows))
+        empty.append(~rows.any(dim=-1, keepdim=True))
+    shape, mask_mod = (allow.num_queries, allow.num_keys), mask_mod_of_bits(torch.cat(bits, dim=2))
+    blocks = block_mask_of_counts(torch.stack(counts, dim=2), (_BLOCK, _BLOCK), mask_mod, shape)
+    return blocks, torch.cat(empty, dim=2)
 
 
 @cache

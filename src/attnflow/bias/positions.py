@@ -20,20 +20,14 @@ _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bid
 
 
 class DenseTable(Kind["DenseConfig"]):
-    """B_ij = values[i, j] by position: a parameter, or a tensor set for a batch (pair representations, graphs).
-
-    Assign `module.override = tensor` of shape [batch or 1, maps, length, length] to use it in place of the parameter;
-    gradients flow into it. None goes back.
-    """
+    """B_ij = values[i, j] by position."""
 
     last = ("values",)
 
     def __init__(self, config: DenseConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.values = nn.Parameter(
-            torch.empty(1, shape.groups(config.share_heads), config.max_length, config.max_length)
-        )
-        self.override: Tensor | None = None
+        size = (config.max_length, config.max_length)
+        self.values = nn.Parameter(torch.empty(1, shape.groups(config.share_heads), *size))
         nn.init.normal_(self.values, std=config.std)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
@@ -42,9 +36,8 @@ class DenseTable(Kind["DenseConfig"]):
         Raises:
             ValueError: a position beyond the table.
         """
-        table = self.values if self.override is None else self.override
+        table, length = self.values, self.config.max_length
         keys, rows = columns.squeeze(-1).long(), queries.positions
-        length = min(table.shape[2:])
         last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))
         if last >= length:
             raise ValueError(
@@ -55,13 +48,8 @@ class DenseTable(Kind["DenseConfig"]):
             return Dense(table[:, :, rows[0]][..., keys[0]])
         batch = max(rows.shape[0], keys.shape[0])
         where = torch.arange(batch, device=table.device)[:, None, None, None]
-        whole = table.expand(batch, -1, -1, -1)
         maps = torch.arange(table.shape[1], device=table.device)[None, :, None, None]
-        return Dense(whole[where, maps, rows[:, None, :, None], keys[:, None, None, :]])
-
-    def is_zero(self) -> bool:
-        """Whether every number of the table is zero."""
-        return self.override is None and super().is_zero()
+        return Dense(table.expand(batch, -1, -1, -1)[where, maps, rows[:, None, :, None], keys[:, None, None, :]])
 
 
 @dataclass(frozen=True, kw_only=True)

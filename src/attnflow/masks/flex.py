@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, no_type_check
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int32, UInt8
+from jaxtyping import Bool, Int, Int32, UInt8
 from torch import Tensor
 
 from attnflow._core import checks
@@ -111,6 +111,12 @@ def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMo
         return ((bits[b, h, q, k >> 3].int() >> (k & 7)) & 1) == 1
 
     return look_up
+
+
+def packed(allowed: Bool[Tensor, "batch heads queries keys"]) -> UInt8[Tensor, "batch heads queries bytes"]:
+    """Eight keys a byte, as `mask_mod_of_bits` takes them; their number must be a multiple of eight."""
+    weight = 1 << torch.arange(8, device=allowed.device, dtype=torch.uint8)
+    return (allowed.unflatten(-1, (-1, 8)) * weight).sum(-1, dtype=torch.uint8)
 
 
 def block_mask_of_counts(

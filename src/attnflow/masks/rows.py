@@ -25,6 +25,7 @@ from attnflow.masks.flex import (
     MaskMod,
     block_mask_of_counts,
     mask_mod_of_bits,
+    packed,
     pairs_in_blocks,
 )
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 LAYERED: Final = torch.int64  # of row intervals
-_BITS: Final = 8
 
 
 def is_row_intervals(value: object) -> bool:
@@ -65,9 +65,8 @@ def allowed_of_rows(
 def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: int) -> MaskMod:
     """`mask_mod(b, h, q, k)`, vectorised; it captures one tensor, so masks of one shape share one kernel."""
     if rows.shape[2] > 2 * MAX_UNROLLED + 1:
-        allowed = torch.nn.functional.pad(allowed_of_rows(rows, num_keys), (0, -num_keys % _BITS))
-        weight = 1 << torch.arange(_BITS, device=rows.device, dtype=torch.uint8)
-        return mask_mod_of_bits((allowed.unflatten(-1, (-1, _BITS)) * weight).sum(-1, dtype=torch.uint8))
+        allowed = torch.nn.functional.pad(allowed_of_rows(rows, num_keys), (0, -num_keys % 8))
+        return mask_mod_of_bits(packed(allowed))
     several, heads, renumbered = rows.shape[0] > 1, rows.shape[1] > 1, rows.shape[2] % 2 == 1
     intervals = rows.shape[2] // 2
 

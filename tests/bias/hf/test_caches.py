@@ -143,22 +143,6 @@ def test_a_cache_that_the_bias_has_not_seen_in_full_is_an_error(name, kind):
         on_and_off()
 
 
-def test_a_cache_that_another_bias_has_used_is_taken_over_when_it_is_empty():
-    model, ids = biased("Llama"), tokens(1, 8)
-    for make in (lambda: StaticCache(config=model.config, max_cache_len=20), lambda: DynamicCache(config=model.config)):
-        pieces(model, ids, [8], cache := make())
-        handle_of(model).remove()
-        af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=5))
-        disturb(model)
-        with pytest.raises(ValueError, match="8 tokens of layer 0 that the bias has not seen"):
-            pieces(model, torch.cat([ids, ids], dim=1), [1], cache)
-        cache.reset()
-        if not int(cache.get_seq_length()):
-            close(pieces(model, ids, [5, 3], cache), whole(model, ids))
-        handle_of(model).remove()
-        af.bias.attach(model, GUIDANCE)
-
-
 def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(monkeypatch):
     """Offloading itself needs an accelerator; the order in which layers are asked for does not."""
     model, ids = biased("Llama", num_hidden_layers=3), tokens(1, 6)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers import ViTConfig, ViTModel
+from transformers.models.t5 import modeling_t5
 
 import attnflow as af
 from attnflow.bias.kind import LayerBias
@@ -107,21 +109,6 @@ def test_gradients_reach_every_parameter_that_softmax_can_see(name):
             assert parameter.grad.abs().max() < 1e-9, name
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "ModernBert"])
-def test_an_encoder_gets_a_dense_asymmetric_map(name):
-    """daa, sec. 7: B is not triangular there, and B_ij is not B_ji."""
-    model, seen = biased(name), []
-    bias = next(module for module in model.modules() if isinstance(module, LayerBias))
-    bias.observer = seen.append
-    with torch.no_grad():
-        outputs(model, input_ids=tokens(1, 7))
-    (call,) = seen
-    tile = call.terms[0].tile(slice(0, 7), slice(0, 7))[0, 0]
-    assert call.allow.dense() is None or bool(call.allow.dense().all())
-    assert (tile != 0).all()
-    assert (tile - tile.T).abs().max() > 0.1
-
-
 def test_gradients_equal_finite_differences():
     model, ids = family("GPT2", n_layer=1), tokens(2, 6)  # no float32 inside, unlike those with RMSNorm
     af.bias.attach(model, ALL_KINDS[:4] + ALL_KINDS[5:])
@@ -139,3 +126,54 @@ def test_gradients_equal_finite_differences():
                 values.append(outputs(model, input_ids=ids).sin().sum())
         expected = (values[0] - values[1]) / (2 * step)
         torch.testing.assert_close((parameter.grad * direction).sum(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPTNeoX", "Phi3", "Gemma3"])
+def test_removing_rotary_embedding_makes_positions_equal(name):
+    """ALiBi in place of rotary embedding: without either, an encoder's or first layer's keys have no order."""
+    wide = {"sliding_window": 64} if name == "Gemma3" else {}
+    model, ids = family(name, num_hidden_layers=1, **wide), tokens(1, 6)
+    af.bias.attach(model, af.bias.AlibiConfig(gain=0.0))
+    order = torch.tensor([2, 0, 1, 3, 4, 5])
+    with torch.no_grad():
+        first, second = (outputs(model, input_ids=one)[:, -1] for one in (ids, ids[:, order]))
+        torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-5)
+        disturb(model)
+        first, second = (outputs(model, input_ids=one)[:, -1] for one in (ids, ids[:, order]))
+        assert (second - first).abs().max() > 1e-4
+
+
+def test_t5_keeps_its_own_buckets_beside_the_bias():
+    model, ids, targets = family("T5"), tokens(2, 7), tokens(2, 5)
+    if not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("this release's T5 does not take the attention interface")
+    with pytest.raises(ValueError, match=r"several stacks of self-attention.*pass the one that you mean"):
+        af.bias.attach(model, GUIDANCE)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        plain = outputs(model, input_ids=ids, decoder_input_ids=targets)
+        for part in (model.get_encoder(), model.get_decoder()):
+            af.bias.attach(part, af.bias.KeyConfig(layers="every", hidden_dim=4), backend="reference")
+            same = outputs(model, input_ids=ids, decoder_input_ids=targets)
+            assert torch.equal(same, plain)
+            for bias in (module for module in part.modules() if isinstance(module, LayerBias)):
+                bias._trained = True  # the path of a trained bias, whose B is still 0
+            torch.testing.assert_close(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
+            disturb(part)
+            assert (outputs(model, input_ids=ids, decoder_input_ids=targets) - plain).abs().max() > 1e-4
+            handle_of(part).remove()
+
+
+def test_vision_models():
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4
+    )
+    model, pixels = ViTModel(config).double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        plain = model(pixels)[0]
+        af.bias.attach(model, GUIDANCE)
+        assert torch.equal(model(pixels)[0], plain)
+        disturb(model)
+        assert (model(pixels)[0] - plain).abs().max() > 1e-4
+        handle_of(model).remove()
+        assert torch.equal(model(pixels)[0], plain)

@@ -11,7 +11,6 @@ from tests.bias.hf.common import (
     disabled,
     disturb,
     family,
-    handle_of,
     outputs,
     padded,
     tokens,
@@ -68,35 +67,6 @@ def test_greedy_decoding_of_a_left_padded_batch(name, kind):
     assert moved(model, ids, logits, attention_mask=real)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
-def test_a_padded_row_gives_what_it_gives_alone(name):
-    model = biased(name, (*BIASES["guidance"], *BIASES["others"]), eos_token_id=None)
-    rows, batch = padded((6, 3))
-    together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
-    for index, row in enumerate(rows):
-        assert torch.equal(together[index, -NEW:], generate(model, row)[0, -NEW:])
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
-@pytest.mark.parametrize("kind", BIASES)
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_caches_of_every_shape_give_the_same_tokens(name, kind, cache):
-    """Mistral keeps a window of 4 keys, Gemma 3 does in one layer of two; the static cache is used twice."""
-    model, ids = biased(name, BIASES[kind], eos_token_id=None), tokens(2, 6)
-    with torch.no_grad():
-        expected = model.generate(ids, use_cache=False, do_sample=False, **WHOLE, attention_mask=torch.ones_like(ids))
-    for _ in range(2):
-        assert torch.equal(generate(model, ids, cache_implementation=cache), expected)
-
-
-@pytest.mark.parametrize("kind", BIASES)
-def test_chunked_prefill_is_the_whole_prefill(kind):
-    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(2, 9)
-    whole = generate(model, ids)
-    for size in (1, 4):
-        assert torch.equal(generate(model, ids, prefill_chunk_size=size), whole)
-
-
 @pytest.mark.parametrize("kind", BIASES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_sampling_with_a_seed_and_beam_search(kind, cache):
@@ -130,15 +100,6 @@ def test_assisted_decoding_is_greedy_decoding(name, kind):
     assert torch.equal(generate(model, ids, assistant_model=with_bias), expected)
 
 
-@pytest.mark.parametrize("kind", BIASES)
-def test_generation_continues_from_a_cache(kind):
-    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(1, 5)
-    first = generate(model, ids, return_dict_in_generate=True)
-    more = torch.cat([first.sequences, tokens(1, 3)], dim=1)
-    again = generate(model, more, past_key_values=first.past_key_values)
-    assert torch.equal(again, generate(model, more))
-
-
 @pytest.mark.parametrize("kind", ["guidance", "others"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
 def test_the_decoder_of_an_encoder_decoder_model(kind, options):
@@ -151,23 +112,6 @@ def test_the_decoder_of_an_encoder_decoder_model(kind, options):
     assert torch.equal(found, expected)
     torch.testing.assert_close(logits, scores)
     assert moved(model, ids, logits, **plain)
-
-
-def test_attention_weights_of_generated_tokens(tmp_path):
-    model = biased("Llama", eos_token_id=None)
-    model.save_pretrained(tmp_path)
-    assert "attnflow" not in (tmp_path / "config.json").read_text()
-    handle_of(model).remove()
-    model.set_attn_implementation("eager")
-    af.bias.attach(model, BIASES["guidance"])
-    disturb(model)
-    ids = tokens(1, 5)
-    result = generate(model, ids, output_attentions=True, return_dict_in_generate=True)
-    assert len(result.attentions) == NEW
-    for step, layers in enumerate(result.attentions):
-        for weights in layers:
-            assert weights.shape == (1, 4, 5 if step == 0 else 1, 5 + step)
-            torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
 
 
 def test_a_checkpoint_of_a_model_with_a_bias_loads_without_one(tmp_path, recwarn):

@@ -62,21 +62,6 @@ def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
         af.bias.load(family("Llama"), tmp_path, strict=False)
 
 
-def test_a_bias_can_be_saved_over_an_older_one_and_from_another_precision(tmp_path):
-    model = biased("Llama")
-    af.bias.save(model, tmp_path)
-    handle_of(model).remove()
-    af.bias.attach(model, BIASES["others"])
-    disturb(model)
-    af.bias.save(model, tmp_path)
-    narrow = family("Llama", torch.bfloat16)
-    state = {name: value for name, value in model.state_dict().items() if "score_terms" not in name}
-    narrow.load_state_dict(state)
-    af.bias.load(narrow, tmp_path)
-    for ours, saved in zip(handle_of(narrow).parameters(), handle_of(model).parameters(), strict=True):
-        assert torch.equal(ours, saved.bfloat16())
-
-
 @pytest.fixture
 def saved(tmp_path):
     model = biased("Llama")

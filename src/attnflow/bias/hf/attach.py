@@ -6,7 +6,6 @@ import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from itertools import count
 from typing import Final, Literal, cast
 
 import torch
@@ -29,7 +28,6 @@ Train = Literal["guidance", "all"]
 
 _ATTRIBUTE: Final = "_attnflow_bias"  # of the model: the handle, so that copies and pickles of the model have theirs
 _log: Final = logging.getLogger("attnflow.bias")
-_attached: Final = count()
 
 
 class BiasHandle(Handle):
@@ -40,14 +38,13 @@ class BiasHandle(Handle):
         configs: of the summands.
         layers: path of each attention module with a bias -> its parameters.
         base: all attention layers of the model, with a bias or without.
-        number: biases attached before it in this process.
     """
 
     def __init__(
         self, model: nn.Module, configs: tuple[BiasConfig, ...], base: Sequence[Layer], interception: Interception
     ) -> None:
         super().__init__(model)
-        self.configs, self.base, self.number = configs, base, next(_attached)
+        self.configs, self.base = configs, base
         self.layers: dict[str, int] = {}
         self._interception = interception
         self._frozen: list[nn.Parameter] = []
@@ -179,17 +176,17 @@ def attach_to(
 def handle_of(model: nn.Module) -> BiasHandle:
     """The handle of the bias that a model carries: wrapped (PEFT, DDP), copied or unpickled, too.
 
-    Of a model with a bias on each half, such as BART, it is the newer one.
-
     Raises:
-        ValueError: no bias is attached.
+        ValueError: no bias is attached, or one to each half of the model.
     """
-    handles = [module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__]
+    handles: list[BiasHandle] = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
     if not handles and next(layer_biases(model), None) is not None:
         raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to; pass that")
     if not handles:
         raise ValueError(f"{type(model).__name__} has no bias attached; see af.bias.attach")
-    return max(cast(list[BiasHandle], handles), key=lambda handle: handle.number)
+    if len(handles) > 1:
+        raise ValueError(f"{type(model).__name__} has a bias on each half; pass the half that you mean")
+    return handles[0]
 
 
 @contextmanager

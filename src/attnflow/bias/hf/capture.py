@@ -1,7 +1,4 @@
-"""`capture`: the bias of a transformers model on a text, or while it generates, as a `BiasMap`.
-
-`observe` looks at one attention call, in tiles; a recorder puts together what was seen in each forward pass.
-"""
+"""`capture`: the bias of a transformers model on a text, or on what it generates, as a `BiasMap`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
@@ -28,12 +24,9 @@ from attnflow.bias.terms import Dense, Term, wide
 from attnflow.models.evaluation import evaluating
 from attnflow.models.inputs import Text, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split
-from attnflow.models.watching import Call as ModelCall
-from attnflow.models.watching import Watch
 
 Heads = Sequence[int] | Literal["all"] | None
 Queries = int | Sequence[int] | Literal["all"] | None
-Choose = Callable[[int, int], Sequence[int]]  # (position of the first new token, how many) -> rows to keep
 
 _ALL: Final = 128  # tokens up to which every query is captured
 _LAST: Final = 32  # queries captured of a longer text
@@ -44,7 +37,7 @@ _MOST_ROWS: Final = 64
 
 def capture(
     model: nn.Module | Loaded,
-    inputs: Text | Callable[[], object],
+    inputs: Text,
     *,
     layers: Sequence[int] | None = None,
     queries: Queries = None,
@@ -59,17 +52,14 @@ def capture(
     Args:
         model: a model with a bias, or what `af.load_model` returned.
         inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, as a tokenizer returns
-            them, batched and padded if need be. Or a function that runs the model, such as `lambda:
-            model.generate(ids)` or a training step: each pass is watched as it runs, with its cache. Beam search moves
-            its hypotheses about in the batch, while `sequence` stays; for what it returns use `generate`.
+            them, batched and padded if need be.
         layers: numbers of layers; by default all that have a bias.
         queries: positions of the queries, negative ones from the end, or "all". By default all of at most 128 tokens,
-            and the last 32 of a longer text; during generation those at which a token was generated. Of a function's
-            passes by default the last query of each, and no negative ones; one that runs again counts as it ran last.
+            and the last 32 of a longer text; with `generate` those at which a token was generated.
         heads: numbers of query heads, or "all"; by default the mean over heads.
         generate: how many tokens to generate first, greedily, or arguments of the model's `generate`. The map is of
             the sequence that it returned, so that any decoding strategy will do.
-        base: also run the model without its bias, for `weights_base`; a function is run once, with it.
+        base: also run the model without its bias, for `weights_base`.
         tokenizer: needed for a text unless `model` brings one; else it names the tokens.
         sequence: which one of a batch.
 
@@ -77,8 +67,7 @@ def capture(
         The map, on the CPU in float32.
 
     Raises:
-        ValueError: no bias is attached, or it is being captured already; a text without a tokenizer, a function that
-            does not run the model, or layers, queries or heads that do not exist.
+        ValueError: no bias is attached, a text without a tokenizer, or layers, queries or heads that do not exist.
 
     Cost: a forward pass, or two with `base`. Memory: queries x keys for each layer (and head), computed in tiles.
 
@@ -93,31 +82,33 @@ def capture(
     model, brought = split(model)
     tokenizer = tokenizer or brought
     biases = _chosen(model, layers)
-    record = partial(_Recorder, model, biases, _heads(biases, heads), sequence)
-    if callable(inputs):
-        if generate is not None:
-            raise ValueError("a function runs the model as it likes: leave generate= out, and generate there")
-        recorder = record(_rows(queries, None))
-        recorder.watch(inputs)
-        return recorder.map(model_name(model), tokenizer)
-    tensors = model_inputs(model, inputs, tokenizer, sequence)
-    name, prompt, last = _sequence(model, biases), None, None
+    chosen, name, prompt = _heads(biases, heads), _sequence(model, biases), None
+    tensors, last = model_inputs(model, inputs, tokenizer, sequence), None
     with evaluating(model), torch.no_grad():
         if generate is not None:
             tensors, prompt, last = _generated(model, tensors, generate, name)
         if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
-        choose = _rows(queries, tensors[name].shape[1], prompt)
-        recorder, run = record(choose), partial(model, **tensors, **sparing(model))
-        recorder.watch(run)
-        result = recorder.map(model_name(model), tokenizer, None if last is None else int(last[sequence]))
+        ids: list[int] = tensors[name][sequence].tolist()
+        rows = _rows(queries, len(ids), prompt)
+        look = partial(_look, biases, partial(model, **tensors, **sparing(model)), rows, chosen, sequence)
+        seen, plain = look(), None
         if base:
-            plain = record(choose)
             with switched(model, False):
-                plain.watch(run)
-            pairs = zip(result.layers, plain.map("", None).layers, strict=True)
-            result = replace(result, layers=tuple(replace(one, weights_base=other.weights) for one, other in pairs))
-    return result if last is not None else replace(result, produced=())
+                plain = look()
+    layers_seen = tuple(
+        LayerMap(number, path, **found._asdict(), weights_base=None if plain is None else plain[number].weights)
+        for path, bias in biases
+        if (found := seen.get(number := bias.shape.index)) is not None
+    )
+    causal = all(not bool(one.allowed[:, i, row + 1 :].any()) for one in layers_seen for i, row in enumerate(rows))
+    names = [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
+    produced: tuple[str, ...] = ()
+    if last is not None:
+        end = last[sequence].item()
+        after = [*names[1:], str(end) if tokenizer is None else str(tokenizer.decode([end]))]
+        produced = tuple(after[row] for row in rows)
+    return BiasMap(model_name(model), tuple(names), tuple(rows), layers_seen, tuple(chosen or ()), causal, produced)
 
 
 class Observed(NamedTuple):
@@ -143,20 +134,9 @@ def observe(
         heads: query heads to tell apart; None for the mean over all of them.
         sequence: number in the batch.
 
-    Raises:
-        ValueError: a sequence or a head that the call does not have.
-
     Cost: memory O(queries x keys) for the result, and a few MB beside it; time O(queries x keys x head_dim x heads).
     """
-    if not 0 <= sequence < call.query.shape[0]:
-        raise ValueError(f"sequence must be a number of the batch, 0 to {call.query.shape[0] - 1}, got {sequence}")
-    wrong = [head for head in heads or () if not 0 <= head < call.num_heads]
-    if wrong:
-        raise ValueError(f"heads must lie in 0 to {call.num_heads - 1}, got {wrong}")
     blocks = [_block(call, terms, block, heads, sequence) for block in _blocks(call, queries)]
-    if not blocks:
-        empty = torch.zeros(1 if heads is None else len(heads), 0, call.key.shape[2])
-        return Observed(empty, empty, empty.bool(), empty, empty)
     return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
@@ -212,115 +192,27 @@ def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequences: slice) 
     return torch.cat(parts, dim=-1)
 
 
-class _Recorder:
-    """Keeps some queries of every forward pass that a function runs.
+def _look(
+    biases: Sequence[tuple[str, LayerBias]],
+    run: Callable[[], object],
+    rows: Sequence[int],
+    heads: Sequence[int] | None,
+    sequence: int,
+) -> dict[int, Observed]:
+    """What is seen of each layer while the model runs."""
+    seen: dict[int, Observed] = {}
 
-    The attention call alone does not say where its tokens stand in the sequence: the stack's cache does, before it
-    takes them. Token ids come from whichever model around the stack is given them.
-    """
+    def see(bias: LayerBias, call: Call) -> None:
+        seen[bias.shape.index] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, sequence)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        biases: Sequence[tuple[str, LayerBias]],
-        heads: Sequence[int] | None,
-        sequence: int,
-        choose: Choose,
-    ) -> None:
-        self.model, self.biases, self.choose, self.heads, self.sequence = model, biases, choose, heads, sequence
-        self.input_ids: Tensor | None = None
-        self.ids: list[int] | None = []
-        self.first = 0
-        # layer -> (positions of queries, position of the first key, what was seen of them), for each pass
-        self.seen: dict[int, list[tuple[list[int], int, Observed]]] = {}
-
-    def watch(self, run: Callable[[], object]) -> None:
-        """Run, and look at what runs."""
-        busy = [name for name, bias in self.biases if bias.observer is not None]
-        if busy:
-            raise ValueError(f"the bias of {busy[0]} is being captured already; end that first")
-        around = {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, PreTrainedModel)
-            and any(not name or f"{path}.".startswith(f"{name}.") for path, _ in self.biases)
-        }
-        with Watch(around, enter=partial(self._begin, list(around)[-1])):
-            try:
-                for _, bias in self.biases:
-                    bias.observer = partial(self._see, bias)
-                run()
-            finally:
-                for _, bias in self.biases:
-                    bias.observer = None
-
-    def _begin(self, innermost: str, call: ModelCall) -> None:
-        """Before a model's forward; the innermost one holds the layers."""
-        input_ids = call.kwargs.get("input_ids", call.args[0] if call.args else None)
-        if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and not input_ids.is_floating_point():
-            self.input_ids = input_ids
-        if call.name != innermost:
-            return
-        cache = call.kwargs.get("past_key_values")
-        self.first = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-        if self.input_ids is None or self.ids is None or len(self.ids) < self.first:
-            self.ids = None  # embeddings in place of ids, or a cache that was filled elsewhere
-        elif self.sequence < len(self.input_ids):
-            self.ids = self.ids[: self.first] + self.input_ids[self.sequence].tolist()
-        self.input_ids = None
-
-    def _see(self, bias: LayerBias, call: Call) -> None:
-        """Before an attention call."""
-        new, keys = call.query.shape[2], call.key.shape[2]
-        rows = self.choose(self.first, new)
-        if not rows:
-            return
-        observed = observe(call, len(bias.kinds) if bias.enabled else 0, rows, self.heads, self.sequence)
-        total = self.first + new
-        start = max(0, total - keys)  # a sliding cache has dropped the first keys, a static one has empty slots behind
-        parts = Observed(*(part[..., : total - start].clone() for part in observed))
-        self.seen.setdefault(bias.shape.index, []).append(([self.first + row for row in rows], start, parts))
-
-    def map(self, model: str, tokenizer: PreTrainedTokenizerBase | None, last: int | None = None) -> BiasMap:
-        """Everything seen as one map; `last` is the token that the last query produced, if it is known."""
-        passes = [one for passes in self.seen.values() for one in passes]
-        queries = sorted({query for positions, _, _ in passes for query in positions})
-        if not queries:
-            raise ValueError("no forward pass of the model has run: there is nothing to look at")
-        size = max(start + parts.raw.shape[-1] for _, start, parts in passes)
-        layers = tuple(
-            LayerMap(bias.shape.index, name, **self._assembled(bias.shape.index, queries, size))
-            for name, bias in self.biases
-            if bias.shape.index in self.seen
-        )
-        causal = all(
-            not bool(one.allowed[:, i, query + 1 :].any()) for one in layers for i, query in enumerate(queries)
-        )
-        ids = self.ids if self.ids is not None and len(self.ids) >= size else None
-        names = [str(position) for position in range(size)] if ids is None else _names(ids[:size], tokenizer)
-        follow = [*names[1:], "" if last is None else _names([last], tokenizer)[0]]
-        produced = tuple(follow[query] for query in queries)
-        return BiasMap(model, tuple(names), tuple(queries), layers, tuple(self.heads or ()), causal, produced)
-
-    def _assembled(self, layer: int, queries: Sequence[int], size: int) -> dict[str, Tensor]:
-        """One tensor [maps, queries, keys] for each part, zero where nothing was seen."""
-        row_of, passes = {query: row for row, query in enumerate(queries)}, self.seen[layer]
-        whole: dict[str, Tensor] = {}
-        for name, first in passes[0][2]._asdict().items():
-            whole[name] = first.new_zeros(len(first), len(queries), size)
-            for positions, start, parts in passes:
-                part, rows = getattr(parts, name), [row_of[query] for query in positions]
-                whole[name][:, rows] = 0
-                whole[name][:, rows, start : start + part.shape[-1]] = part
-        return whole
-
-
-def _names(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    return [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
-
-
-def _within(positions: Sequence[int], first: int, new: int) -> list[int]:
-    return [position - first for position in positions if first <= position < first + new]
+    try:
+        for _, bias in biases:
+            bias.observer = partial(see, bias)
+        run()
+    finally:
+        for _, bias in biases:
+            bias.observer = None
+    return seen
 
 
 def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
@@ -380,21 +272,14 @@ def _generated(
     return longer, prompt, ids[:, -1]
 
 
-def _rows(queries: Queries, size: int | None, prompt: int | None = None) -> Choose:
-    """Which rows of each pass to keep; `size` is None where a function runs passes over texts of any length."""
+def _rows(queries: Queries, size: int, prompt: int | None) -> list[int]:
+    """The positions of the queries to keep, ascending."""
     if queries == "all":
-        return lambda first, new: range(new)
-    if queries is None and size is None:
-        return lambda first, new: [new - 1]
+        return list(range(size))
     if queries is None:
-        assert size is not None
         start = (0 if size <= _ALL else size - _LAST) if prompt is None else prompt - 1
-        return partial(_within, range(start, size))
+        return list(range(start, size))
     positions = [queries] if isinstance(queries, int) else list(queries)
-    if size is None:
-        if min(positions, default=-1) < 0:
-            raise ValueError(f"queries of what a function runs must be positions from 0 on, or 'all', got {positions}")
-        return partial(_within, sorted(set(positions)))
     if not positions or not all(-size <= position < size for position in positions):
         raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {positions}")
-    return partial(_within, sorted({position % size for position in positions}))
+    return sorted({position % size for position in positions})

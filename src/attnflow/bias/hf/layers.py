@@ -22,7 +22,6 @@ from attnflow.models.probe import Columns, Projections
 from attnflow.models.sites import Site, find_sites
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
-_HEADS: Final = ("num_heads", "num_attention_heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,40 +66,27 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def _layer(index: int, site: Site, depth: int, seen: Projections | str) -> Layer:
-    query = key = None
-    missing = ""
+    config = site.owner.config
     if isinstance(seen, Projections):
-        heads, kv_heads, head_dim = seen.num_heads, seen.num_kv_heads, seen.head_dim
-        query, key = seen.query, seen.key
+        sizes, query, key, missing = (seen.num_heads, seen.num_kv_heads, seen.head_dim), seen.query, seen.key, ""
     else:
-        missing = seen
-        heads, kv_heads, head_dim = _stated(site, missing)
+        sizes, query, key, missing = _stated(site, seen), None, None, seen
     causal = getattr(site.module, "is_causal", None)
-    causal = bool(getattr(site.owner.config, "is_decoder", True)) if causal is None else bool(causal)
-    hidden_size = _number(site.owner.config, "hidden_size")
-    if not hidden_size:
-        raise UnsupportedArchitecture(f"{type(site.owner.config).__name__} does not say its hidden_size")
-    return Layer(site, LayerShape(index, heads, kv_heads, head_dim, hidden_size, causal), depth, query, key, missing)
+    causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
+    if not isinstance(hidden_size := getattr(config, "hidden_size", None), int):
+        raise UnsupportedArchitecture(f"{type(config).__name__} does not say its hidden_size")
+    return Layer(site, LayerShape(index, *sizes, hidden_size, causal), depth, query, key, missing)
 
 
 def _stated(site: Site, missing: str) -> tuple[int, int, int]:
-    """(heads, key-value heads, width of a head) as the module says, or else its config."""
-    owners = (site.module, site.owner.config)
-    heads = next((n for owner in owners for name in _HEADS if (n := _number(owner, name))), 0)
-    if not heads:
-        raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}")
-    kv_heads = next((n for owner in owners if (n := _number(owner, "num_key_value_heads"))), heads)
-    head_dim = next((n for owner in owners if (n := _number(owner, "head_dim"))), 0)
-    return heads, kv_heads, head_dim or _number(site.owner.config, "hidden_size") // heads
-
-
-def _number(owner: object, name: str) -> int:
-    """A size by its name; 0 where there is none, or, in a config whose layers differ, several."""
+    """(heads, key-value heads, width of a head) by the config, where the probe cannot tell."""
+    config = site.owner.config
     try:
-        size = getattr(owner, name, None)
-    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
-        return 0
-    return size if isinstance(size, int) else 0
+        heads: int = config.num_attention_heads
+        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    except (AttributeError, RuntimeError) as error:  # of configs whose layers differ
+        raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}") from error
 
 
 @dataclass(eq=False)
@@ -109,30 +95,17 @@ class Hooks:
 
     Nothing of the model is replaced. Adapters replace projections after we have hooked them, so that each pass checks
     them by identity.
-
-    Attributes:
-        depth: layers of the model, which is how many a cache has.
-        sources: what queries and keys are made of, by side; nothing if the bias does not read them.
-        keep_hidden: whether the bias reads the module's input.
-        remove_rope: whether rotary embedding is switched off.
-        outputs: of the submodules that queries and keys are made of, by path.
-        hidden: input of the module.
-        positions: position ids, if the model passes them.
-        cache: the key-value cache in use.
-        waiting: whether the module runs and its attention has not asked yet.
-        thread: the one that runs it; 0 under a compiler.
     """
 
-    depth: int
-    sources: Mapping[str, Columns]
-    keep_hidden: bool
+    depth: int  # layers of the model, which is how many a cache has
+    sources: Mapping[str, Columns]  # what queries and keys are made of, by side; nothing if the bias does not read them
+    keep_hidden: bool  # whether the bias reads the module's input
     remove_rope: bool
-    outputs: dict[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())
-    hidden: Tensor | None = None
-    positions: Tensor | None = None
+    outputs: dict[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())  # of submodules, by path
+    hidden: Tensor | None = None  # input of the module
+    positions: Tensor | None = None  # position ids, if the model passes them
     cache: Cache | None = None
-    waiting: bool = False
-    thread: int = 0
+    thread: int | None = None  # the one that runs the module, until its attention asks
     _hooked: list[nn.Module] = field(default_factory=lambda: list[nn.Module]())
     _reading: list[RemovableHandle] = field(default_factory=lambda: list[RemovableHandle]())
     _handles: tuple[RemovableHandle, ...] = ()
@@ -148,15 +121,10 @@ class Hooks:
         for handle in (*self._handles, *self._reading):
             handle.remove()
 
-    def mine(self) -> bool:
-        """Whether the forward pass under way is this thread's."""
-        return torch.compiler.is_compiling() or self.thread in (0, get_ident())
-
     def clear(self) -> None:
         """Let go of all tensors."""
         self.outputs = {}
-        self.hidden = self.positions = self.cache = None
-        self.waiting = False
+        self.hidden = self.positions = self.cache = self.thread = None
 
     def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
         """Queries or keys of the new tokens before rotation, [batch, tokens, width]; None if they are not read.
@@ -195,13 +163,12 @@ class Hooks:
             refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
             return None
         self._hook(module)
-        if self.waiting and not self.mine():  # its tensors would be taken for ours
+        if self.thread not in (None, here := _thread()):  # its tensors would be taken for ours
             raise RuntimeError(
                 "two threads run one model with a bias at the same time; give each a copy.deepcopy, or take turns"
             )
         self.clear()
-        self.waiting, self.cache = True, cache
-        self.thread = 0 if torch.compiler.is_compiling() else get_ident()
+        self.thread, self.cache = here, cache
         if self.keep_hidden:
             hidden = kwargs.get("hidden_states", args[0] if args else None)
             self.hidden = hidden if isinstance(hidden, Tensor) else None
@@ -214,7 +181,7 @@ class Hooks:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         """After the attention module: a bias that attention has not asked for is out of force, and says so."""
-        if self.waiting and self.mine():
+        if self.thread == _thread():
             self.clear()
             now = getattr(getattr(module, "config", None), "_attn_implementation", None)
             raise RuntimeError(
@@ -224,7 +191,7 @@ class Hooks:
 
     def _read(self, path: str, module: nn.Module, args: object, output: Tensor) -> None:
         """After a submodule of the attention module."""
-        if self.waiting:  # else disabled, or the submodule alone: nothing would take the tensor from here
+        if self.thread is not None:  # else disabled, or the submodule alone: nothing would take the tensor from here
             self.outputs[path] = output
 
     def _hook(self, module: nn.Module) -> None:
@@ -238,6 +205,10 @@ class Hooks:
         self._hooked, self._reading = current, []
         for submodule, path in zip(current, paths, strict=True):
             self._reading.append(submodule.register_forward_hook(partial(self._read, path)))
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else get_ident()
 
 
 def _bias_of(module: nn.Module) -> LayerBias:
